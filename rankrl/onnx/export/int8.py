@@ -14,16 +14,21 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization import CalibrationMethod, QuantType
+from onnxruntime.quantization.calibrate import TensorsData
+from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
+from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import unpad_channels
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.quantiser_copy import QuantiserCopy
+from rankrl.onnx.export.ranges import Cut, Feed, collect_ranges
 from rankrl.onnx.export.subsampling import selects, store_selections
 from rankrl.onnx.export.weight_range import reduces
 from rankrl.onnx.graph_edits import is_constant
@@ -38,6 +43,8 @@ _PASSING = frozenset(
     ("Add", "Relu", "Clip", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Flatten")
 ) | {"Transpose", "Squeeze", "Unsqueeze", "Slice", "Pad"}
 _COMPUTING = frozenset(("Conv", "Gemm", "MatMul"))
+_OPERATORS = frozenset((*QLinearOpsRegistry, *QDQRegistry))
+"""What onnxruntime's quantiser knows."""
 
 
 def quantise_onnx(
@@ -48,6 +55,7 @@ def quantise_onnx(
     weights: Collection[str] | None = None,
     partly: bool = False,
     reduce_range: bool | None = None,
+    cut: Cut | None = None,
 ) -> Path:
     """Write an ONNX file whose convolutions and matrix products compute in 8-bit integers.
 
@@ -61,6 +69,8 @@ def quantise_onnx(
         partly: With weights: accept a file in which other nodes are in integers already; they stay.
         reduce_range: Whether weights lie in -64..64 instead of -127..127, as they have to where the file will
             run on an x86 processor without VNNI. None: where this processor is one (`sums_overflow`).
+        cut: Cuts a batch into smaller ones, of which few are run at a time. None: along the first axis of
+            every array, where the file does not say how many there are.
 
     Returns:
         `target`.
@@ -94,8 +104,13 @@ def quantise_onnx(
                 f"{path} returns NaN or infinite values on the calibration inputs, so there are no ranges to "
                 "quantise to; check the network and the inputs."
             )
-    named = [{copy.values[name]: array for name, array in feed.items()} for feed in batches]
-    quantised = _quantised(model, path, named, nodes, copy.apart, reduces(reduce_range))
+    parts = cut or (_along_first if fixed is None else _whole)
+
+    def named(feed: Feed, size: int) -> Iterator[Feed]:
+        for part in parts(feed, size):
+            yield {copy.values[name]: array for name, array in part.items()}
+
+    quantised = _quantised(model, path, batches, named, nodes, copy.apart, reduces(reduce_range))
     if nodes is not None:
         _spare_floats(quantised.graph, set(nodes), {node.name for node in before})
     copy.restore(quantised)
@@ -106,7 +121,8 @@ def quantise_onnx(
 def _quantised(
     model: ir.Model,
     path: Path,
-    batches: Iterable[Mapping[str, np.ndarray[Any, Any]]],
+    batches: Sequence[Feed],
+    cut: Cut,
     nodes: Sequence[str] | None,
     excluded: Sequence[str],
     reduced: bool,
@@ -117,32 +133,64 @@ def _quantised(
         try:
             save_model(model, plain)
             with _quiet():
-                quantize_static(
-                    plain,
-                    scratch,
-                    _Reader(batches),
-                    quant_format=QuantFormat.QDQ,
+                proto = load_model_with_shape_infer(plain)
+                names = _activations(proto, nodes)
+                ranges = collect_ranges(proto, names, batches, cut)
+                quantiser = QDQQuantizer(
+                    proto,
                     per_channel=True,
-                    activation_type=QuantType.QUInt8,
-                    weight_type=QuantType.QInt8,
                     reduce_range=reduced,
-                    nodes_to_quantize=nodes,
-                    nodes_to_exclude=excluded,
+                    weight_qType=QuantType.QInt8,
+                    activation_qType=QuantType.QUInt8,
+                    tensors_range=_tensors_data(ranges),
+                    nodes_to_quantize=list(nodes or ()),
+                    nodes_to_exclude=list(excluded),
+                    op_types_to_quantize=list(_OPERATORS),
+                    extra_options={},
                 )
+                quantiser.quantize_model()
+            quantiser.model.save_model_to_file(str(scratch), False)
         except Exception as error:  # whatever onnxruntime's Python code stumbles over
             raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
         return load_model(scratch)
 
 
-class _Reader(CalibrationDataReader):
-    """Hands batches to the quantiser."""
+def _activations(model: onnx.ModelProto, nodes: Collection[str] | None) -> list[str]:
+    """Return the names of float tensors that nodes take and give, those of all that can when `None`."""
+    graph = model.graph
+    kinds = {each.name: each.type.tensor_type for each in (*graph.value_info, *graph.input, *graph.output)}
+    stored = {tensor.name for tensor in graph.initializer}
+    taken = [
+        name
+        for node in graph.node
+        if node.op_type in _OPERATORS and (nodes is None or node.name in nodes)
+        for name in (*node.input, *node.output)
+    ]
+    return [
+        name
+        for name in dict.fromkeys(taken)
+        if name in kinds and name not in stored and kinds[name].elem_type == onnx.TensorProto.FLOAT
+    ]
 
-    def __init__(self, feeds: Iterable[Mapping[str, np.ndarray[Any, Any]]]) -> None:
-        self._feeds = iter(feeds)
 
-    def get_next(self) -> dict[str, np.ndarray[Any, Any]] | None:
-        feed = next(self._feeds, None)
-        return None if feed is None else {name: np.asarray(array, order="C") for name, array in feed.items()}
+def _tensors_data(ranges: Mapping[str, tuple[np.float32, np.float32]]) -> TensorsData:
+    ends = {name: (np.asarray(low), np.asarray(high)) for name, (low, high) in ranges.items()}
+    return TensorsData(CalibrationMethod.MinMax, ends)
+
+
+def _along_first(feed: Feed, size: int) -> Iterator[Feed]:
+    """Cut a batch along the first axis of its arrays; it stays whole where they differ in their lengths."""
+    lengths = {len(array) if array.ndim else 0 for array in feed.values()}
+    count = lengths.pop() if len(lengths) == 1 else 0
+    if not count:
+        yield feed
+    for first in range(0, count, size):
+        yield {name: array[first : first + size] for name, array in feed.items()}
+
+
+def _whole(feed: Feed, size: int) -> Iterator[Feed]:
+    del size
+    yield feed
 
 
 def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:

@@ -69,6 +69,7 @@ def write_graph(
             weights=graph.computing,
             partly=True,
             reduce_range=graph.reduced or reduce_range,
+            cut=None if graph.axes is None else graph.axes.parts,
         )
 
 

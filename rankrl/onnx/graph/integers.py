@@ -27,8 +27,9 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
     Args:
         network: The network.
         sites: The nodes, without a refusal.
-        feed: A batch that sets the ranges.
+        feed: A batch, the first input of which sets the ranges.
     """
+    feed = network.axes.one(feed)
     weights = network.weight_inputs
     taken = [site for site in sites if not site.spread]  # onnxruntime has no such kernel
     runs: list[str] = []

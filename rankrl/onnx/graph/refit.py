@@ -28,6 +28,7 @@ from decomposition.network.kinds import DecomposableModule, weight_of
 from decomposition.network.rounding import REDUCED_BITS
 from decomposition.operations.base import FINAL
 from decomposition.plan.layer_plan import without_growth
+from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.capture import FINAL_ELEMENTS, Captured, drawn_patches, most_patches
 from rankrl.onnx.graph.half import HalfValues
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
@@ -49,6 +50,7 @@ class CompressedGraph:
         errors: Relative output error of each node, those before it included, by name.
         replaced: The nodes in whose place something else stands.
         half: What is to be in half precision in the file.
+        axes: The axes that count inputs, None where they are the first.
     """
 
     model: ir.Model
@@ -59,6 +61,7 @@ class CompressedGraph:
     errors: dict[str, float] = field(default_factory=dict)
     replaced: list[Site] = field(default_factory=list)
     half: HalfValues = field(default_factory=HalfValues)
+    axes: BatchAxes | None = None
 
     def put(self, site: Site, layer: nn.Module, plan: Sequence[object], shift: torch.Tensor | None) -> None:
         """Put a layer in the place of a node and note what becomes of its weights."""
@@ -149,7 +152,9 @@ def refitted_graph(
         progress: Called with each node's name when it is done.
     """
     original = network.graph_model()
-    graph = CompressedGraph(network.graph_model(), network.graph_model(), half=network.half)
+    graph = CompressedGraph(
+        network.graph_model(), network.graph_model(), half=network.half, axes=network.axes
+    )
     touched = False
     for site in sites:
         if site.spec.refusal is not None:
@@ -175,7 +180,7 @@ def structured_graph(
     network: OnnxNetwork, sites: Sequence[Site], plan: CompressionPlan, library: FitLibrary
 ) -> CompressedGraph:
     """Return the graph under a plan with the fits that the plan was chosen by, to time it."""
-    graph = CompressedGraph(network.graph_model(), half=network.half)
+    graph = CompressedGraph(network.graph_model(), half=network.half, axes=network.axes)
     for site in sites:
         if site.spec.refusal is not None:
             continue
