@@ -19,6 +19,7 @@ from rankrl.runs.run_folder import RunFolder
 from rankrl.timing.latency import LatencyComparison
 from rankrl.training import EpochRow
 from rankrl.verify.agreement import OutputAgreement, agreement_score
+from rankrl.verify.output_scores import SCORES
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,14 @@ def summary(result: Compression) -> dict[str, Any]:
             "agreement": agreement_score(result.outputs),
         },
         "outputs": {
-            each.name: {"error": each.error, **({} if each.top1 is None else {"top1": each.top1})}
+            each.name: {
+                "error": each.error,
+                **({} if each.top1 is None else {"top1": each.top1}),
+                "score": each.score,
+                "score_kind": each.kind,
+                "scored_by": SCORES[each.kind],
+                "reason": each.reason,
+            }
             for each in result.outputs
         },
         "ratios": {

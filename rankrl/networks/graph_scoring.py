@@ -28,7 +28,14 @@ from rankrl.plan_search.scores.score_evaluator import checked_score
 from rankrl.plan_search.scores.score_identity import score_identity
 from rankrl.plan_search.scores.scoring_network import CACHE_BYTES
 from rankrl.plan_search.space.problem import Choices, SearchProblem
-from rankrl.verify.agreement import OutputAgreement, agreement, agreement_score, constant_agreement
+from rankrl.verify.agreement import (
+    OutputAgreement,
+    agreement,
+    agreement_score,
+    constant_agreement,
+    output_scores,
+)
+from rankrl.verify.output_scores import OutputScore
 from rankrl.workers.base import WorkerCluster
 
 FileTerm = Literal["agreement", "soft_agreement"]
@@ -117,9 +124,10 @@ class OnnxScoring:
         single: Batches on which single nodes are looked at (`OnnxPlanEvaluator.divergences`); none that
             results are compared on.
         score: The user's score, or None for the agreement with the original on `feeds`.
-        term: `agreement`: how often the largest number of an output (N, classes) is in the same place, 1 -
-            the relative error of an output without classes, averaged over the outputs; `soft_agreement`: 1 -
-            the relative error of every output, which moves with every change of the weights.
+        term: `agreement`: how often an output of classes has the original's, the explained share of the
+            variation of any other (`rankrl.verify.output_scores`), averaged over the outputs;
+            `soft_agreement`: 1 - the relative error of every output, which moves with every change of the
+            weights.
     """
 
     network: OnnxNetwork
@@ -179,11 +187,16 @@ class OnnxScoring:
     def agreement(self, session: onnxruntime.InferenceSession) -> list[OutputAgreement]:
         """Compare the outputs of an open network with those of the original."""
         answers = _Numbered(GraphSession(session, self.network.source), self.feeds, self.network.axes)
-        return agreement(self._original, answers, self._numbers)
+        return agreement(self._original, answers, self._numbers, self.output_scores)
 
     def constant_agreement(self) -> list[OutputAgreement]:
         """Compare the best constant answer with the original's outputs."""
         return constant_agreement(self._original, self._numbers)
+
+    @cached_property
+    def output_scores(self) -> list[OutputScore]:
+        """What each output is scored by."""
+        return output_scores(self._original, self._numbers)
 
     @property
     def fingerprint(self) -> str:

@@ -119,9 +119,23 @@ def _comparison(metrics: Mapping[str, Any]) -> Table | None:
     caption = "Accuracy is measured on the test set, which nothing was chosen by."
     if _of_file(metrics):
         caption = "Agreement with the original is measured on held-out inputs, which nothing was fitted to."
+        caption += agreement_note(metrics)
     if number(metrics, "onnx", "latency_ms") is not None:
         caption += f" {latency_note(metrics)}"
     return text_table(caption, columns, rows)
+
+
+def agreement_note(metrics: Mapping[str, Any]) -> str:
+    """Return what the agreement of each output is, in one sentence; empty where the numbers do not say."""
+    meanings: dict[str, list[str]] = {}
+    for name, output in metrics.get("outputs", {}).items():
+        if "scored_by" in output:
+            meanings.setdefault(f"{output['scored_by']}, since {output['reason']}", []).append(name)
+    several = len(meanings) > 1
+    return "".join(
+        f" That of {', '.join(names)} is {meaning}." if several else f" It is {meaning}."
+        for meaning, names in meanings.items()
+    )
 
 
 _SCORED = {

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from rankrl.onnx.errors import ExportError
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from rankrl.verify.output_scores import Array, OutputKind, OutputScore, output_score
 
 
 class Answers(Protocol):
@@ -33,30 +32,71 @@ class OutputAgreement:
         name: The output's name.
         error: |compressed - original| / |original|, over all its numbers.
         top1: On how many inputs its largest number is in the same place, as a fraction; None where it is no
-            scores of classes: where it has not two axes, or one class.
+            row of several numbers for every input.
+        kind: What it is scored by (`OutputScore.kind`).
+        reason: Why by that.
+        values: The score of every input, shape (N,), 1 at most.
     """
 
     name: str
     error: float
     top1: float | None
+    kind: OutputKind = "values"
+    reason: str = ""
+    values: Array = field(default_factory=lambda: np.zeros(1), repr=False, compare=False)
+
+    @property
+    def score(self) -> float:
+        """How far it agrees, 1 at most; about 0 for the best answer that is the same for every input."""
+        return float(self.values.mean())
 
 
-def agreement(original: Answers, compressed: Answers, batches: Sequence[Any]) -> list[OutputAgreement]:
+def output_scores(original: Answers, batches: Sequence[Any]) -> list[OutputScore]:
+    """Return what each output of a network is scored by, decided from its answers.
+
+    Args:
+        original: The network.
+        batches: Inputs.
+
+    Raises:
+        ExportError: There are no inputs.
+    """
+    _check(batches)
+    answers = [[np.atleast_1d(each) for each in original.run(feed)] for feed in batches]
+    return [
+        output_score(name, [each[index] for each in answers])
+        for index, name in enumerate(original.output_names)
+    ]
+
+
+def _check(batches: Sequence[Any]) -> None:
+    if not batches:
+        raise ExportError("there are no inputs to compare the networks on")
+
+
+def agreement(
+    original: Answers,
+    compressed: Answers,
+    batches: Sequence[Any],
+    scores: Sequence[OutputScore] | None = None,
+) -> list[OutputAgreement]:
     """Compare the outputs of two networks.
 
     Args:
         original: The original network.
         compressed: The compressed one, with the same outputs.
         batches: Inputs.
+        scores: What the outputs are scored by; decided from the original's answers when omitted.
 
     Raises:
         ExportError: There are no inputs, or an output has another shape than the original's.
     """
-    if not batches:
-        raise ExportError("there are no inputs to compare the networks on")
+    _check(batches)
+    scores = output_scores(original, batches) if scores is None else scores
     names = original.output_names
     lost, whole = np.zeros(len(names)), np.zeros(len(names))
     same: list[list[Array]] = [[] for _ in names]
+    values: list[list[Array]] = [[] for _ in names]
     for feed in batches:
         for index, (before, after) in enumerate(zip(original.run(feed), compressed.run(feed), strict=True)):
             if before.shape != after.shape:
@@ -64,6 +104,7 @@ def agreement(original: Answers, compressed: Answers, batches: Sequence[Any]) ->
                     f"the output {names[index]!r} has the shape {after.shape} in the compressed network, "
                     f"{before.shape} in the original"
                 )
+            values[index].append(scores[index](np.atleast_1d(before), np.atleast_1d(after)))
             if before.dtype.kind not in "fiub":
                 continue
             known, found = before.astype(np.float64), after.astype(np.float64)
@@ -77,6 +118,9 @@ def agreement(original: Answers, compressed: Answers, batches: Sequence[Any]) ->
             name,
             float(np.sqrt(lost[index] / whole[index])) if whole[index] > 0 else float(np.sqrt(lost[index])),
             float(np.concatenate(same[index]).mean()) if same[index] else None,
+            scores[index].kind,
+            scores[index].reason,
+            np.concatenate(values[index]),
         )
         for index, name in enumerate(names)
     ]
@@ -122,6 +166,18 @@ def _constant(name: str, values: Sequence[Array]) -> OutputAgreement:
     return OutputAgreement(name, math.sqrt(spread / whole) if whole > 0 else 0.0, top1)
 
 
-def agreement_score(found: Sequence[OutputAgreement]) -> float:
-    """Return one number for several outputs, 1 at most: top-1 agreement, or 1 - error where there is none."""
-    return float(np.mean([1 - each.error if each.top1 is None else each.top1 for each in found]))
+def agreement_score(outputs: Sequence[OutputAgreement]) -> float:
+    """Return one number for several outputs, 1 at most: the mean of their scores."""
+    return float(np.mean([each.score for each in outputs]))
+
+
+def agreement_values(outputs: Sequence[OutputAgreement]) -> Array | None:
+    """Return the agreement of every input, shape (N,), whose mean is `agreement_score`.
+
+    Returns:
+        None where the outputs do not count inputs alike on their first axis.
+    """
+    if len({len(each.values) for each in outputs}) != 1:
+        return None
+    mean: Array = np.mean([each.values for each in outputs], 0)
+    return mean

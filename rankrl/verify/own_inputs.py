@@ -25,7 +25,13 @@ from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph_edits import Array
 from rankrl.onnx.runtimes import Batch
 from rankrl.training.chance import guessing_share
-from rankrl.verify.agreement import OutputAgreement, agreement, agreement_score, constant_agreement
+from rankrl.verify.agreement import (
+    OutputAgreement,
+    agreement,
+    agreement_score,
+    constant_agreement,
+    output_scores,
+)
 from rankrl.verify.collapse import accuracy_collapse, collapse
 from rankrl.verify.file_export import FileInputs
 from rankrl.verify.network_outputs import network_outputs
@@ -59,6 +65,7 @@ class HeldoutScore:
                         f"{what}: the network's own {name} is NaN or infinite for some of the inputs "
                         f"{index * BATCH} to {last}; check its weights, and how inputs are normalised"
                     )
+        self.output_scores = output_scores(self._known, range(len(self._batches)))
         self._labelled = sample.labelled()
         self.by_class = sample.has_classes and classes_of(dense, sample.inputs) is not None
 
@@ -73,7 +80,7 @@ class HeldoutScore:
     def agreement(self, network: nn.Module) -> list[OutputAgreement]:
         """Return how far each output agrees with the dense network's."""
         answers = _Answers.of(network, self._batches)
-        return agreement(self._known, answers, range(len(self._batches)))
+        return agreement(self._known, answers, range(len(self._batches)), self.output_scores)
 
     def collapsed(self, network: nn.Module) -> str | None:
         """Return what to tell a reader if a network answers no better than a constant, else None."""

@@ -23,6 +23,7 @@ from rankrl.plan_search.run import search_numbers
 from rankrl.request import Request
 from rankrl.result import Compression, summary
 from rankrl.runs.run_folder import RunFolder
+from rankrl.verify.output_scores import SCORES
 from rankrl.wording import counted
 
 INPUTS = "inputs"
@@ -189,8 +190,10 @@ def _outputs(result: Compression) -> Table:
     """Return the table of outputs."""
     table = Table(title=f"Agreement with the original on {counted(result.heldout, 'held-out input')}")
     table.add_column("output", overflow="fold")
-    table.add_column("same class", justify="right")
+    table.add_column("agreement", justify="right")
     table.add_column("relative error", justify="right")
+    table.add_column("agreement is", overflow="fold")
     for each in result.outputs:
-        table.add_row(each.name, "–" if each.top1 is None else f"{each.top1:.2%}", f"{each.error:.4f}")
+        meaning = f"{SCORES[each.kind]}, since {each.reason}"
+        table.add_row(each.name, f"{each.score:.2%}", f"{each.error:.4f}", meaning)
     return table

@@ -1,0 +1,207 @@
+"""How near answers are to the original's: one score for each output.
+
+The largest number of an output tells little where it is in the same place for every input, or where an output
+is no scores of classes. What is scored is decided once, from the original's answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from scipy.special import log_softmax, logsumexp
+
+Array = np.ndarray[Any, np.dtype[Any]]
+OutputKind = Literal["classes", "distribution", "values", "labels"]
+
+SCORES: dict[OutputKind, str] = {
+    "classes": "the share of inputs with the original's class",
+    "distribution": "1 − divergence of the class probabilities / divergence from their mean",
+    "values": "1 − squared error / variance of the original's output",
+    "labels": "the share of answers that are the original's",
+}
+"""What each kind of output is scored by."""
+
+_HARDLY_VARIES = 1e-3
+"""Standard deviation / root mean square below which numbers are a constant, as far as can be told."""
+_SUM_TOLERANCE = 1e-2
+"""How far probabilities of classes are off 1 together: files round them."""
+_ZERO_SUM = 0.1
+"""Of logits: mean square of the sum of a row / what independent numbers of their size have, at most."""
+_SEVERAL_UNITS = 16
+"""Numbers of a row that may each have a unit of its own; more are an embedding, or coordinates."""
+_LEAST_PROBABILITY = 1e-12
+_LEAST_DIVERGENCE = 1e-6
+"""Divergence in nats below which probabilities are a constant, as far as float32 can tell."""
+
+
+@dataclass(frozen=True, eq=False)
+class OutputScore:
+    """What answers of one output are scored by.
+
+    Attributes:
+        name: The output's name.
+        kind: Of scores of classes, `classes` where the original's class varies with the inputs,
+            `distribution` where it does not; `labels` are integers and text, `values` all other numbers.
+        reason: Why it is of this kind, for a reader.
+        spread: What a constant answer's errors are, on average over the inputs: the divergence from the mean
+            distribution in nats, or the variance of every unit.
+        units: Index of the unit of every channel; None where all numbers have one unit.
+        axis: The axis of the channels.
+        probabilities: Whether scores of classes are probabilities, not logits.
+    """
+
+    name: str
+    kind: OutputKind
+    reason: str
+    spread: Array = field(default_factory=lambda: np.ones(1))
+    units: Array | None = None
+    axis: int = 1
+    probabilities: bool = False
+
+    def __call__(self, before: Array, after: Array) -> Array:
+        """Return the score of every input, shape (N,), 1 where the answers are the same.
+
+        Below 0 an answer is worse than the mean of the original's.
+
+        Args:
+            before: The original's answers to a batch, inputs on the first axis.
+            after: Those of a compressed network, of the same shape.
+        """
+        if self.kind == "classes":
+            same: Array = (before.argmax(1) == after.argmax(1)).astype(np.float64)
+            return same
+        if self.kind == "labels":
+            return _by_input(before == after)
+        if self.kind == "distribution":
+            known, found = (_log_probabilities(each, self.probabilities) for each in (before, after))
+            return 1 - (np.exp(known) * (known - found)).sum(1) / self.spread[0]
+        lost = np.square(after.astype(np.float64) - before)
+        if self.units is None:
+            return 1 - _by_input(lost) / self.spread[0]
+        lost = np.moveaxis(lost, self.axis, 0)
+        shares = [
+            _by_input(np.moveaxis(lost[self.units == unit], 0, -1)) / spread
+            for unit, spread in enumerate(self.spread)
+        ]
+        return 1 - np.mean(shares, 0)
+
+
+def output_score(name: str, answers: Sequence[Array]) -> OutputScore:
+    """Decide what an output is scored by.
+
+    Numbers of a row are scores of classes where they are probabilities, or where their sum is zero beside
+    their size: cross-entropy does not change when all logits grow alike, so that its gradient sums to zero
+    over the classes, and weight decay takes what else the sum held. The sum of C independent numbers, those
+    of a regression or an embedding, has C times their mean square.
+
+    A divergence is measured beside that of the best constant answer, R^2_KL (Cameron & Windmeijer, "An
+    R-squared measure of goodness of fit for some common nonlinear regression models", Journal of
+    Econometrics 77, 1997); squared errors beside the variance, R^2. Both are of samples, so that a constant
+    scores about 0.
+
+    Args:
+        name: The output's name.
+        answers: The original's answers, one array a batch, inputs on the first axis.
+    """
+    first = answers[0]
+    if first.dtype.kind not in "fu" or not first.ndim:
+        return OutputScore(name, "labels", "it is integers or text")
+    if len({each.shape[1:] for each in answers}) > 1:
+        numbers = np.concatenate([each.reshape(-1) for each in answers]).astype(np.float64)
+        return OutputScore(
+            name, "values", "it has other sizes for other inputs", _spreads(numbers[:, None], [...])
+        )
+    rows = np.concatenate(answers).astype(np.float64)
+    if first.dtype.kind != "f" or rows.ndim != 2 or rows.shape[1] < 2:
+        return _of_values(name, rows, "it is no scores of classes, one row for each input")
+    if not _scores_classes(rows):
+        return _of_values(name, rows, "its numbers are neither probabilities nor logits of classes")
+    if len(np.unique(rows.argmax(1))) > 1:
+        return OutputScore(name, "classes", "its class varies with the inputs")
+    probabilities = _are_probabilities(rows)
+    known = _log_probabilities(rows, probabilities)
+    mean = np.log(np.exp(known).mean(0))
+    divergence = float((np.exp(known) * (known - mean)).sum(1).mean()) * len(rows) / max(1, len(rows) - 1)
+    spread = divergence if divergence > _LEAST_DIVERGENCE else math.log(rows.shape[1])
+    reason = "all inputs have one class there"
+    return OutputScore(name, "distribution", reason, np.array([spread]), probabilities=probabilities)
+
+
+def _scores_classes(rows: Array) -> bool:
+    """Tell whether rows are probabilities, their logarithms, or logits of classes."""
+    if _are_probabilities(rows) or np.abs(logsumexp(rows, axis=1)).max() < _SUM_TOLERANCE:
+        return True
+    size = np.square(rows).sum(1).mean()
+    return bool(size > 0 and np.square(rows.sum(1)).mean() <= _ZERO_SUM * size)
+
+
+def _are_probabilities(rows: Array) -> bool:
+    return bool((rows >= 0).all() and np.abs(rows.sum(1) - 1).max() < _SUM_TOLERANCE)
+
+
+def _log_probabilities(rows: Array, probabilities: bool) -> Array:
+    """Return logarithms of class probabilities, shape (N, classes), of probabilities or logits."""
+    rows = rows.astype(np.float64)
+    if probabilities:
+        rows = np.log(np.maximum(rows, _LEAST_PROBABILITY))
+    found: Array = log_softmax(rows, axis=1)
+    return found
+
+
+def _of_values(name: str, rows: Array, reason: str) -> OutputScore:
+    """Return the score of numbers, those of one unit together, every unit apart.
+
+    The few numbers of a regression have a unit each. In maps and lists, as a detector's, probabilities
+    (between 0 and 1) are told from coordinates.
+    """
+    axis = _channel_axis(rows)
+    if axis is None:
+        return OutputScore(name, "values", reason, _spreads(rows, [...]))
+    count = rows.shape[axis]
+    channels = np.moveaxis(rows, axis, 0).reshape(count, -1)
+    shares = (channels.min(1) >= 0) & (channels.max(1) <= 1)
+    if rows.ndim == 2 and 1 < count <= _SEVERAL_UNITS:
+        units = np.arange(count)
+    elif shares.any() and not shares.all():
+        units = shares.astype(int)
+    else:
+        return OutputScore(name, "values", reason, _spreads(rows, [...]))
+    chosen = [(slice(None),) * axis + (units == unit,) for unit in range(units.max() + 1)]
+    spreads = _spreads(rows, chosen)
+    return OutputScore(name, "values", reason, spreads, units, axis)
+
+
+def _channel_axis(rows: Array) -> int | None:
+    """Return the axis whose positions may have units of their own: of three the shorter, else the second."""
+    if rows.ndim < 2:
+        return None
+    return 2 if rows.ndim == 3 and rows.shape[2] < rows.shape[1] else 1
+
+
+def _spreads(rows: Array, chosen: Sequence[Any]) -> Array:
+    """Return the variance over the inputs of each selection, averaged over its numbers.
+
+    Where it hardly varies it is the mean square instead: the error is then relative to its size.
+    """
+    count = len(rows)
+    squares = [float(np.square(rows[each]).mean()) for each in chosen]
+    spreads = [
+        float(np.square(rows[each] - rows[each].mean(0)).mean()) * count / max(1, count - 1)
+        for each in chosen
+    ]
+    return np.array(
+        [
+            spread if spread > _HARDLY_VARIES**2 * square else square or 1.0
+            for spread, square in zip(spreads, squares, strict=True)
+        ]
+    )
+
+
+def _by_input(numbers: Array) -> Array:
+    """Return the mean over all but the first axis."""
+    means: Array = numbers.reshape(len(numbers), -1).mean(1) if len(numbers) else np.zeros(0)
+    return means

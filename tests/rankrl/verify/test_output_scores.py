@@ -1,0 +1,161 @@
+"""Scores of outputs move with what is lost, where the place of the largest number does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.special import rel_entr, softmax
+
+from rankrl.verify.agreement import OutputAgreement, agreement, agreement_score, agreement_values
+from rankrl.verify.output_scores import Array, output_score
+
+DRAWN = np.random.default_rng(1)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    answers: list[Array]
+
+    @property
+    def output_names(self) -> list[str]:
+        return [f"y{number}" for number in range(len(self.answers))]
+
+    def run(self, feed: slice, /) -> list[Array]:
+        return [each[feed] for each in self.answers]
+
+
+def compared(before: list[Array], after: list[Array]) -> list[OutputAgreement]:
+    parts = [slice(start, start + 7) for start in range(0, len(before[0]), 7)]
+    return agreement(Outputs(before), Outputs(after), parts)
+
+
+def logits(count: int, classes: int) -> Array:
+    rows = 3 * DRAWN.standard_normal((count, classes))
+    return (rows - rows.mean(1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize("form", ["logits", "probabilities", "log-probabilities"])
+def test_classes_that_vary_are_counted(form: str) -> None:
+    before = logits(50, 10)
+    after = np.where(np.arange(50)[:, None] < 6, np.roll(before, 1, 1), before)
+    if form != "logits":
+        before, after = softmax(before, 1), softmax(after, 1)
+    if form == "log-probabilities":
+        before, after = np.log(before), np.log(after)
+    (found,) = compared([before], [after])
+    assert found.kind == "classes"
+    assert found.score == found.top1 == 44 / 50
+    assert list(found.values) == [0.0] * 6 + [1.0] * 44
+
+
+@pytest.mark.parametrize("form", ["logits", "probabilities"])
+def test_a_class_that_never_changes_hides_nothing(form: str) -> None:
+    before = logits(40, 5)
+    before[:, 0] += 15
+    before -= before.mean(1, keepdims=True)
+    noise = logits(40, 5) / 3
+    scores = []
+    for size in (0.0, 0.1, 0.3, 1.0):
+        pair = (before, before + np.float32(size) * noise)
+        first, second = pair if form == "logits" else (softmax(each, 1) for each in pair)
+        (found,) = compared([first], [second])
+        assert (found.kind, found.top1) == ("distribution", 1.0)
+        scores.append(found.score)
+    assert scores[0] == pytest.approx(1, abs=1e-5)
+    assert scores == sorted(scores, reverse=True)
+    assert scores[3] < 0.9
+    known, answered = softmax(before.astype(float), 1), softmax(before + noise.astype(float), 1)
+    constant = rel_entr(known, known.mean(0)).sum(1).sum() / 39
+    expected = 1 - rel_entr(known, answered).sum(1).mean() / constant
+    assert scores[3] == pytest.approx(expected, rel=1e-3)
+    mean = np.broadcast_to(np.log(known.mean(0)), before.shape)
+    (guess,) = compared([before], [mean - mean.mean(1, keepdims=True)])
+    assert guess.score == pytest.approx(1 - 39 / 40, rel=1e-3)
+
+
+def test_numbers_of_a_regression_are_judged_each_in_its_own_unit() -> None:
+    angles = np.stack([DRAWN.normal(30, 10, 60), DRAWN.normal(25, 9, 60), DRAWN.normal(0.1, 0.01, 60)], 1)
+    lost = np.stack([angles[:, 0], angles[:, 1], np.full(60, angles[:, 2].mean())], 1)
+    (found,) = compared([angles], [lost])
+    assert (found.kind, found.top1) == ("values", 1.0)
+    assert found.score == pytest.approx(2 / 3 + 1 / 180, rel=1e-6)  # a constant's is 1 - 59 / 60
+    spread = angles + angles.std(0, ddof=1)
+    assert compared([angles], [spread])[0].score == pytest.approx(0)
+
+
+def test_boxes_that_are_lost_are_seen() -> None:
+    boxes = np.zeros((20, 100, 5), np.float32)
+    boxes[..., :4] = DRAWN.uniform(0, 640, (100, 4)) + DRAWN.normal(0, 2, (20, 100, 4))
+    for image in boxes:
+        image[DRAWN.choice(100, 10, replace=False), 4] = 0.9
+    lost = boxes.copy()
+    for image in lost:
+        image[np.flatnonzero(image[:, 4])[:7], 4] = 0.05
+    (found,) = compared([boxes], [lost])
+    assert found.error < 0.04  # which says that 96 % agree
+    assert found.score < 0.8
+    assert compared([boxes[..., :4], boxes[..., 4]], [lost[..., :4], lost[..., 4]])[1].score < 0.4
+    turned = compared([boxes.transpose(0, 2, 1)], [lost.transpose(0, 2, 1)])
+    assert turned[0].score == pytest.approx(found.score)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (30,), (4, 6), (3, 4, 4)])
+def test_squared_errors_are_told_beside_the_variance(shape: tuple[int, ...]) -> None:
+    before = DRAWN.normal(5, 2, (30, *shape))
+    after = before + 0.5 * DRAWN.standard_normal(before.shape)
+    (found,) = compared([before], [after])
+    expected = 1 - np.square(after - before).mean() / before.var(0, ddof=1).mean()
+    assert found.score == pytest.approx(expected)
+    assert found.values.shape == (30,)
+
+
+def test_what_hardly_varies_is_told_beside_its_size() -> None:
+    before = np.full((10, 3, 2), 4.0)
+    (found,) = compared([before], [before + 0.4])
+    assert found.score == pytest.approx(0.99)
+    assert compared([np.zeros((10, 3, 2))], [np.zeros((10, 3, 2))])[0].score == 1
+    single = logits(1, 5)
+    assert compared([single], [single * 1.001])[0].score > 0.99
+
+
+def test_outputs_of_other_lengths_and_integers_have_scores() -> None:
+    answers = [DRAWN.standard_normal((2, length)) for length in (3, 5)]
+    score = output_score("y", answers)
+    numbers = np.concatenate([each.reshape(-1) for each in answers])
+    expected = 1 - np.square(answers[1]).mean(1) / numbers.var(ddof=1)
+    assert score(answers[1], np.zeros_like(answers[1])) == pytest.approx(expected)
+    (found,) = compared([np.arange(12)], [np.where(np.arange(12) < 3, 0, np.arange(12))])
+    assert (found.kind, found.score) == ("labels", 10 / 12)
+
+
+def test_outputs_are_averaged_input_by_input() -> None:
+    before, after = (
+        [logits(20, 10), DRAWN.standard_normal((20, 2, 3))],
+        [logits(20, 10), np.zeros((20, 2, 3))],
+    )
+    outputs = compared(before, after)
+    values = agreement_values(outputs)
+    assert values is not None
+    assert values.mean() == pytest.approx(agreement_score(outputs))
+    assert values == pytest.approx((outputs[0].values + outputs[1].values) / 2)
+
+
+@given(st.integers(0, 10_000), st.integers(2, 40), st.integers(2, 12), st.floats(0, 2))
+def test_scores_are_one_for_the_original_and_one_at_most(
+    seed: int, count: int, width: int, noise: float
+) -> None:
+    drawn = np.random.default_rng(seed)
+    for shape in ((count, width), (count, width, 3), (count, 2, width, 2)):
+        before = drawn.standard_normal(shape) * drawn.uniform(0.1, 10) + drawn.normal()
+        kinds = [before, before - before.mean(1, keepdims=True)]
+        if len(shape) == 2:
+            kinds.append(softmax(before, 1))
+        for each in kinds:
+            (same,) = compared([each], [each.copy()])
+            assert same.values == pytest.approx(np.ones(count))
+            (found,) = compared([each], [each + noise * drawn.standard_normal(shape)])
+            assert (found.values <= 1 + 1e-9).all()
