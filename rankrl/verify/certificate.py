@@ -1,0 +1,163 @@
+"""What a loss of score, seen on some inputs, says of others: a paired 95 % interval, and whether it certifies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy.special import betaincinv, stdtrit
+
+from rankrl.errors import ConfigError
+
+CONFIDENCE = 0.95
+_Z = 1.959963984540054
+"""Quantile of the normal distribution at (1 + CONFIDENCE) / 2."""
+_MOST_INPUTS = 2**40
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a compressed network loses of the original's score, by inputs that chose nothing.
+
+    Attributes:
+        loss: The score of the original - that of the compressed network on these inputs.
+        low: Lower end of the 95 % interval of the loss on inputs of their kind.
+        high: Its upper end.
+        inputs: How many they are.
+        drop: The loss that is accepted, or None.
+        certified: Whether the upper end is at most `drop`.
+        needed: How many inputs would certify `drop` if they lost as much; None where the loss itself is above
+            it, or nothing is accepted.
+    """
+
+    loss: float
+    low: float
+    high: float
+    inputs: int
+    drop: float | None = None
+    certified: bool = False
+    needed: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the section `certificate` of metrics.json."""
+        return asdict(self)
+
+
+def certify(original: _Array, compressed: _Array, drop: float | None = None) -> Certificate | None:
+    """Return the interval of a loss from the scores of single inputs, shape (N,) each.
+
+    Answers that are right or wrong are proportions. Where the original has all right, as in the agreement with
+    itself, the compressed network's are binomial, whose exact interval covers at least 95 % (Clopper & Pearson,
+    Biometrika 26, 1934); else the interval is that of paired proportions (Newcombe, Statistics in Medicine 17,
+    1998, pages 2635-2650, method 10). Other scores have Student's interval of the mean of the differences, which
+    takes many inputs where few of them lose nearly everything.
+
+    Args:
+        original: The scores of the original network.
+        compressed: Those of the compressed one on the same inputs.
+        drop: What may be lost, or None.
+
+    Returns:
+        None where there is nothing to tell an interval from: no inputs, or one with another score than 0 or 1.
+
+    Raises:
+        ConfigError: The scores are not those of the same inputs, or not finite.
+    """
+    before, after = (np.asarray(each, dtype=np.float64) for each in (original, compressed))
+    if before.ndim != 1 or before.shape != after.shape or not np.isfinite([before, after]).all():
+        raise ConfigError(
+            f"scores of single inputs have the shapes {before.shape} and {after.shape}, or are not finite; "
+            "return one finite number for each input, in the same order for every network"
+        )
+    count = len(before)
+    counted = bool(np.isin([before, after], (0, 1)).all())
+    if count < 1 or (count < 2 and not counted):
+        return None
+    if counted and before.all():
+        interval = _exact(float(1 - after.mean()))
+    elif counted:
+        interval = _newcombe(before.astype(bool), after.astype(bool))
+    else:
+        interval = _student(before - after)
+    loss = float((before - after).mean())
+    low, high = interval(count)
+    needed = None if drop is None else _needed(loss, lambda inputs: interval(inputs)[1], drop)
+    return Certificate(loss, low, high, count, drop, drop is not None and high <= drop, needed)
+
+
+_Interval = Callable[[int], tuple[float, float]]
+"""From a number of inputs, on which as much is lost, to the interval of the loss."""
+
+
+def _exact(share: float) -> _Interval:
+    """Return Clopper and Pearson's interval of a share of inputs."""
+    tail = (1 - CONFIDENCE) / 2
+
+    def interval(count: int) -> tuple[float, float]:
+        lost = share * count  # real, where it is told of other numbers of inputs
+        low = float(betaincinv(lost, count - lost + 1, tail)) if lost > 0 else 0.0
+        high = float(betaincinv(lost + 1, count - lost, 1 - tail)) if lost < count else 1.0
+        return low, high
+
+    return interval
+
+
+def _newcombe(before: _Array, after: _Array) -> _Interval:
+    """Return Newcombe's interval of the difference of paired proportions, his method 10."""
+    both, lost = float((before & after).mean()), float((before & ~after).mean())
+    gained, none = float((~before & after).mean()), float((~before & ~after).mean())
+
+    def interval(count: int) -> tuple[float, float]:
+        first, second = both + lost, both + gained
+        product = first * (1 - first) * second * (1 - second)
+        excess = both * none - lost * gained
+        if excess > 0:
+            excess = max(excess - 1 / (2 * count), 0.0)  # the continuity correction of its phi
+        phi = excess / product**0.5 if product > 0 else 0.0
+        (low1, high1), (low2, high2) = _wilson(first, count), _wilson(second, count)
+        down, up = (first - low1, high2 - second), (high1 - first, second - low2)
+        loss = lost - gained
+        return (
+            loss - max(0.0, down[0] ** 2 - 2 * phi * down[0] * down[1] + down[1] ** 2) ** 0.5,
+            loss + max(0.0, up[0] ** 2 - 2 * phi * up[0] * up[1] + up[1] ** 2) ** 0.5,
+        )
+
+    return interval
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
+    """Return Wilson's score interval of a proportion (JASA 22, 1927)."""
+    centre = share + _Z**2 / (2 * count)
+    width = _Z * (share * (1 - share) / count + _Z**2 / (4 * count**2)) ** 0.5
+    whole = 1 + _Z**2 / count
+    return max(0.0, (centre - width) / whole), min(1.0, (centre + width) / whole)
+
+
+def _student(differences: _Array) -> _Interval:
+    """Return Student's interval of the mean of differences."""
+    mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
+
+    def interval(count: int) -> tuple[float, float]:
+        half = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * deviation / count**0.5
+        return mean - half, mean + half
+
+    return interval
+
+
+def _needed(loss: float, upper: Callable[[int], float], drop: float) -> int | None:
+    """Return the least number of inputs whose upper end is at most `drop`."""
+    if loss >= drop:
+        return None
+    enough = 2
+    while upper(enough) > drop:
+        enough *= 2
+        if enough > _MOST_INPUTS:
+            return None
+    too_few = enough // 2
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if upper(middle) <= drop else (middle, enough)
+    return enough
