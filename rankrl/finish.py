@@ -10,6 +10,7 @@ from decomposition import CompressionPlan
 from rankrl.networks.base import Network
 from rankrl.plan_search.run import SearchResult
 from rankrl.result import Compression, Measurement, missed_latency
+from rankrl.verify.certificate import Certificate, certify, uncertified
 
 Notes = Callable[[CompressionPlan, Measurement], Mapping[str, str]]
 """From a plan and what the network costs and is worth to the text that its file holds beside the graph."""
@@ -29,6 +30,7 @@ def finish(
     tuned: Any = None,
     search: SearchResult | None = None,
     latency: float | None = None,
+    drop: float | None = None,
     notes: Notes = _plan_alone,
 ) -> Compression:
     """Measure a compressed network and write it as a file, verified and timed.
@@ -41,6 +43,7 @@ def finish(
         tuned: The compressed network after fine-tuning; None where there was none.
         search: Where the plan is from.
         latency: Fraction of the original's time to keep at most, or None.
+        drop: What may be lost of the original's score, or None.
         notes: The text that the file holds beside the graph.
 
     Raises:
@@ -57,6 +60,7 @@ def finish(
         score=compressed_score if tuned is None else network.score(tuned),
     )
     file = network.write(last, path, notes(plan, measured))
+    certificate = _certified(network, last, drop)
     missed = None if search is None else search.missed
     return Compression(
         before=measured.before,
@@ -76,4 +80,13 @@ def finish(
         missed=missed or missed_latency(latency, file.latency),
         collapsed=network.collapsed(last, measured.score),
         numbers=file.numbers,
+        certificate=certificate,
+        uncertified=uncertified(network.basis) if certificate is None and drop is not None else None,
     )
+
+
+def _certified(network: Network, compressed: Any, drop: float | None) -> Certificate | None:
+    """Return what the inputs that chose nothing say of the loss, or None where they do not tell."""
+    after = network.values(compressed)
+    before = None if after is None else network.values(None)
+    return None if after is None or before is None else certify(before, after, drop, network.basis)

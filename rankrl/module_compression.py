@@ -136,6 +136,7 @@ def compress_module(
         check_loss(fitted.labels, tuner.loss)
     check_rewritten(model, dense, held.inputs)
     measure = HeldoutScore(dense, held)
+    unseen = None if tested is None else HeldoutScore(dense, tested, "test")
     run.prepare()
     run.claim(record, (), resume=True)
     batches = calibration_batches(fitted.inputs, dense)
@@ -148,6 +149,7 @@ def compress_module(
         seed=request.seed,
         progress=request.progress,
         heldout=measure,
+        unseen=unseen,
         files=OwnInputs(dense, fitted, held, timing.batch),
         timing=timing,
         folder=run.state,
@@ -182,7 +184,7 @@ def compress_module(
         dense=dense,
         folder=run.path,
         epochs=tuple(epochs),
-        test=None if tested is None else _tested(dense, last, tested),
+        test=None if unseen is None else {"baseline": unseen(dense), "compressed": unseen(last)},
     )
     numbers = run_numbers(result)
     if tuned is not None:
@@ -234,9 +236,3 @@ def _tuned(
             on_step=show,
         )
     return back_in(trained, types), result.history
-
-
-def _tested(dense: nn.Module, network: nn.Module, test: Sample) -> dict[str, float]:
-    """Return how good both networks are on the test inputs: accuracy, or agreement with the dense one."""
-    measure = HeldoutScore(dense, test, "test")
-    return {"baseline": measure(dense), "compressed": measure(network)}

@@ -19,6 +19,7 @@ from rankrl.runs.run_folder import RunFolder
 from rankrl.timing.latency import LatencyComparison
 from rankrl.training import EpochRow
 from rankrl.verify.agreement import OutputAgreement, agreement_score
+from rankrl.verify.certificate import Certificate
 from rankrl.verify.output_scores import SCORES
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,9 @@ class Compression(Measurement):
         missed: What to tell a reader if the budget in time is missed, else None.
         collapsed: What to tell a reader if it answers no better than a constant, else None.
         numbers: What else the section `onnx` of metrics.json says of the file.
+        certificate: What it loses of the original's score, with a 95 % interval; None where no scores of
+            single inputs are known, or all inputs chose plans.
+        uncertified: Why there is none although a loss was accepted, else None.
     """
 
     path: Path
@@ -76,6 +80,8 @@ class Compression(Measurement):
     missed: str | None = None
     collapsed: str | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    certificate: Certificate | None = None
+    uncertified: str | None = None
 
     @property
     def errors(self) -> dict[str, float]:
@@ -166,9 +172,17 @@ def summary(result: Compression) -> dict[str, Any]:
             "clock": times.baseline.clock,
             "busy": times.busy,
         },
+        **certificate_numbers(result),
         "untouched": result.untouched,
         "errors": result.errors,
     }
+
+
+def certificate_numbers(result: Compression) -> dict[str, Any]:
+    """Return what metrics.json says of the loss of score: `certificate`, or why there is none."""
+    if result.certificate is not None:
+        return {"certificate": result.certificate.to_dict()}
+    return {} if result.uncertified is None else {"uncertified": result.uncertified}
 
 
 def run_numbers(result: Compression) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from decomposition import CompressionPlan, FitLibrary, LayerSpec
 from decomposition.candidates.listing import CandidateLister
 from decomposition.network.input_specs import InputShape
@@ -18,6 +20,7 @@ from rankrl.report import LayerRow
 from rankrl.timing.latency import LatencyComparison
 from rankrl.timing.network_timer import NetworkTimer
 from rankrl.verify.agreement import OutputAgreement
+from rankrl.verify.certificate import Basis
 
 
 class PricedNetwork(Protocol):
@@ -148,6 +151,17 @@ class Network(SearchableNetwork, Protocol):
 
     def score(self, compressed: Any | None) -> float:
         """Return how good a compressed network is on inputs that it was not fitted to; None: the original."""
+
+    @property
+    def basis(self) -> Basis:
+        """What `values` are."""
+
+    def values(self, compressed: Any | None) -> np.ndarray | None:
+        """Return a score of every input, shape (N,), by which a loss is certified; None: of the original.
+
+        Returns:
+            None where only one number for all inputs is known, or every input took part in a choice.
+        """
 
     def collapsed(self, compressed: Any, score: float) -> str | None:
         """Return what to tell a reader if a compressed network answers no better than a constant.

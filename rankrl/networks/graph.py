@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import onnxruntime
 import torch
 
@@ -34,11 +37,13 @@ from rankrl.onnx.graph.site import SiteModules
 from rankrl.onnx.protobuf import to_proto
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.scores.score_evaluator import checked_score, values_of_inputs
 from rankrl.progress import progress_bar
 from rankrl.report import LayerRow
 from rankrl.timing.graph_files import GraphFiles, compared_with_original
 from rankrl.timing.network_timer import NetworkTimer
-from rankrl.verify.agreement import OutputAgreement, agreement_score
+from rankrl.verify.agreement import OutputAgreement, agreement_score, agreement_values
+from rankrl.verify.certificate import OWN_SCORE, Basis
 from rankrl.verify.collapse import collapse
 from rankrl.verify.layer_rows import layer_row
 
@@ -206,12 +211,36 @@ class GraphNetwork:
         """Return the user's score, or the agreement of the outputs with the original's."""
         if self.judge is None:
             return 1.0 if compressed is None else agreement_score(compressed.outputs)
-        if compressed is not None:
-            return self._compared.of_session(compressed.session, "the compressed network")
-        original = self._original
-        return self._compared.of_session(
-            open_session(original.model, original.source), "the original network"
-        )
+        what = "the original network" if compressed is None else "the compressed network"
+        return checked_score(self._answer(compressed), what)
+
+    @cached_property
+    def _answers(self) -> WeakKeyDictionary[Any, Any]:
+        return WeakKeyDictionary()
+
+    def _answer(self, compressed: WrittenGraph | None) -> Any:
+        """Return what the user's score says of a network, or of the original; it is asked once."""
+        assert self.judge is not None
+        network, original = (self if compressed is None else compressed), self._original
+        if network not in self._answers:
+            session = (
+                open_session(original.model, original.source) if compressed is None else compressed.session
+            )
+            self._answers[network] = self.judge(session)
+        return self._answers[network]
+
+    @property
+    def basis(self) -> Basis:
+        """The held-out inputs, or those of the user's own score."""
+        return Basis("agreement", "held-out inputs") if self.judge is None else OWN_SCORE
+
+    def values(self, compressed: WrittenGraph | None) -> np.ndarray | None:
+        """Return the user's score of every input, or the agreement with the original."""
+        if self.judge is None:
+            return (
+                np.ones(self.compared_inputs) if compressed is None else agreement_values(compressed.outputs)
+            )
+        return values_of_inputs(self._answer(compressed))
 
     def collapsed(self, compressed: WrittenGraph, score: float) -> str | None:
         """Return what the held-out inputs show; see `Network`."""

@@ -40,8 +40,8 @@ from rankrl.workers.base import WorkerCluster
 
 FileTerm = Literal["agreement", "soft_agreement"]
 """What plans are scored by without a user's score: see `OnnxScoring.term`."""
-SessionScore = Callable[[onnxruntime.InferenceSession], float]
-"""A user's score: from an onnxruntime session to a number, higher is better."""
+SessionScore = Callable[[onnxruntime.InferenceSession], Any]
+"""A user's score: from an onnxruntime session to a number, higher is better, or to one for each input."""
 
 _Values = dict[str, bytes]
 """What constants hold, float32, by their names."""

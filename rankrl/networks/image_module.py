@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
+import numpy as np
 from torch import Tensor, nn
 
 from decomposition import CompressionPlan, FitLibrary, apply_plan, count_macs, count_parameters
@@ -21,11 +23,13 @@ from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.report import LayerRow
+from rankrl.training.accuracy import share
 from rankrl.training.chance import guessing_share
+from rankrl.verify.certificate import Basis
 from rankrl.verify.collapse import accuracy_collapse
 from rankrl.verify.file_export import export_file
 from rankrl.verify.layer_rows import layer_rows, stored_bytes
-from rankrl.verify.measure import ImageInputs, export_dense, test_accuracy
+from rankrl.verify.measure import ImageInputs, correct_tests, export_dense
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +88,17 @@ class ImageModule(ModuleNetwork):
     @cached_property
     def accuracy(self) -> float:
         """Accuracy of the dense network on the test images."""
-        return test_accuracy(self.model, self.data)
+        return share(self._correct(self.model))
+
+    @cached_property
+    def _answered(self) -> WeakKeyDictionary[nn.Module, Tensor]:
+        return WeakKeyDictionary()
+
+    def _correct(self, network: nn.Module) -> Tensor:
+        """Return which test images a network that is ready classifies right; they are walked through once."""
+        if network not in self._answered:
+            self._answered[network] = correct_tests(network, self.data)
+        return self._answered[network]
 
     def write(self, compressed: nn.Module, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
         """Export a compressed network, verify the file on held-out images and time it; see `Network`.
@@ -125,7 +139,14 @@ class ImageModule(ModuleNetwork):
 
     def score(self, compressed: nn.Module | None) -> float:
         """Return the accuracy on the test images, for the report."""
-        return self.accuracy if compressed is None else test_accuracy(compressed, self.data)
+        return self.accuracy if compressed is None else share(self._correct(compressed))
+
+    basis = Basis("accuracy", "test images")
+
+    def values(self, compressed: nn.Module | None) -> np.ndarray:
+        """Return which test images are classified right; see `Network`."""
+        correct = self._correct(self.model if compressed is None else compressed)
+        return correct.numpy().astype(np.float64)
 
     def collapsed(self, compressed: nn.Module, score: float) -> str | None:
         """Return what the test images show; see `Network`."""

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 from torch import nn
 
 from decomposition import CompressionPlan, FitLibrary, apply_plan, count_macs, count_parameters
@@ -17,10 +20,11 @@ from rankrl.onnx.export import export_onnx, verify_onnx
 from rankrl.onnx.export.verification import BATCH_SIZES
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.scores.score_evaluator import Score, scored
+from rankrl.plan_search.scores.score_evaluator import Score, answer, checked_score, values_of_inputs
 from rankrl.plan_search.scores.scoring import FunctionScoring
 from rankrl.progress import Progress
 from rankrl.report import LayerRow
+from rankrl.verify.certificate import OWN_SCORE, Basis
 from rankrl.verify.file_export import export_file
 from rankrl.verify.layer_rows import layer_rows, stored_bytes
 from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
@@ -68,6 +72,7 @@ class OwnModule(ScoredModule):
 
     Attributes:
         heldout: How good a network is on the held-out inputs.
+        unseen: How good it is on inputs that choose nothing, or None where there are none.
         files: What its files are made, verified and timed with.
         timing: How it is exported and timed.
         folder: Folder for the dense network's file, and for files that are of no use later.
@@ -77,6 +82,7 @@ class OwnModule(ScoredModule):
     files: OwnInputs
     timing: LatencyOptions
     folder: Path
+    unseen: HeldoutScore | None = None
 
     @cached_property
     def baseline(self) -> Path:
@@ -125,8 +131,33 @@ class OwnModule(ScoredModule):
     def score(self, compressed: nn.Module | None) -> float:
         """Return what the function says of a compressed network, or of the dense one."""
         if compressed is None:
-            return scored(self.judge, self.model, "the dense network")
-        return scored(self.judge, compressed, "the compressed network")
+            return checked_score(self._answer(self.model), "the dense network")
+        return checked_score(self._answer(compressed), "the compressed network")
+
+    @cached_property
+    def _answers(self) -> WeakKeyDictionary[nn.Module, Any]:
+        return WeakKeyDictionary()
+
+    def _answer(self, network: nn.Module) -> Any:
+        """Return what the function says of a network that is ready; it is asked once."""
+        if network not in self._answers:
+            self._answers[network] = answer(self.judge, network)
+        return self._answers[network]
+
+    @property
+    def basis(self) -> Basis:
+        """The inputs that choose nothing, or those of the user's own score."""
+        if self.judge is not self.heldout:
+            return OWN_SCORE
+        measure = self.heldout if self.unseen is None else self.unseen
+        return Basis(measure.unit, f"{measure.what} inputs")
+
+    def values(self, compressed: nn.Module | None) -> np.ndarray | None:
+        """Return the score of every input; see `Network`."""
+        network = self.model if compressed is None else compressed
+        if self.judge is self.heldout:
+            return None if self.unseen is None else self.unseen.values(network)
+        return values_of_inputs(self._answer(network))
 
     def collapsed(self, compressed: nn.Module, score: float) -> str | None:
         """Return what the held-out inputs show; see `Network`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from rankrl.report.certificate import certificate_card, certificate_note
 from rankrl.report.data import LayerRow, RunReport, layer_formats
 from rankrl.report.figures import (
     LEFT_DENSE,
@@ -100,6 +101,7 @@ def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if last.accuracy is not None:
         note = f"{format_points(first.accuracy, last.accuracy)}, from {format_accuracy(first.accuracy)}"
         values.append(("Test accuracy", format_accuracy(last.accuracy), note))
+    values += certificate_card(metrics)
     for name, key, attribute, write, better, worse in (
         ("Parameters", "params", "params", format_count, "fewer", "more"),
         ("MACs", "macs", "macs", format_large, "fewer", "more"),
@@ -120,6 +122,8 @@ def _comparison(metrics: Mapping[str, Any]) -> Table | None:
     if _of_file(metrics):
         caption = "Agreement with the original is measured on held-out inputs, which nothing was fitted to."
         caption += agreement_note(metrics)
+    if certificate_note(metrics):
+        caption += f" {certificate_note(metrics)}"
     if number(metrics, "onnx", "latency_ms") is not None:
         caption += f" {latency_note(metrics)}"
     return text_table(caption, columns, rows)

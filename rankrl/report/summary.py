@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from rankrl.report.certificate import certificate_note
 from rankrl.report.remains import remains
 from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
@@ -86,7 +87,7 @@ def summary_table(metrics: Mapping[str, Any]) -> Table:
 
 
 def conclusion(metrics: Mapping[str, Any]) -> str:
-    """Return what a run came to in one sentence; empty where it compressed nothing.
+    """Return what a run came to, and what its loss is known to be; empty where it compressed nothing.
 
     Args:
         metrics: The content of `metrics.json`.
@@ -105,7 +106,7 @@ def conclusion(metrics: Mapping[str, Any]) -> str:
         name = kept[0].name.lower()
         article = "an" if name[0] in "aeiou" else "a"
         quality = f" for {article} {name} of {kept[0].note.replace(' of ', ' instead of ')}"
-    return f"The compressed network needs {needs}{quality}."
+    return f"The compressed network needs {needs}{quality}. {certificate_note(metrics)}".strip()
 
 
 def runtimes_table(metrics: Mapping[str, Any]) -> Table:

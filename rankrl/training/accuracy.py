@@ -61,7 +61,7 @@ def predict_logits(
     return torch.cat(parts)
 
 
-def accuracy(
+def correct_images(
     model: nn.Module,
     images: Images,
     *,
@@ -69,8 +69,8 @@ def accuracy(
     std: Sequence[float],
     precision: Precision | None = None,
     batch_size: int = 500,
-) -> float:
-    """Return the fraction of images whose highest class score is that of their label, 0 to 1.
+) -> Tensor:
+    """Return for every image whether its highest class score is that of its label, shape (N,), bool.
 
     The arguments are those of `predict_logits`.
 
@@ -88,7 +88,62 @@ def accuracy(
             f"images, first for image {int((~finite).nonzero()[0])}; its weights or batch-normalisation "
             "statistics diverged"
         )
-    return int((logits.argmax(dim=1) == images.y.to(logits.device)).sum()) / len(images)
+    return logits.argmax(dim=1) == images.y.to(logits.device)
+
+
+def accuracy(
+    model: nn.Module,
+    images: Images,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    precision: Precision | None = None,
+    batch_size: int = 500,
+) -> float:
+    """Return the fraction of images whose highest class score is that of their label, 0 to 1.
+
+    The arguments and errors are those of `correct_images`.
+    """
+    return share(
+        correct_images(model, images, mean=mean, std=std, precision=precision, batch_size=batch_size)
+    )
+
+
+def share(correct: Tensor) -> float:
+    """Return the fraction of true values."""
+    return int(correct.sum()) / len(correct)
+
+
+def correct_test_images(
+    model: nn.Module,
+    test: TestImages,
+    *,
+    mean: Sequence[float],
+    std: Sequence[float],
+    batch_size: int = 500,
+) -> Tensor:
+    """Return for every image of the test set whether it is classified right, in full float32, for a report.
+
+    Nothing may be chosen by it: that is what `accuracy` on held-out images is for.
+
+    Args:
+        model: A network; it runs on the device that it is on.
+        test: The test set.
+        mean: Per-channel mean of pixels in [0, 1].
+        std: Per-channel standard deviation of pixels in [0, 1].
+        batch_size: Images in a batch.
+
+    Returns:
+        Shape (N,), bool, on the model's device.
+
+    Raises:
+        NonFiniteError: A score is NaN or infinite.
+    """
+    precision = Precision(model_device(model), torch.float32)
+    with exact_float32():
+        return correct_images(
+            model, test.for_report(), mean=mean, std=std, precision=precision, batch_size=batch_size
+        )
 
 
 def report_accuracy(
@@ -99,22 +154,5 @@ def report_accuracy(
     std: Sequence[float],
     batch_size: int = 500,
 ) -> float:
-    """Return the accuracy on the test set, 0 to 1, in full float32, for a report.
-
-    Nothing may be chosen by this number: that is what `accuracy` on held-out images is for.
-
-    Args:
-        model: A network; it runs on the device that it is on.
-        test: The test set.
-        mean: Per-channel mean of pixels in [0, 1].
-        std: Per-channel standard deviation of pixels in [0, 1].
-        batch_size: Images in a batch.
-
-    Raises:
-        NonFiniteError: A score is NaN or infinite.
-    """
-    precision = Precision(model_device(model), torch.float32)
-    with exact_float32():
-        return accuracy(
-            model, test.for_report(), mean=mean, std=std, precision=precision, batch_size=batch_size
-        )
+    """Return the accuracy on the test set, 0 to 1; see `correct_test_images`."""
+    return share(correct_test_images(model, test, mean=mean, std=std, batch_size=batch_size))

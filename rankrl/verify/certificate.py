@@ -1,4 +1,4 @@
-"""What a loss of score, seen on some inputs, says of others: a paired 95 % interval, and whether it certifies."""
+"""What a loss of score on some inputs says of others: a paired 95 % interval, and what it certifies."""
 
 from __future__ import annotations
 
@@ -19,8 +19,28 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
+class Basis:
+    """What a certificate stands on.
+
+    Attributes:
+        unit: What the score is: `accuracy`, `agreement` or `score`.
+        what: What it is taken on, for a reader, for example `test images`.
+        independent: Whether they took no part in the choice of the plan.
+    """
+
+    unit: str
+    what: str
+    independent: bool = True
+
+
+_ANY = Basis("score", "inputs")
+OWN_SCORE = Basis("score", "inputs of your score", independent=False)
+"""A user's own score, by which plans are chosen, too."""
+
+
+@dataclass(frozen=True)
 class Certificate:
-    """What a compressed network loses of the original's score, by inputs that chose nothing.
+    """What a compressed network loses of the original's score, by the scores of single inputs.
 
     Attributes:
         loss: The score of the original - that of the compressed network on these inputs.
@@ -28,9 +48,10 @@ class Certificate:
         high: Its upper end.
         inputs: How many they are.
         drop: The loss that is accepted, or None.
-        certified: Whether the upper end is at most `drop`.
+        certified: Whether the upper end is at most `drop`, on inputs that chose nothing.
         needed: How many inputs would certify `drop` if they lost as much; None where the loss itself is above
             it, or nothing is accepted.
+        basis: What the score is and what it is taken on.
     """
 
     loss: float
@@ -40,28 +61,42 @@ class Certificate:
     drop: float | None = None
     certified: bool = False
     needed: int | None = None
+    basis: Basis = OWN_SCORE
 
     def to_dict(self) -> dict[str, Any]:
         """Return the section `certificate` of metrics.json."""
-        return asdict(self)
+        values = asdict(self)
+        return {**values, **values.pop("basis")}
 
 
-def certify(original: _Array, compressed: _Array, drop: float | None = None) -> Certificate | None:
+def uncertified(basis: Basis) -> str:
+    """Return why there is no certificate, and what to do about it."""
+    if basis.unit == "score":
+        return "your score is one number for all inputs; return an array of one for each"
+    return (
+        f"{basis.what} are too few, or the outputs do not tell them apart: give more, or a score of your own"
+    )
+
+
+def certify(
+    original: _Array, compressed: _Array, drop: float | None = None, basis: Basis = _ANY
+) -> Certificate | None:
     """Return the interval of a loss from the scores of single inputs, shape (N,) each.
 
-    Answers that are right or wrong are proportions. Where the original has all right, as in the agreement with
-    itself, the compressed network's are binomial, whose exact interval covers at least 95 % (Clopper & Pearson,
-    Biometrika 26, 1934); else the interval is that of paired proportions (Newcombe, Statistics in Medicine 17,
-    1998, pages 2635-2650, method 10). Other scores have Student's interval of the mean of the differences, which
-    takes many inputs where few of them lose nearly everything.
+    Answers that are right or wrong are proportions. Where the original has all right, as in the agreement
+    with itself, the compressed network's are binomial, whose exact interval covers at least 95 % (Clopper &
+    Pearson, Biometrika 26, 1934); else the interval is that of paired proportions (Newcombe, Statistics in
+    Medicine 17, 1998, pages 2635-2650, method 10). Other scores have Student's interval of the mean of the
+    differences, which takes many inputs where few of them lose nearly everything.
 
     Args:
         original: The scores of the original network.
         compressed: Those of the compressed one on the same inputs.
         drop: What may be lost, or None.
+        basis: What the scores are.
 
     Returns:
-        None where there is nothing to tell an interval from: no inputs, or one with another score than 0 or 1.
+        None where nothing tells an interval: no inputs, or one with another score than 0 or 1.
 
     Raises:
         ConfigError: The scores are not those of the same inputs, or not finite.
@@ -85,7 +120,8 @@ def certify(original: _Array, compressed: _Array, drop: float | None = None) -> 
     loss = float((before - after).mean())
     low, high = interval(count)
     needed = None if drop is None else _needed(loss, lambda inputs: interval(inputs)[1], drop)
-    return Certificate(loss, low, high, count, drop, drop is not None and high <= drop, needed)
+    certified = drop is not None and high <= drop and basis.independent
+    return Certificate(loss, low, high, count, drop, certified, needed, basis)
 
 
 _Interval = Callable[[int], tuple[float, float]]

@@ -22,7 +22,7 @@ from rankrl.onnx.export import class_agreement, export_onnx, onnx_accuracy, quan
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import DEFAULT_RUNTIME, ExportOptions, LatencyOptions
 from rankrl.timing import compare_latency
-from rankrl.training import report_accuracy
+from rankrl.training.accuracy import correct_test_images, share
 from rankrl.training.networks import images_for_ranges, range_images
 from rankrl.verify.file_export import FileInputs
 
@@ -57,9 +57,17 @@ def cost_ratios(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 
 def test_accuracy(network: nn.Module, data: ImageData) -> float:
     """Return the accuracy on the test set in float32; the network goes back to the CPU."""
+    return share(correct_tests(network, data))
+
+
+def correct_tests(network: nn.Module, data: ImageData) -> torch.Tensor:
+    """Return which test images are classified right in float32, shape (N,), bool.
+
+    The network goes back to the CPU.
+    """
     device = select_device()
     try:
-        return report_accuracy(network.to(device), data.test, mean=data.mean, std=data.std)
+        return correct_test_images(network.to(device), data.test, mean=data.mean, std=data.std).cpu()
     finally:
         network.to("cpu")
 

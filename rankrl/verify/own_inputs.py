@@ -29,6 +29,7 @@ from rankrl.verify.agreement import (
     OutputAgreement,
     agreement,
     agreement_score,
+    agreement_values,
     constant_agreement,
     output_scores,
 )
@@ -54,7 +55,7 @@ class HeldoutScore:
     """
 
     def __init__(self, dense: nn.Module, sample: Sample, what: str = "heldout") -> None:
-        self.sample = sample
+        self.sample, self.what = sample, what
         self._batches = split(sample.inputs, BATCH)
         self._known = _Answers.of(dense, self._batches)
         for index, answers in enumerate(self._known.answers):
@@ -71,11 +72,29 @@ class HeldoutScore:
 
     def __call__(self, network: nn.Module) -> float:
         """Return the accuracy where there are labels of classes, else the agreement; 1 at most."""
-        if not self.by_class:
-            return agreement_score(self.agreement(network))
+        return (
+            float(self._right(network).mean()) if self.by_class else agreement_score(self.agreement(network))
+        )
+
+    def values(self, network: nn.Module) -> Array | None:
+        """Return the same for every input, shape (N,).
+
+        Returns:
+            None where the outputs do not count inputs alike on their first axis.
+        """
+        return self._right(network) if self.by_class else agreement_values(self.agreement(network))
+
+    @property
+    def unit(self) -> str:
+        """What the score is: the `accuracy`, or the `agreement` with the dense network."""
+        return "accuracy" if self.by_class else "agreement"
+
+    def _right(self, network: nn.Module) -> Array:
+        """Return which of the inputs with labels get their class."""
         answers = _Answers.of(network, split(self._labelled.inputs, BATCH)).answers
-        found = np.concatenate([scores.argmax(1) for (scores,) in answers])
-        return float((found == self._labelled.labels.numpy()).mean())
+        classes = np.concatenate([scores.argmax(1) for (scores,) in answers])
+        right: Array = classes == self._labelled.labels.numpy()
+        return right
 
     def agreement(self, network: nn.Module) -> list[OutputAgreement]:
         """Return how far each output agrees with the dense network's."""

@@ -116,7 +116,7 @@ def test_search_without_a_budget_is_refused(model: nn.Module, images: torch.Tens
 
 def test_score_that_is_no_number_is_refused(model: nn.Module, images: torch.Tensor) -> None:
     quick = {"inputs": images, "params": 0.5, "selector": "greedy", "candidates": 2}
-    for answer in ("good", "0.5", None, (0.5, 1.0), torch.ones(3)):
+    for answer in ("good", "0.5", None, (0.5, 1.0), torch.ones(3, 2)):
         with pytest.raises(ConfigError, match="must return one number"):
             rankrl.search(model, score=lambda _: answer, **grouped(**quick))  # type: ignore[arg-type, return-value]  # noqa: B023
     with pytest.raises(NonFiniteError, match="must return a finite number"):

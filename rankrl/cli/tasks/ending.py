@@ -31,7 +31,7 @@ from rankrl.report import (
     summary_table,
     write_report,
 )
-from rankrl.result import Measurement
+from rankrl.result import Measurement, certificate_numbers
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training import EpochRow, guessing_share
 from rankrl.training.training_step import write_training_step
@@ -75,6 +75,7 @@ def finish_compressed(
 
     result = measured_file(network, plan, compressed, folder.onnx, tuned=tuned, notes=notes)
     metrics["onnx"] = dict(result.numbers)
+    metrics.update(certificate_numbers(result))
     exported_step(config, tuned, folder)
     metrics["dense_int8"] = int8_numbers(network.baseline, data, network.export, folder.state)
     metrics["runtimes"] = runtimes(network, tuned, metrics["onnx"], folder)

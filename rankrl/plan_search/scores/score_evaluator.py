@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, SupportsFloat, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -21,7 +22,8 @@ from rankrl.plan_search.scores.score_identity import score_identity
 from rankrl.plan_search.scores.scoring_network import ScoringNetwork
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
-Score = Callable[[nn.Module], float]
+Score = Callable[[nn.Module], Any]
+"""From a network to a number, higher is better, or to one for each input, whose mean is the score."""
 
 
 class ScoreEvaluator(RememberingEvaluator):
@@ -81,27 +83,55 @@ def scored(score: Score, network: nn.Module, what: str) -> float:
         ConfigError: It returned no number.
         NonFiniteError: It returned NaN or an infinity.
     """
+    return checked_score(answer(score, network), what)
+
+
+def answer(score: Score, network: nn.Module) -> Any:
+    """Return what a score says of a network: a number, or one for each input.
+
+    Args:
+        score: The user's function.
+        network: Its argument, in evaluation mode.
+    """
     network.eval()  # a score may have left it in training mode
     handle = network.register_forward_pre_hook(_copied, with_kwargs=True)
     try:
         with torch.no_grad():
-            return checked_score(score(network), what)
+            return score(network)
     finally:
         handle.remove()
+
+
+def values_of_inputs(value: object) -> np.ndarray | None:
+    """Return the scores of single inputs, shape (N,) float64; None where a score is one number.
+
+    Args:
+        value: What a user's function returned; an array or a tensor with one axis has one for each input.
+    """
+    values = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or len(values) < 2:
+        return None
+    return values.astype(np.float64) if values.dtype.kind in "fiub" else None
 
 
 def checked_score(value: object, what: str) -> float:
     """Return a score as a number.
 
     Args:
-        value: What the user's function returned.
+        value: What the user's function returned: a number, or one for each input, whose mean it is.
         what: Description of the network, for messages.
 
     Raises:
-        ConfigError: It is no number.
+        ConfigError: It is neither.
         NonFiniteError: It is NaN or an infinity.
     """
-    refusal = f"score returned a {type(value).__name__} for {what}; it must return one number"
+    refusal = (
+        f"score returned a {type(value).__name__} for {what}; it must return one number, or an array of "
+        "one for each input"
+    )
+    values = values_of_inputs(value)
+    if values is not None:
+        value = float(values.mean())
     if isinstance(value, str):  # float() would read "0.5"
         raise ConfigError(refusal)
     try:

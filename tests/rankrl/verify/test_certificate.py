@@ -73,7 +73,9 @@ def test_as_many_inputs_as_are_needed_certify(seed: int, kind: str, drop: float)
     assert found.certified == (found.needed <= 200)
     if found.needed < 40_000:
         copies = math.ceil(found.needed / 200)
-        assert certified(np.tile(before, copies), np.tile(after, copies), drop).high <= drop * (1 + 1e-9) + 1e-4
+        assert (
+            certified(np.tile(before, copies), np.tile(after, copies), drop).high <= drop * (1 + 1e-9) + 1e-4
+        )
 
 
 def test_nothing_lost_on_few_inputs_certifies_little() -> None:

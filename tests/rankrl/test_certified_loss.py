@@ -1,0 +1,103 @@
+"""What a compressed network loses has an interval wherever single inputs have scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from call_options import grouped
+from small_graphs import convolutions, images
+from torch import nn
+
+import rankrl
+from rankrl.verify.certificate import certify
+
+QUICK: dict[str, Any] = {
+    "candidates": 3,
+    "iterations": 5,
+    "final_iterations": 5,
+    "timing": rankrl.LatencyOptions(batch=2, runs=2),
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def test_test_inputs_say_what_a_module_loses(tmp_path: Path) -> None:
+    model, x = network().eval(), torch.randn(300, 12)
+    with torch.no_grad():
+        labels = (model(x) + 0.5 * torch.randn(300, 4)).argmax(1)
+    result = rankrl.compress(
+        model,
+        (x[:200], labels[:200]),
+        tmp_path,
+        test=(x[200:], labels[200:]),
+        params=0.4,
+        selector="greedy",
+        progress=False,
+        **grouped(**QUICK),
+    )
+    right = [(each(x[200:]).argmax(1) == labels[200:]).numpy() for each in (model, result.model)]
+    expected = certify(*right)
+    assert expected is not None
+    assert result.certificate is not None
+    assert result.certificate.inputs == 100
+    assert result.test is not None
+    assert result.certificate.loss == pytest.approx(result.test["baseline"] - result.test["compressed"])
+    assert (result.certificate.low, result.certificate.high) == (expected.low, expected.high)
+    numbers = json.loads((tmp_path / "metrics.json").read_text())["certificate"]
+    assert (numbers["unit"], numbers["what"], numbers["inputs"]) == ("accuracy", "test inputs", 100)
+    assert "On 100 test inputs it " in (tmp_path / "report.html").read_text()
+
+
+def test_inputs_that_chose_certify_nothing(tmp_path: Path) -> None:
+    result = rankrl.compress(
+        network(),
+        torch.randn(200, 12),
+        tmp_path,
+        params=0.4,
+        selector="greedy",
+        progress=False,
+        **grouped(**QUICK),
+    )
+    assert result.certificate is None
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_heldout_inputs_say_what_a_file_loses(tmp_path: Path, own: bool) -> None:
+    onnx.save(convolutions(), tmp_path / "net.onnx")
+    x = images(60)
+    seen = []
+
+    def score(session: onnxruntime.InferenceSession) -> Any:
+        seen.append(1 / (1 + np.abs(session.run(None, {"x": x})[0]).mean(1)))
+        return seen[-1]
+
+    result = rankrl.compress(
+        tmp_path / "net.onnx",
+        {"x": x},
+        tmp_path / "run",
+        params=0.6,
+        selector="greedy",
+        **({"score": score} if own else {}),
+        **grouped(**QUICK),
+    )
+    found = result.certificate
+    assert found is not None
+    assert found.loss == pytest.approx(result.baseline_score - result.score)
+    assert found.inputs == (60 if own else result.heldout)
+    assert (found.basis.unit, found.basis.independent) == (("score", False) if own else ("agreement", True))
+    assert found.low <= found.loss <= found.high
+    if own:
+        assert result.score == pytest.approx(seen[-1].mean())
+    numbers = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert numbers["certificate"]["high"] == found.high
+    assert own or set(numbers["outputs"]["y"]) >= {"score", "score_kind", "scored_by", "reason"}
