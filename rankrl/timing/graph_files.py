@@ -54,7 +54,7 @@ class GraphFiles:
             self.prepared.network.as_in_file().save(path)
             return
         graph = structured_graph(self.prepared.network, self.prepared.sites, plan, self.library)
-        write_graph(graph, path, [self.feed])
+        write_graph(graph, path, [self.feed], fitted=False)
 
 
 def relative_time(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options: LatencyOptions) -> float:

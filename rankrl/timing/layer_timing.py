@@ -169,7 +169,7 @@ class LayerTimer:
             sample = torch.zeros(shape)
             export_onnx(network, path, shape[1:], sample=sample, dynamic_batch=False, progress=False)
             if weights:
-                quantise_onnx(path, path, [inputs], weights=weights)
+                quantise_onnx(path, path, [inputs], weights=weights, fitted=False)
             sessions = self._sessions(path)
         count, clock = len(sessions), clock_for(self.threads)
         times, _ = timed_passes(

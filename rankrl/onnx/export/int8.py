@@ -8,27 +8,19 @@ Signed activations would be as accurate and, on processors with AVX-512 VNNI, th
 
 from __future__ import annotations
 
-import logging
 import tempfile
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnx_ir as ir
-from onnxruntime.quantization import CalibrationMethod, QuantType
-from onnxruntime.quantization.calibrate import TensorsData
-from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
-from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
-from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import unpad_channels
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.quantiser_copy import QuantiserCopy
-from rankrl.onnx.export.ranges import Cut, Feed, collect_ranges
+from rankrl.onnx.export.ranges import Cut, Feed
+from rankrl.onnx.export.static_quantiser import StaticQuantiser
 from rankrl.onnx.export.subsampling import selects, store_selections
 from rankrl.onnx.export.weight_range import reduces
 from rankrl.onnx.graph_edits import is_constant
@@ -43,8 +35,6 @@ _PASSING = frozenset(
     ("Add", "Relu", "Clip", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Flatten")
 ) | {"Transpose", "Squeeze", "Unsqueeze", "Slice", "Pad"}
 _COMPUTING = frozenset(("Conv", "Gemm", "MatMul"))
-_OPERATORS = frozenset((*QLinearOpsRegistry, *QDQRegistry))
-"""What onnxruntime's quantiser knows."""
 
 
 def quantise_onnx(
@@ -56,6 +46,7 @@ def quantise_onnx(
     partly: bool = False,
     reduce_range: bool | None = None,
     cut: Cut | None = None,
+    fitted: bool = True,
 ) -> Path:
     """Write an ONNX file whose convolutions and matrix products compute in 8-bit integers.
 
@@ -71,6 +62,8 @@ def quantise_onnx(
             run on an x86 processor without VNNI. None: where this processor is one (`sums_overflow`).
         cut: Cuts a batch into smaller ones, of which few are run at a time. None: along the first axis of
             every array, where the file does not say how many there are.
+        fitted: Whether ranges are those, of several kinds, that change the outputs least; otherwise they
+            reach from the smallest to the largest number, which does for a file that is only to be timed.
 
     Returns:
         `target`.
@@ -106,76 +99,28 @@ def quantise_onnx(
             )
     parts = cut or (_along_first if fixed is None else _whole)
 
-    def named(feed: Feed, size: int) -> Iterator[Feed]:
-        for part in parts(feed, size):
+    names = {copy.values[name]: name for name in batches[0]}
+
+    def cut_copy(feed: Feed, size: int) -> Iterator[Feed]:
+        for part in parts({names[name]: array for name, array in feed.items()}, size):
             yield {copy.values[name]: array for name, array in part.items()}
 
-    quantised = _quantised(model, path, batches, named, nodes, copy.apart, reduces(reduce_range))
-    if nodes is not None:
-        _spare_floats(quantised.graph, set(nodes), {node.name for node in before})
+    def spared(quantised: ir.Model) -> None:
+        if nodes is not None:
+            _spare_floats(quantised.graph, set(nodes), {node.name for node in before})
+
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "network.onnx"
+        save_model(model, plain)
+        quantiser = StaticQuantiser(plain, nodes, copy.apart, reduces(reduce_range), Path(folder))
+        try:
+            renamed = [{copy.values[name]: array for name, array in feed.items()} for feed in batches]
+            quantised = quantiser.quantised(renamed, cut_copy, fitted=fitted, finish=spared)
+        except Exception as error:  # whatever onnxruntime's Python code stumbles over
+            raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
     copy.restore(quantised)
     write_checked(quantised, target, f"{path} in integers")
     return target
-
-
-def _quantised(
-    model: ir.Model,
-    path: Path,
-    batches: Sequence[Feed],
-    cut: Cut,
-    nodes: Sequence[str] | None,
-    excluded: Sequence[str],
-    reduced: bool,
-) -> ir.Model:
-    """Return what onnxruntime's quantiser makes of a network; `path` is where that is from, for messages."""
-    with tempfile.TemporaryDirectory() as folder:
-        plain, scratch = Path(folder) / "network.onnx", Path(folder) / "quantised.onnx"
-        try:
-            save_model(model, plain)
-            with _quiet():
-                proto = load_model_with_shape_infer(plain)
-                names = _activations(proto, nodes)
-                ranges = collect_ranges(proto, names, batches, cut)
-                quantiser = QDQQuantizer(
-                    proto,
-                    per_channel=True,
-                    reduce_range=reduced,
-                    weight_qType=QuantType.QInt8,
-                    activation_qType=QuantType.QUInt8,
-                    tensors_range=_tensors_data(ranges),
-                    nodes_to_quantize=list(nodes or ()),
-                    nodes_to_exclude=list(excluded),
-                    op_types_to_quantize=list(_OPERATORS),
-                    extra_options={},
-                )
-                quantiser.quantize_model()
-            quantiser.model.save_model_to_file(str(scratch), False)
-        except Exception as error:  # whatever onnxruntime's Python code stumbles over
-            raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
-        return load_model(scratch)
-
-
-def _activations(model: onnx.ModelProto, nodes: Collection[str] | None) -> list[str]:
-    """Return the names of float tensors that nodes take and give, those of all that can when `None`."""
-    graph = model.graph
-    kinds = {each.name: each.type.tensor_type for each in (*graph.value_info, *graph.input, *graph.output)}
-    stored = {tensor.name for tensor in graph.initializer}
-    taken = [
-        name
-        for node in graph.node
-        if node.op_type in _OPERATORS and (nodes is None or node.name in nodes)
-        for name in (*node.input, *node.output)
-    ]
-    return [
-        name
-        for name in dict.fromkeys(taken)
-        if name in kinds and name not in stored and kinds[name].elem_type == onnx.TensorProto.FLOAT
-    ]
-
-
-def _tensors_data(ranges: Mapping[str, tuple[np.float32, np.float32]]) -> TensorsData:
-    ends = {name: (np.asarray(low), np.asarray(high)) for name, (low, high) in ranges.items()}
-    return TensorsData(CalibrationMethod.MinMax, ends)
 
 
 def _along_first(feed: Feed, size: int) -> Iterator[Feed]:
@@ -272,17 +217,3 @@ def _checked_model(path: Path, *, partly: bool) -> ir.Model:
     if not partly and any(quantises(node) for node in model.graph):
         raise ExportError(f"{path} is quantised already; quantise the float32 file that it was made from.")
     return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the quantiser's advice to optimise the graph first: our files are."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        root.setLevel(level)

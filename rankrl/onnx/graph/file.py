@@ -36,6 +36,7 @@ def write_graph(
     metadata: Mapping[str, str] | None = None,
     *,
     reduce_range: bool | None = None,
+    fitted: bool = True,
 ) -> None:
     """Write a compressed graph; the file appears complete or not at all.
 
@@ -45,6 +46,7 @@ def write_graph(
         calibration: Batches that set the ranges of activations, where nodes compute in integers.
         metadata: Text to store in the file, beside what it holds already.
         reduce_range: As in `quantise_onnx`.
+        fitted: As there.
 
     Raises:
         OnnxGraphError: Weights of 4 bits need a newer operator set, to which the graph cannot be converted.
@@ -70,6 +72,7 @@ def write_graph(
             partly=True,
             reduce_range=graph.reduced or reduce_range,
             cut=None if graph.axes is None else graph.axes.parts,
+            fitted=fitted,
         )
 
 

@@ -40,7 +40,8 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
 
         def fails(names: Sequence[str]) -> bool:
             try:
-                quantise_onnx(plain, rounded, [feed], weights={weights[name] for name in names}, partly=True)
+                own = {weights[name] for name in names}
+                quantise_onnx(plain, rounded, [feed], weights=own, partly=True, fitted=False)
                 OnnxNetwork.load(rounded).session().run(feed)
             except (DefectError, ExportError, OnnxGraphError) as error:
                 log.debug("%s in integers: %s", ", ".join(names), error)

@@ -140,3 +140,26 @@ def test_what_cannot_be_quantised_is_refused_and_nothing_is_written(float_file: 
     assert (path.read_bytes(), target.read_bytes()) == before
     with pytest.raises(ExportError, match="quantised already"):
         quantise_onnx(target, tmp_path / "again.onnx", batches())
+
+
+def error(path: Path, exact: Path, batch: np.ndarray) -> float:
+    expected = outputs(exact, batch)
+    return float(np.mean((outputs(path, batch) - expected) ** 2) / expected.var())
+
+
+def test_ranges_are_those_that_change_the_outputs_least(tmp_path: Path) -> None:
+    network = make_network()
+    with torch.no_grad():
+        network[0].weight[:, 0] = 0  # type: ignore[index, union-attr]
+    path, plain, target = (tmp_path / f"{name}.onnx" for name in ("float", "ends", "fitted"))
+    export_onnx(network, path, SHAPE)
+    ordinary = batches()
+    quantise_onnx(path, plain, ordinary, fitted=False)
+    quantise_onnx(path, target, ordinary)
+    whole = np.concatenate(ordinary)
+    assert error(target, path, whole) <= error(plain, path, whole)
+    ordinary[0][0, 0, 0, 0] = 1000  # nothing depends on it, and it makes the steps of the others too coarse
+    quantise_onnx(path, plain, ordinary, fitted=False)
+    quantise_onnx(path, target, ordinary)
+    (batch,) = batches(1, 7)
+    assert error(target, path, batch) < 0.1 * error(plain, path, batch)

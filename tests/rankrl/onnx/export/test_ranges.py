@@ -9,12 +9,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod
 from onnxruntime.quantization.calibrate import create_calibrator
 from torch import nn
 
 from rankrl.onnx.export import export_onnx, ranges
-from rankrl.onnx.export.ranges import Feed, collect_ranges
+from rankrl.onnx.export.ranges import Feed, Spread, collect_spreads
 
 SHAPE = (3, 12, 12)
 
@@ -61,6 +62,15 @@ def cut(feed: Feed, size: int) -> Iterator[Feed]:
         yield {name: array[first : first + size] for name, array in feed.items()}
 
 
+_ROUNDING = ReferenceEvaluator(
+    onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21]>'
+        "rounding (float[N] x, float scale, uint8 zero) => (float[N] y) "
+        "{ q = QuantizeLinear(x, scale, zero) y = DequantizeLinear(q, scale, zero) }"
+    )
+)
+
+
 def calibrated(path: Path, batches: list[Feed], folder: Path) -> dict[str, tuple[np.float32, np.float32]]:
     """Return the ranges by onnxruntime's calibrator."""
     calibrator = create_calibrator(
@@ -78,7 +88,8 @@ def test_ends_are_those_of_onnxruntimes_calibrator_to_the_bit(
     singly = calibrated(path, [part for feed in feeds(model) for part in cut(feed, 1)], tmp_path)
     together = calibrated(path, feeds(model), tmp_path)
     before = model.SerializeToString()
-    ends = collect_ranges(model, list(singly), feeds(model), cut)
+    spreads = collect_spreads(model, list(singly), feeds(model), cut)
+    ends = {name: spread.ends for name, spread in spreads.items()}
     assert model.SerializeToString() == before
     assert len(ends) > 5
     assert ends == singly
@@ -100,8 +111,65 @@ def test_as_many_inputs_run_at_a_time_as_their_tensors_fit(
         sizes.append(size)
         return cut(feed, size)
 
-    collect_ranges(model, names, feeds(model), noted)
+    collect_spreads(model, names, feeds(model), noted)
     assert sizes[0] == 1  # nothing is known of their size
     one = 4 * 12 * 12 * 16
     assert sizes[1] == sizes[2]
     assert sizes[1] == 1 or held / (8 * one) < sizes[1] < held / (3 * one)
+
+
+def rounded(values: np.ndarray, ends: tuple[np.float32, np.float32]) -> np.ndarray:
+    """Round by ONNX's own operators."""
+    low, high = min(0.0, ends[0]), max(0.0, ends[1])
+    scale = np.float32((high - low) / 255)
+    found: np.ndarray = _ROUNDING.run(
+        None, {"x": values, "scale": scale, "zero": np.uint8(np.round(-low / scale))}
+    )[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["normal", "one-sided", "far", "negative"])
+def test_the_least_square_is_less_than_that_of_other_ranges(kind: str, path: Path) -> None:
+    generator = np.random.default_rng(0)
+    values = generator.standard_normal(20_000, dtype=np.float32)
+    if kind == "one-sided":
+        values = np.maximum(values, 0)
+    elif kind == "far":
+        values[:3] *= 100
+    elif kind == "negative":
+        values = -np.abs(values)
+    spread = Spread()
+    spread.stretch(values)
+    spread.count(values)
+
+    def error(ends: tuple[np.float32, np.float32]) -> float:
+        return float(np.mean((rounded(values, ends) - values) ** 2))
+
+    best = error(spread.least_square())
+    assert best <= 1.001 * error(spread.ends)
+    assert best <= 1.03 * min(
+        error((np.float32(low * spread.lowest), np.float32(high * spread.highest)))
+        for low in np.linspace(0.05, 1, 20)
+        for high in np.linspace(0.05, 1, 20)
+    )
+
+
+@pytest.mark.parametrize("share", [1e-1, 1e-2, 1e-3])
+def test_percentiles_are_those_of_numpy_but_for_the_width_of_a_part(share: float) -> None:
+    values = np.random.default_rng(0).standard_normal(50_000, dtype=np.float32)
+    spread = Spread()
+    for part in np.split(values, 5):
+        spread.stretch(part)
+    for part in np.split(values, 5):
+        spread.count(part)
+    width = (spread.highest - spread.lowest) / 2048
+    expected = np.quantile(values, [share, 1 - share])
+    np.testing.assert_allclose(spread.percentile(share), expected, atol=2 * width)
+
+
+def test_a_tensor_that_never_changes_keeps_its_value() -> None:
+    spread = Spread()
+    assert spread.ends == (0, 0)
+    spread.stretch(np.full(3, 2, np.float32))
+    spread.count(np.full(3, 2, np.float32))
+    assert spread.least_square() == spread.percentile(1e-4) == (2, 2)

@@ -21,10 +21,10 @@ from rankrl.onnx.graph.site import Site
 def refusing(quantise: Callable[..., Path], together: list[set[str]]) -> Callable[..., Path]:
     """A quantiser that fails where all weights of one of some sets are asked for."""
 
-    def quantised(path: Path, target: Path, *rest: Any, weights: Collection[str], partly: bool) -> Path:
+    def quantised(path: Path, target: Path, *rest: Any, weights: Collection[str], **options: Any) -> Path:
         if any(each <= set(weights) for each in together):
             raise ExportError("cannot be loaded")
-        return quantise(path, target, *rest, weights=weights, partly=partly)
+        return quantise(path, target, *rest, weights=weights, **options)
 
     return quantised
 

@@ -1,0 +1,177 @@
+"""onnxruntime's static quantiser over one network, whose ranges are chosen by the error at the outputs."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+from onnxruntime.quantization import CalibrationMethod, QuantType
+from onnxruntime.quantization.calibrate import TensorsData
+from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
+from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
+
+from rankrl.onnx.export.ranges import Array, Cut, Feed, Spread, collect_spreads, count_values
+from rankrl.onnx.protobuf import load_model, to_proto
+from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
+
+_OPERATORS = frozenset((*QLinearOpsRegistry, *QDQRegistry))
+"""What onnxruntime's quantiser knows."""
+_JUDGED = 64
+"""Inputs that outputs are compared on."""
+_WAYS: Mapping[str, Callable[[Spread], tuple[np.float32, np.float32]]] = {
+    "ends": lambda spread: spread.ends,
+    "least mean square": Spread.least_square,
+    "99.99 %": lambda spread: spread.percentile(1e-4),
+}
+_LEAST_ODDS = 1e-7
+
+log = logging.getLogger(__name__)
+
+
+class StaticQuantiser:
+    """onnxruntime's static quantiser over one network.
+
+    Weights become int8, one scale an output channel, activations uint8.
+
+    Args:
+        path: The network in float32.
+        nodes: Names of the nodes that are to compute in integers, all that can when `None`.
+        excluded: Names of nodes that are not to.
+        reduced: Whether weights have 7 bits.
+        folder: For files in between.
+    """
+
+    def __init__(
+        self, path: Path, nodes: Sequence[str] | None, excluded: Sequence[str], reduced: bool, folder: Path
+    ) -> None:
+        self._path, self._scratch = path, folder / "quantised.onnx"
+        self._nodes, self._excluded, self._reduced = nodes, excluded, reduced
+
+    def quantised(
+        self, batches: Sequence[Feed], cut: Cut, *, fitted: bool, finish: Callable[[ir.Model], None]
+    ) -> ir.Model:
+        """Return the network in integers.
+
+        Args:
+            batches: Calibration inputs.
+            cut: Cuts batches into smaller ones.
+            fitted: Whether ranges are those, of several kinds, with the least error at the outputs; else
+                they reach from the smallest to the largest number.
+            finish: Changes a quantised network before it is judged.
+        """
+        model = load_model_with_shape_infer(self._path)
+        spreads = collect_spreads(model, _activations(model, self._nodes), batches, cut)
+        if not fitted:
+            return self._written(spreads, _WAYS["ends"], finish)
+        count_values(model, spreads, batches, cut)
+        share = max(1, _JUDGED // len(batches))
+        judged = [next(iter(cut(feed, share))) for feed in batches[:_JUDGED]]
+        exact = _outputs(model, judged)
+        del model
+        networks, errors = {}, {}
+        for way, method in _WAYS.items():
+            networks[way] = self._written(spreads, method, finish)
+            try:
+                errors[way] = output_error(_outputs(to_proto(networks[way]), judged), exact)
+            except Exception as error:  # onnxruntime's error classes have no common base of their own
+                log.debug("ranges by %s: onnxruntime cannot run the network: %s", way, error)
+                errors[way] = np.inf
+        log.debug("error at the outputs by ranges: %s", errors)
+        return networks[min(errors, key=lambda way: errors[way])]
+
+    def _written(
+        self,
+        spreads: Mapping[str, Spread],
+        way: Callable[[Spread], tuple[np.float32, np.float32]],
+        finish: Callable[[ir.Model], None],
+    ) -> ir.Model:
+        """Return the network in integers with some ranges."""
+        ranges = {name: tuple(map(np.asarray, way(spread))) for name, spread in spreads.items()}
+        with _quiet():
+            quantiser = QDQQuantizer(
+                load_model_with_shape_infer(self._path),
+                per_channel=True,
+                reduce_range=self._reduced,
+                weight_qType=QuantType.QInt8,
+                activation_qType=QuantType.QUInt8,
+                tensors_range=TensorsData(CalibrationMethod.MinMax, ranges),
+                nodes_to_quantize=list(self._nodes or ()),
+                nodes_to_exclude=list(self._excluded),
+                op_types_to_quantize=list(_OPERATORS),
+                extra_options={},
+            )
+            quantiser.quantize_model()
+        quantiser.model.save_model_to_file(str(self._scratch), False)
+        model = load_model(self._scratch)
+        finish(model)
+        return model
+
+
+def output_error(outputs: Sequence[Array], exact: Sequence[Array]) -> float:
+    """Return how far outputs are from what they should be: their mean square error / variance, the mean.
+
+    Where all numbers of an output lie between 0 and 1 they are taken for probabilities, and compared by the
+    logarithm of their odds.
+    """
+    errors = []
+    for new, old in zip(outputs, exact, strict=True):
+        pair = [np.asarray(each, np.float64) for each in (new, old)]
+        if old.size and old.min() >= 0 and old.max() <= 1:
+            pair = [each.clip(_LEAST_ODDS, 1 - _LEAST_ODDS) for each in pair]
+            pair = [np.log(each / (1 - each)) for each in pair]
+        if old.size and pair[1].var() > 0:
+            errors.append(float(np.mean((pair[0] - pair[1]) ** 2) / pair[1].var()))
+    return float(np.mean(errors)) if errors else 0.0
+
+
+def _outputs(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[Array]:
+    """Return the float outputs of a network, the numbers of all inputs one after the other."""
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), session_options(None), providers=["CPUExecutionProvider"]
+    )
+    runs = [
+        session.run(None, {name: np.asarray(array, order="C") for name, array in feed.items()})
+        for feed in feeds
+    ]
+    outputs = zip(*runs, strict=True)
+    return [np.concatenate([run.ravel() for run in each]) for each in outputs if each[0].dtype.kind == "f"]
+
+
+def _activations(model: onnx.ModelProto, nodes: Collection[str] | None) -> list[str]:
+    """Return the names of float tensors that nodes take and give, those of all that can when `None`."""
+    graph = model.graph
+    kinds = {each.name: each.type.tensor_type for each in (*graph.value_info, *graph.input, *graph.output)}
+    stored = {tensor.name for tensor in graph.initializer}
+    taken = [
+        name
+        for node in graph.node
+        if node.op_type in _OPERATORS and (nodes is None or node.name in nodes)
+        for name in (*node.input, *node.output)
+    ]
+    return [
+        name
+        for name in dict.fromkeys(taken)
+        if name in kinds and name not in stored and kinds[name].elem_type == onnx.TensorProto.FLOAT
+    ]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the quantiser's advice to optimise the graph first: our files are."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        root.setLevel(level)
