@@ -18,23 +18,17 @@ import onnx_ir as ir
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import unpad_channels
 from rankrl.onnx.export.checked_file import write_checked
+from rankrl.onnx.export.integer_nodes import integer_nodes, pool_means
 from rankrl.onnx.export.quantiser_copy import QuantiserCopy
 from rankrl.onnx.export.ranges import Cut, Feed
 from rankrl.onnx.export.static_quantiser import StaticQuantiser
-from rankrl.onnx.export.subsampling import selects, store_selections
+from rankrl.onnx.export.subsampling import store_selections
 from rankrl.onnx.export.weight_range import reduces
-from rankrl.onnx.graph_edits import is_constant
-from rankrl.onnx.operators import dequantises, is_standard, opset_of, quantises
+from rankrl.onnx.operators import dequantises, opset_of, quantises
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import Batch, open_session
 
 _LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
-
-# What only moves, adds or compares integers is integer where all that it takes is.
-_PASSING = frozenset(
-    ("Add", "Relu", "Clip", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Flatten")
-) | {"Transpose", "Squeeze", "Unsqueeze", "Slice", "Pad"}
-_COMPUTING = frozenset(("Conv", "Gemm", "MatMul"))
 
 
 def quantise_onnx(
@@ -78,6 +72,7 @@ def quantise_onnx(
     session = open_session(path)
     model = _checked_model(path, partly=partly and weights is not None)
     unpad_channels(model)
+    pool_means(model)
     store_selections(model)  # the quantiser takes constants alone for weights
     computing = None if weights is None else integer_nodes(model.graph, weights)
     before = list(model.graph)
@@ -136,50 +131,6 @@ def _along_first(feed: Feed, size: int) -> Iterator[Feed]:
 def _whole(feed: Feed, size: int) -> Iterator[Feed]:
     del size
     yield feed
-
-
-def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
-    """Return the nodes that compute in integers: those of some weights, and what lies between them.
-
-    A pooling, reshape or the like is one of them where its input is the output of such a node; an addition,
-    too, where one summand is and the other at least is the input of a weight's node, as it is or subsampled.
-
-    Args:
-        graph: The float32 graph.
-        weights: Names of initializers.
-
-    Raises:
-        ExportError: If a weight belongs to no convolution or matrix product.
-    """
-    owners = [
-        (value.name, node)
-        for node in graph
-        if is_standard(node, *_COMPUTING)
-        for value in node.inputs
-        if value is not None and value.name in weights
-    ]
-    missing = sorted(set(weights) - {name for name, _ in owners})
-    if missing:
-        raise ExportError(
-            f"the weight {missing[0]!r} belongs to no convolution or matrix product of the graph, so "
-            "nothing can compute with it in integers; leave its layer without Quantise"
-        )
-    nodes = {node for _, node in owners}
-    produced = {value for _, node in owners for value in node.outputs}
-    taken = {node.inputs[0] for _, node in owners}
-    summands = {(node.inputs[0], node.inputs[1]) for node in graph if is_standard(node, "Add")}
-    added_to = dict(summands) | {second: first for first, second in summands}
-    for node in graph:  # in topological order
-        inputs = {value for value in node.inputs if value is not None and not is_constant(value)}
-        if selects(node):
-            passes = inputs <= produced or (inputs <= taken and added_to.get(node.outputs[0]) in produced)
-        else:
-            known = produced | taken if is_standard(node, "Add") else produced
-            passes = is_standard(node, *_PASSING) and bool(inputs & produced) and inputs <= known
-        if passes:
-            nodes.add(node)
-            produced.update(node.outputs)
-    return [node for node in graph if node in nodes]
 
 
 def _spare_floats(graph: ir.Graph, nodes: Collection[str], before: Collection[str | None]) -> None:

@@ -24,7 +24,7 @@ from untrained import with_statistics
 from decomposition import FitOptions, Quantise, apply_plan, calibrate_ranges, make_plan
 from rankrl.models.resnet import CifarResNet
 from rankrl.onnx.export import export_network, export_onnx, quantise_onnx
-from rankrl.onnx.export.int8 import integer_nodes
+from rankrl.onnx.export.integer_nodes import integer_nodes
 from rankrl.onnx.export.subsampling import convolve_subsampling, selects, store_selections
 
 SHAPE = (3, 16, 16)

@@ -1,0 +1,137 @@
+"""Which operators compute in integers, as onnxruntime itself tells by the graph that it loads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from torch import nn
+
+from rankrl.onnx.export import export_onnx, quantise_onnx
+from rankrl.onnx.export.integer_nodes import integer_nodes, pool_means
+
+SHAPE = (8, 10, 10)
+
+
+class Block(nn.Module):
+    """A block of mobile networks: depthwise, activated, gated by its means, added to what came in."""
+
+    def __init__(self, activation: Callable[[], nn.Module], gate: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.expand, self.depthwise = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.gate = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 4, 1), nn.ReLU(), nn.Conv2d(4, 16, 1), gate()
+        )
+        self.project, self.activation = nn.Conv2d(16, 8, 1), activation()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.activation(self.depthwise(self.activation(self.expand(x))))
+        return x + self.project(inner * self.gate(inner))
+
+
+def written(network: nn.Module, folder: Path) -> tuple[Path, Path]:
+    torch.manual_seed(0)
+    plain, target = folder / "plain.onnx", folder / "integers.onnx"
+    export_onnx(network.eval(), plain, SHAPE)
+    graph = ir.load(plain).graph
+    weights = {str(node.inputs[1].name) for node in graph if node.op_type in ("Conv", "Gemm")}
+    return plain, quantise_onnx(plain, target, [images()], weights=weights)
+
+
+def images() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((32, *SHAPE), dtype=np.float32)
+
+
+def loaded(path: Path) -> tuple[Counter[str], np.ndarray]:
+    """Return the operators that onnxruntime runs, and what they give."""
+    options, target = onnxruntime.SessionOptions(), path.with_suffix(".loaded.onnx")
+    options.optimized_model_filepath = str(target)
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    output = session.run(None, {session.get_inputs()[0].name: images()})[0]
+    return Counter(node.op_type for node in onnx.load(target).graph.node), output
+
+
+@pytest.mark.parametrize(
+    ("activation", "gate", "floats"),
+    [
+        (nn.SiLU, nn.Sigmoid, {}),
+        (nn.LeakyReLU, nn.Sigmoid, {}),
+        (nn.Hardswish, nn.Hardsigmoid, {"HardSigmoid": 3, "Mul": 2}),  # there are no kernels for these
+        (nn.ReLU, nn.Hardsigmoid, {"HardSigmoid": 1}),
+    ],
+)
+def test_blocks_of_mobile_networks_compute_in_integers(
+    activation: Callable[[], nn.Module], gate: Callable[[], nn.Module], floats: dict[str, int], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain, target = written(Block(activation, gate), tmp_path)
+    kinds, output = loaded(target)
+    assert kinds["QLinearConv"] == 5
+    assert kinds["QLinearGlobalAveragePool"] == 1
+    assert kinds["QLinearAdd"] == 1
+    rest = {kind: count for kind, count in kinds.items() if "Linear" not in kind and kind != "Transpose"}
+    assert rest == floats
+    _, exact = loaded(plain)
+    assert np.mean((output - exact) ** 2) < 1e-3 * exact.var()
+
+
+def test_a_probability_that_the_network_returns_is_not_rounded(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Conv2d(8, 4, 3), nn.SiLU(), nn.Conv2d(4, 1, 3), nn.Sigmoid())
+    torch.manual_seed(0)
+    kinds, output = loaded(written(network, tmp_path)[1])
+    assert kinds["Sigmoid"] == kinds["QLinearSigmoid"] == 1
+    assert np.isfinite(output).all()
+
+
+def mean(attributes: str, axes: str | None, shape: str = "N,3,4,5") -> onnx.ModelProto:
+    inputs, opset = ("x, axes", 18) if axes is not None else ("x", 13)
+    stored = f"<int64[{axes.count(',') + 1}] axes = {{{axes}}}>" if axes is not None else ""
+    return onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": {opset}]> g (float[{shape}] x) => (float[] y) {stored}'
+        f"{{ y = ReduceMean{attributes}({inputs}) }}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "pooled"),
+    [
+        (mean("", "2, 3"), True),
+        (mean("", "-1, -2"), True),
+        (mean("<axes = [2, 3]>", None), True),
+        (mean("<keepdims = 0>", "2, 3"), False),
+        (mean("", "1, 2"), False),
+        (mean("", "3"), False),
+        (mean("", None), False),
+        (mean("", "1, 2", "N,3,4"), False),
+    ],
+)
+def test_means_over_rows_and_columns_become_poolings(model: onnx.ModelProto, pooled: bool) -> None:
+    del model.graph.output[0].type.tensor_type.shape.dim[:]
+    x = np.random.default_rng(0).standard_normal(
+        (2, 3, 4, 5) if len(model.graph.input[0].type.tensor_type.shape.dim) == 4 else (2, 3, 4), np.float32
+    )
+    expected = ReferenceEvaluator(model).run(None, {"x": x})[0]
+    graph = ir.from_proto(model)
+    assert pool_means(graph) == pooled
+    assert ("GlobalAveragePool" in {node.op_type for node in graph.graph}) == pooled
+    found = ReferenceEvaluator(ir.to_proto(graph)).run(None, {"x": x})[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_product_with_what_is_computed_in_floating_point_stays_there() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 18]>'
+        "g (float[N,4] x, float[N,4] z, float[4,4] w) => (float[N,4] y) {"
+        "a = MatMul(x, w) s = Sigmoid(z) b = Mul(a, s) c = Mul(b, z) y = MatMul(c, w) }"
+    )
+    chosen = integer_nodes(ir.from_proto(model).graph, {"w"})
+    assert [node.op_type for node in chosen] == ["MatMul", "Mul", "MatMul"]  # the gate alone is rounded
