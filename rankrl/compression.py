@@ -88,6 +88,8 @@ def compress(
     inputs: Any,
     target: str | Path,
     *,
+    drop: float | None = None,
+    minimise: str = "latency",
     params: float | None = None,
     macs: float | None = None,
     bytes: float | None = None,
@@ -130,11 +132,14 @@ def compress(
             write alone, with a name that ends in .onnx. The same call into the same folder again goes on with
             the search in it, also after it was killed, to the same plan; another network, budget or selector
             is refused. No two calls may work in a folder at once.
+        drop: How much of the score may be lost, in [0, 1): the result is the fastest network found that loses
+            no more, 0.005 for half a point of accuracy or agreement.
+        minimise: With `drop`, what is to be as little as possible: `latency`, `bytes`, `macs` or `params`.
         params: Fraction of the parameters to keep at most, in (0, 1].
         macs: Fraction of the multiply-accumulates to keep at most.
         bytes: Fraction of the parameters' bytes to keep at most.
-        latency: Fraction of the original's time in onnxruntime to keep at most. Give one of the four, or two
-            to be kept at once.
+        latency: Fraction of the original's time in onnxruntime to keep at most. Give `drop` alone, or one of
+            the four fractions, or two to be kept at once.
         decomposition: Name of a tensor format, names of several that every layer chooses from, or everything
             that may become of layers (`DecompositionOptions`). When omitted, Tucker for a module, and for a
             file all formats that plain nodes can compute; all in float32.
@@ -187,7 +192,9 @@ def compress(
     if not (score is None or callable(score)):
         raise ConfigError(f"score must be a function or None, got {score!r}")
     goal = SearchGoal(
-        BudgetOptions(params, macs, bytes, latency), search or SearchOptions(), _timing(timing, file)
+        BudgetOptions(drop, minimise, params, macs, bytes, latency),
+        search or SearchOptions(),
+        _timing(timing, file),
     )
     options = _decomposition(network, decomposition)
     request = Request(goal, options, selector, selector_options or {}, seed, _path(cache), progress)
@@ -214,6 +221,8 @@ def search(
     inputs: Any,
     *,
     score: Score | SessionScore | None = None,
+    drop: float | None = None,
+    minimise: str = "latency",
     params: float | None = None,
     macs: float | None = None,
     bytes: float | None = None,
@@ -243,6 +252,8 @@ def search(
             and is given as one; a file is given as an onnxruntime session, and without a score its outputs
             are compared with the original's on the held-out inputs. The score is known by its source and what
             that names, or by its attribute `identity` (a text).
+        drop: As for `compress`.
+        minimise: As for `compress`.
         params: Fraction of the parameters to keep at most, in (0, 1].
         macs: Fraction of the multiply-accumulates to keep at most.
         bytes: Fraction of the parameters' bytes to keep at most.
@@ -281,7 +292,7 @@ def search(
         raise ConfigError(
             f"search takes a score, a function from the network to a number; got a {type(score).__name__}"
         )
-    budget, time = BudgetOptions(params, macs, bytes, latency), _timing(timing, file)
+    budget, time = BudgetOptions(drop, minimise, params, macs, bytes, latency), _timing(timing, file)
     goal = SearchGoal(budget, search or SearchOptions(), time, reward, reward_options or {})
     options = _decomposition(
         network, "tensor_ring" if decomposition is None and file is None else decomposition

@@ -120,8 +120,13 @@ class FileSearch:
         """
         request.check()
         check_options(request)
-        searches = request.selector not in list_heuristics()
-        file = source.read(request, scored=source.heldout if searches and source.score is None else 0.0)
+        budget = request.goal.budget
+        # A rule's plan within a budget that is counted is one: no input chooses it.
+        chooses = request.selector not in list_heuristics() or bool(
+            {"latency", "bytes"} & {*budget.fractions}
+        )
+        chooses = chooses or budget.drop is not None
+        file = source.read(request, scored=source.heldout if chooses and source.score is None else 0.0)
         check_as_read(file)
         candidates = _of_file(request.candidates(), file)
         network = _network(file, source, request)
@@ -139,7 +144,8 @@ class FileSearch:
         request, network = self.request, self.network
         file, timing = network.file, request.timing
         candidates = _of_file(request.timed_candidates(), file)
-        in_time_alone = not any(request.goal.budget.counted.values())
+        budget = request.goal.budget
+        in_time_alone = not any(budget.counted.values())
         if in_time_alone:
             faster = faster_positions(file.network, file.sites, network.feed, timing)
             file = file.with_several_positions(faster)
@@ -148,7 +154,7 @@ class FileSearch:
         if file.network is file.original:
             return replace(self, candidates=candidates)
         share = relative_time(file.original, file.network, network.feed, timing)
-        kept = in_time_alone and share <= latency
+        kept = in_time_alone and share <= latency and budget.drop is None
         if kept:
             log.info("rewritten, it takes %.3f of its time: nothing has to be compressed", share)
         network = replace(network, file=file, time_of_original=share)
@@ -271,6 +277,13 @@ def _check_target(target: Path, path: Path) -> None:
         raise ConfigError(f"the target {target} is the original itself, which is never written; name another")
 
 
+def _chooses(source: FileSource, request: Request) -> bool:
+    """Tell whether plans are compared on inputs; a rule's plan within a budget that is counted is one."""
+    budget = request.goal.budget
+    several = bool({"latency", "bytes"} & set(budget.fractions)) or budget.drop is not None
+    return source.score is None and (several or request.selector not in list_heuristics())
+
+
 def _of_file(candidates: CandidateOptions, file: PreparedFile) -> CandidateOptions:
     """Return the candidates without what a file in half precision cannot hold."""
     if not file.network.half:
@@ -305,7 +318,7 @@ def _finished(
     if network.file.several:
         plan = replace(plan, metadata={**plan.metadata, METADATA: to_metadata(network.file.several)})
     compressed = network.finished(plan, sensitivities)
-    result = finish(network, plan, compressed, target, search=search, latency=request.goal.budget.latency)
+    result = finish(network, plan, compressed, target, search=search, budget=request.goal.budget)
     if result.collapsed is not None:
         log.error(result.collapsed)
     return result

@@ -8,12 +8,16 @@ from typing import Any
 
 from decomposition import CompressionPlan
 from rankrl.networks.base import Network
+from rankrl.options.budget import BudgetOptions
 from rankrl.plan_search.run import SearchResult
 from rankrl.result import Compression, Measurement, missed_latency
 from rankrl.verify.certificate import Certificate, certify, uncertified
 
 Notes = Callable[[CompressionPlan, Measurement], Mapping[str, str]]
 """From a plan and what the network costs and is worth to the text that its file holds beside the graph."""
+
+
+_NO_BUDGET = BudgetOptions()
 
 
 def _plan_alone(plan: CompressionPlan, measurement: Measurement) -> Mapping[str, str]:
@@ -29,8 +33,7 @@ def finish(
     *,
     tuned: Any = None,
     search: SearchResult | None = None,
-    latency: float | None = None,
-    drop: float | None = None,
+    budget: BudgetOptions = _NO_BUDGET,
     notes: Notes = _plan_alone,
 ) -> Compression:
     """Measure a compressed network and write it as a file, verified and timed.
@@ -42,8 +45,7 @@ def finish(
         path: The file to write.
         tuned: The compressed network after fine-tuning; None where there was none.
         search: Where the plan is from.
-        latency: Fraction of the original's time to keep at most, or None.
-        drop: What may be lost of the original's score, or None.
+        budget: What was to be kept, or may be lost.
         notes: The text that the file holds beside the graph.
 
     Raises:
@@ -60,7 +62,9 @@ def finish(
         score=compressed_score if tuned is None else network.score(tuned),
     )
     file = network.write(last, path, notes(plan, measured))
+    drop = budget.drop
     certificate = _certified(network, last, drop)
+    latency = budget.latency if drop is None else None
     missed = None if search is None else search.missed
     return Compression(
         before=measured.before,

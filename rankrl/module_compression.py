@@ -176,8 +176,8 @@ def compress_module(
     run.remove_results()  # of the same call before: files of two never stand side by side
     search.plan.save(run.plan)
     save_compressed(last, search.plan, run.model, dense=dense)
-    latency = request.goal.budget.latency
-    finished = finish(network, search.plan, compressed, run.onnx, tuned=tuned, search=search, latency=latency)
+    budget = request.goal.budget
+    finished = finish(network, search.plan, compressed, run.onnx, tuned=tuned, search=search, budget=budget)
     result = ModuleCompression(
         **{each.name: getattr(finished, each.name) for each in fields(finished)},
         model=last.eval(),

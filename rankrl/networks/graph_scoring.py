@@ -151,8 +151,7 @@ class OnnxScoring:
             ConfigError: The user's score is no number.
             NonFiniteError: It is NaN or an infinity.
         """
-        if self.score is not None:
-            self.of_session(open_session(self.network.model, self.network.source), "the original network")
+        self.of_original()
 
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None = None
@@ -164,6 +163,22 @@ class OnnxScoring:
     def of_networks(self) -> Callable[[Any], float]:
         """Return what scores compressed networks as they are written (`WrittenGraph`)."""
         return lambda written: self.of_session(written.session, "the compressed network")
+
+    def of_original(self) -> float:
+        """Return the original's score: the user's, or full agreement."""
+        if self.score is None:
+            return 1.0
+        return self.of_session(open_session(self.network.model, self.network.source), "the original network")
+
+    def losses(self) -> Callable[[Any], float]:
+        """Return what says how much of the original's score a network loses that is written."""
+        score, original = replace(self, term="agreement"), self.of_original()
+        return lambda written: original - score.of_session(written.session, "the compressed network")
+
+    @property
+    def unit(self) -> str:
+        """The user's own score, or the agreement with the original."""
+        return "agreement" if self.score is None else "score"
 
     def of_session(self, session: onnxruntime.InferenceSession, what: str) -> float:
         """Return the score of an open network.

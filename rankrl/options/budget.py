@@ -1,27 +1,36 @@
-"""Budgets: the fractions of the original's cost that a plan keeps at most."""
+"""Budgets: the fractions of the original's cost that a plan keeps at most, or what it may lose."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from rankrl.argument_types import check_fields
 from rankrl.errors import ConfigError
 
+MEASURES = ("params", "macs", "bytes", "latency")
+"""What budgets count, time last."""
+
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """The fraction of the dense network's cost that every plan keeps at most; set one, or two at once.
+    """What plans keep to: a fraction of the dense network's cost, or two at once; or a loss that is bounded.
 
     With none, rewards that ignore size keep 0.4 of the parameters, the others have no limit.
 
     Attributes:
+        drop: How much of the original's score may be lost, in [0, 1): of the accuracy where there are labels,
+            of the agreement with the original where there are none, or of your own score. The result is then
+            the fastest or smallest network found within it, and no fraction is given.
+        minimise: What is to be as little as possible within `drop`: latency, bytes, macs or params.
         params: Fraction of the parameters to keep at most, or None.
         macs: Fraction of the multiply-accumulates to keep at most, or None.
         bytes: Fraction of the bytes of the parameters in a file to keep at most, or None.
         latency: Fraction of the dense network's time in onnxruntime on this machine to keep at most, or None.
     """
 
+    drop: float | None = None
+    minimise: str = "latency"
     params: float | None = None
     macs: float | None = None
     bytes: float | None = None
@@ -29,13 +38,32 @@ class BudgetOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_budgets({each.name: getattr(self, each.name) for each in fields(self)})
+        check_budgets(self._all)
+        if self.minimise not in MEASURES:
+            raise ConfigError(f"budget.minimise={self.minimise!r} is none of {', '.join(MEASURES)}")
+        if self.drop is None:
+            return
+        if not 0 <= self.drop < 1:
+            raise ConfigError(
+                f"budget.drop={self.drop} is outside [0, 1); it is the loss of score that you accept, for "
+                "example 0.005 for half a point of accuracy"
+            )
+        fixed = [name for name, value in self._all.items() if value not in (None, 1.0)]
+        if fixed:
+            raise ConfigError(
+                f"budget.drop={self.drop} looks for the best fraction itself; leave budget.{fixed[0]} or "
+                "budget.drop out"
+            )
+        object.__setattr__(self, self.minimise, 1.0)  # any fraction may be kept to begin with
+
+    @property
+    def _all(self) -> dict[str, float | None]:
+        return {name: getattr(self, name) for name in MEASURES}
 
     @property
     def fractions(self) -> dict[str, float]:
         """The fractions that are set, by measure."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in self._all.items() if value is not None}
 
     @property
     def counted(self) -> dict[str, float | None]:

@@ -138,6 +138,16 @@ class LatencyBudget:
         kept = Cache(self.options.folder).value("budget", key, adjusted)
         return self._problem(LatencyTable.from_dict(kept["table"]), kept["fraction"], library)
 
+    def unbounded(self, library: FitLibrary) -> SearchProblem:
+        """Return the problem in which everything may be kept, by times that whole networks corrected."""
+        table, sites = self._measured_sites
+        fitted = corrected(table, sites, correction(table, self._trials(table)))
+        return self._problem(fitted, 1.0, library)
+
+    def share_of_original(self, plan: CompressionPlan) -> float:
+        """Return the time of the network under a plan / the original's; a plan is timed once."""
+        return self._ratio * self._once(plan)
+
     def _adjusted(self, table: LatencyTable, library: FitLibrary) -> tuple[float, LatencyTable]:
         """Return a fraction and a table with which greedy's plan keeps the budget."""
         _, sites = self._measured_sites

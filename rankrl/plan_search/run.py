@@ -13,6 +13,7 @@ from decomposition.plan.plan import CompressionPlan
 from rankrl.errors import ConfigError
 from rankrl.options.search import check_limits
 from rankrl.plan_search.interrupt import FinishOnInterrupt
+from rankrl.plan_search.measured_plans import MeasuredPlan, as_rows
 from rankrl.plan_search.scores.evaluation import Evaluator
 from rankrl.plan_search.scores.history import (
     CANDIDATES_FILE,
@@ -56,6 +57,7 @@ class SearchResult:
     seconds: float
     stopped_by: StoppedBy
     missed: str | None = None
+    measured: tuple[MeasuredPlan, ...] = ()
 
     @property
     def evaluations(self) -> int:
@@ -73,6 +75,7 @@ def search_numbers(result: SearchResult) -> dict[str, Any]:
         "chosen_reward": result.row.reward,
         "chosen_episode": result.row.episode,
         "stopped_by": result.stopped_by,
+        **({"measured": as_rows(result.measured, result.row.key)} if result.measured else {}),
     }
 
 

@@ -15,12 +15,15 @@ from decomposition.errors import DecompositionError
 from rankrl.errors import ConfigError
 from rankrl.networks.base import PricedNetwork, SearchableNetwork
 from rankrl.networks.candidates import CandidateOptions
+from rankrl.plan_search.final_round import SearchCall, best_of_standard_plans, within_bounded_loss
 from rankrl.plan_search.finalists import best_finalist, finalists
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.run import SearchResult, run_search, with_row
 from rankrl.plan_search.scores.evaluation import Evaluator, MeasuresDivergences
-from rankrl.plan_search.scores.history import EpisodeRow
+from rankrl.plan_search.scores.history import (
+    EpisodeRow,
+)
 from rankrl.plan_search.scores.rewards import Reward, create_reward
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import SearchProblem
@@ -165,7 +168,8 @@ class SearchSession:
             self.latency = LatencyBudget(
                 self.network, sites, latency, goal.timing, self.library, counted=goal.budget.counted
             )
-            self.problem = self.latency.problem(self.library)
+            bounded = goal.budget.drop is not None
+            self.problem = (self.latency.unbounded if bounded else self.latency.problem)(self.library)
         self.reward = create_reward(
             goal.reward, budgeted=self.problem.budget is not None, **goal.reward_options
         )
@@ -214,29 +218,50 @@ class SearchSession:
             ConfigError: The selector or an option is unknown, or an option is out of range.
             NonFiniteError: A score or reward is NaN or infinite.
         """
-        options, count = self.goal.search, self.goal.search.scores().finalists
-        chosen = create_selector(
-            selector, self.problem, seed=seed, episodes=options.episodes, **selector_options
+        run = SearchCall(
+            selector, selector_options, seed, folder, anew_for_other_scores, on_set_aside, on_episode
+        )
+        if self.goal.budget.drop is not None:
+            return within_bounded_loss(self, run, self.goal.budget.drop)
+        result = self.searched(self.problem, run)
+        if result.stopped_by == "interrupt":
+            return result
+        count, missed = self.goal.search.scores().finalists, None
+        if self.latency is not None:
+            timed = self.latency.timed_plans(self.problem, result, count, folder=folder)
+            rows, missed = timed.rows, timed.missed
+            if missed is not None:
+                log.warning(missed)
+        else:
+            rows = [result.best] if count == 1 else finalists(result, count)
+        best = with_row(self.problem, result, self._best_refit(result, rows), missed)
+        return best_of_standard_plans(self, best, run)
+
+    def searched(self, problem: SearchProblem, run: SearchCall) -> SearchResult:
+        """Let the selector look for the best plan of a problem with the session's candidates."""
+        options = self.goal.search
+        selector = create_selector(
+            run.selector, problem, seed=run.seed, episodes=options.episodes, **run.selector_options
         )
         with progress_bar("search", total=options.episodes, progress=self.progress) as bar:
 
             def show(row: EpisodeRow) -> None:
                 bar.update(row.episode, best=row.best_reward)
-                if on_episode is not None:
-                    on_episode(row)
+                if run.on_episode is not None:
+                    run.on_episode(row)
 
             result = run_search(
-                self.problem,
+                problem,
                 self.evaluator,
-                chosen,
+                selector,
                 episodes=options.episodes,
                 reward=self.reward,
                 seconds=options.seconds,
                 patience=options.patience,
-                folder=folder,
+                folder=run.folder,
                 resume=True,
-                anew_for_other_scores=anew_for_other_scores,
-                on_set_aside=on_set_aside,
+                anew_for_other_scores=run.anew_for_other_scores,
+                on_set_aside=run.on_set_aside,
                 on_episode=show,
             )
         log.info(
@@ -246,17 +271,7 @@ class SearchSession:
             result.seconds,
             result.best.reward,
         )
-        if result.stopped_by == "interrupt":
-            return result
-        missed = None
-        if self.latency is not None:
-            timed = self.latency.timed_plans(self.problem, result, count, folder=folder)
-            rows, missed = timed.rows, timed.missed
-            if missed is not None:
-                log.warning(missed)
-        else:
-            rows = [result.best] if count == 1 else finalists(result, count)
-        return with_row(self.problem, result, self._best_refit(result, rows), missed)
+        return result
 
     def _best_refit(self, result: SearchResult, rows: Sequence[EpisodeRow]) -> EpisodeRow:
         """Return the row of the plan to apply, chosen by the networks that plans become if that is wanted."""

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from rankrl.report.certificate import certificate_note
+from rankrl.report.measured import measured_note, measured_rows
 from rankrl.report.remains import remains
 from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
@@ -119,6 +120,15 @@ def runtimes_table(metrics: Mapping[str, Any]) -> Table:
         ReportError: A value is no finite number.
     """
     return _table(*runtime_rows(metrics), caption=runtime_note(metrics))
+
+
+def measured_table(metrics: Mapping[str, Any]) -> Table:
+    """Return the table of measured plans for the terminal; without rows where none was measured.
+
+    Args:
+        metrics: The content of `metrics.json`.
+    """
+    return _table(*measured_rows(metrics), caption=measured_note(metrics))
 
 
 def _table(

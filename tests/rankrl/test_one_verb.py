@@ -133,3 +133,26 @@ def test_names_of_the_last_version_work_and_warn(file: Path, tmp_path: Path) -> 
         rankrl.search(
             network(), calibration=IMAGES, score=lambda _: 0.0, selector="random", episodes=2, params=0.6
         )
+
+
+@pytest.mark.parametrize("kind", ["module", "file"])
+def test_what_may_be_lost_takes_the_place_of_a_budget(
+    kind: str, kinds: dict[str, tuple[Any, Any]], tmp_path: Path
+) -> None:
+    given, inputs = kinds[kind]
+    result = rankrl.compress(given, inputs, tmp_path / "run", drop=0.2, minimise="bytes", **QUICK)
+    assert result.search is not None
+    measured = {plan.name: plan for plan in result.search.measured}
+    best = next(plan for plan in measured.values() if plan.key == result.search.row.key)
+    assert best.loss <= 0.2
+    assert not any(plan.dominates(best) for plan in measured.values())
+    assert measured["all dense"].cost == 1
+    assert result.after["bytes"] < result.before["bytes"]
+    written = json.loads((tmp_path / "run" / "metrics.json").read_text())["search"]["measured"]
+    assert [row["name"] for row in written] == [
+        plan.name for plan in sorted(measured.values(), key=lambda plan: (plan.cost, plan.loss))
+    ]
+    again = rankrl.compress(given, inputs, tmp_path / "run", drop=0.2, minimise="bytes", **QUICK)
+    assert again.plan.layers == result.plan.layers
+    with pytest.raises(ConfigError, match="holds a run with another configuration"):
+        rankrl.compress(given, inputs, tmp_path / "run", drop=0.1, minimise="bytes", **QUICK)

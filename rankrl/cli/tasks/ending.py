@@ -27,6 +27,7 @@ from rankrl.report import (
     collect_setup,
     conclusion,
     heldout_note,
+    measured_table,
     runtimes_table,
     summary_table,
     write_report,
@@ -73,7 +74,9 @@ def finish_compressed(
         metrics.update(_measured(measured), **({} if search is None else {"search": search}))
         return file_metadata(plan, metrics)
 
-    result = measured_file(network, plan, compressed, folder.onnx, tuned=tuned, notes=notes)
+    result = measured_file(
+        network, plan, compressed, folder.onnx, tuned=tuned, notes=notes, budget=config.budget
+    )
     metrics["onnx"] = dict(result.numbers)
     metrics.update(certificate_numbers(result))
     exported_step(config, tuned, folder)
@@ -158,7 +161,7 @@ def finish(
     track_result(folder, metrics)
     write_json(folder.metrics, metrics)
     console = Console()
-    for table in (summary_table(metrics), runtimes_table(metrics)):
+    for table in (measured_table(metrics), summary_table(metrics), runtimes_table(metrics)):
         if table.row_count:
             console.print(table)
     print_end(console, metrics, page)

@@ -139,7 +139,8 @@ def refitted_graph(
 
     Each is fitted to give on the inputs that it receives in the compressed graph what the original gives on
     its own (`decomposition.fit`, here without running both in one pass). Nodes that stay dense are solved for
-    anew, too, and make up for the errors of those before them.
+    anew, too, and make up for the errors of those before them. Up to the first node that is factorised, or
+    whose weights keep fewer than 8 bits, there is nothing to make up for.
 
     Args:
         network: The network.
@@ -161,19 +162,26 @@ def refitted_graph(
             continue
         entry = without_growth(plan[site.name], site.spec)
         # What stays as it is and receives what it always did needs no fit.
-        if entry.layer_operations or touched:
+        touched = touched or any(map(_loses, entry.layer_operations))
+        if entry.layer_operations and not touched:
+            graph.put(site, site.module(MARKED), entry.layer_operations, None)
+        elif touched:
             refit = _refit(site, entry, sensitivities.get(site.name), options)
             result = _refitted(original, graph.model, site, refit, batches, network, seed)
             shift = result.shift if site.absorber is not None else None
             graph.put(site, result.module, entry.layer_operations, shift)
             graph.errors[site.name] = result.error
-            touched = True
         if progress is not None:
             progress(site.name)
     without_unused(graph.model)
     if graph.contracted is not None:
         without_unused(graph.contracted)
     return graph
+
+
+def _loses(operation: object) -> bool:
+    """Tell whether an operation changes what a node gives by more than a rounding to 8 bits does."""
+    return not isinstance(operation, Quantise) or operation.weight_bits < REDUCED_BITS
 
 
 def structured_graph(

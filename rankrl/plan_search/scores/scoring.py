@@ -13,6 +13,7 @@ from decomposition import FitLibrary, Inputs
 from decomposition.network.inputs import joined, rows
 from rankrl.data import ImageData, augmented_copy
 from rankrl.data.calibration import calibration_images
+from rankrl.options.scores import Term
 from rankrl.plan_search.scores.evaluation import Evaluator
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages, accuracy_term
 from rankrl.plan_search.scores.parallel import ParallelEvaluator, ParallelScoreEvaluator
@@ -35,6 +36,16 @@ class Scoring(Protocol):
 
     def of_networks(self) -> Callable[[Any], float]:
         """Return the function that scores compressed networks as they will be used, refit and all."""
+
+    def of_original(self) -> float:
+        """Return the score of the original network, as `of_networks` scores."""
+
+    def losses(self) -> Callable[[Any], float]:
+        """Return what says how much of the original's score such a network loses, in the score's unit."""
+
+    @property
+    def unit(self) -> str:
+        """What the score is, for a reader: `accuracy`, `agreement` or `score`."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +92,32 @@ class ImageScoring:
 
         A search uses some of them, for speed; networks that are nearly equally good need all.
         """
+        return self._of_networks(self.options.term)
+
+    def of_original(self) -> float:
+        """Return the dense network's score on all held-out images."""
+        return self.of_networks()(self.model)
+
+    def losses(self) -> Callable[[nn.Module], float]:
+        """Return what says how much accuracy a compressed network loses on all held-out images."""
+        accuracy = self._of_networks("accuracy")
+        dense = accuracy(self.model)
+        return lambda network: dense - accuracy(network)
+
+    @property
+    def unit(self) -> str:
+        """The accuracy on held-out images."""
+        return "accuracy"
+
+    def _of_networks(self, term: Term) -> Callable[[nn.Module], float]:
         data, images = self.data, self.data.heldout
         if self.options.augmented:
             images = augmented_copy(images, data.augmentation, self.options.seed)
-        dense = predict_logits(self.model, images, mean=data.mean, std=data.std)
+        known = predict_logits(self.model, images, mean=data.mean, std=data.std)
 
         def score(network: nn.Module) -> float:
             logits = predict_logits(network, images, mean=data.mean, std=data.std)
-            return accuracy_term(self.options.term, logits, images.y.to(logits.device), dense)
+            return accuracy_term(term, logits, images.y.to(logits.device), known)
 
         return score
 
@@ -128,3 +157,17 @@ class FunctionScoring:
     def of_networks(self) -> Callable[[nn.Module], float]:
         """Return the user's function with its answers checked."""
         return lambda network: scored(self.score, network, "a finalist")
+
+    def of_original(self) -> float:
+        """Return what the function says of the dense network."""
+        return scored(self.score, self.model, "the dense network")
+
+    def losses(self) -> Callable[[nn.Module], float]:
+        """Return what says how much of the dense network's score a compressed one loses."""
+        dense = self.of_original()
+        return lambda network: dense - scored(self.score, network, "a compressed network")
+
+    @property
+    def unit(self) -> str:
+        """The user's own score, or what held-out inputs with or without labels tell."""
+        return str(getattr(self.score, "unit", "score"))

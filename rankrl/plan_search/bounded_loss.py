@@ -1,0 +1,98 @@
+"""A bounded loss instead of a budget: the cheapest plan whose network loses at most so much of the score.
+
+Nobody knows what fraction of the time to ask for; everybody knows what he can afford to lose. The fraction is
+found by bisection over budgets on fits that are kept: each budget's plan is carried out, scored and timed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from decomposition import allocate
+from decomposition.choose.reachable import least_fraction
+from rankrl.plan_search.measured_plans import MeasuredPlan, PlanMeter, undominated
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.plan_search.standard_plans import ALL_INT8, standard_plans, without_most_sensitive
+
+log = logging.getLogger(__name__)
+
+REFITS = 10
+"""Plans that are carried out by bisection, at most."""
+_SPARED_REFITS = 4
+"""Of these, those that find how many sensitive layers stay in floating point."""
+_CLOSE = 0.03
+"""Bisection ends where the fractions that keep the loss and exceed it differ by this share."""
+
+
+def within_loss(
+    problem: SearchProblem,
+    measure: PlanMeter,
+    drop: float,
+    *,
+    around: Callable[[SearchProblem], list[Choices]] | None = None,
+) -> MeasuredPlan:
+    """Return the cheapest measured plan whose network loses at most `drop`; the dense one where none does.
+
+    Args:
+        problem: What is searched over, within a budget that everything keeps.
+        measure: Carries plans out and measures them; it knows all of them afterwards.
+        drop: What may be lost of the score.
+        around: From the problem within a budget near the best to the best plans of a search there.
+    """
+    for name, key in standard_plans(problem).items():
+        measure(name, key)
+    left = REFITS - _spared(problem, measure, drop)
+    low, high = _bisected(problem, measure, drop, left)
+    if high < 1:
+        for name, key in standard_plans(within(problem, high)).items():
+            measure(f"{name} at {high:.3f}", key)
+    if around is not None and low < high:
+        for key in around(within(problem, (low + high) / 2)):
+            measure("search", key)
+    return undominated(_cheapest(measure, drop), measure.plans.values())
+
+
+def within(problem: SearchProblem, fraction: float) -> SearchProblem:
+    """Return the problem within another fraction of its budget's measure."""
+    assert problem.budget is not None
+    return replace(problem, budget=replace(problem.budget, fraction=fraction))
+
+
+def _cheapest(measure: PlanMeter, drop: float) -> MeasuredPlan:
+    keeping = [plan for plan in measure.plans.values() if plan.loss <= drop]
+    return min(keeping, key=lambda plan: (plan.cost, plan.loss))  # the dense one keeps it
+
+
+def _spared(problem: SearchProblem, measure: PlanMeter, drop: float) -> int:
+    """Bisect how many layers have to stay in floating point, the most sensitive first; return the refits."""
+    in_integers = without_most_sensitive(problem.sites, 0)
+    first = measure.plans.get(in_integers)
+    if first is None or first.loss <= drop:
+        return 0
+    count = sum(j != site.dense for site, j in zip(problem.sites, in_integers, strict=True))
+    too_few, enough = 0, count
+    refits = 0
+    while enough - too_few > 1 and refits < _SPARED_REFITS:
+        spared = (too_few + enough) // 2
+        key = without_most_sensitive(problem.sites, spared)
+        refits += key not in measure.plans
+        plan = measure(f"{ALL_INT8} but {spared}", key)
+        too_few, enough = (too_few, spared) if plan.loss <= drop else (spared, enough)
+    return refits
+
+
+def _bisected(problem: SearchProblem, measure: PlanMeter, drop: float, refits: int) -> tuple[float, float]:
+    """Bisect the fraction of the budget; return the last ones that exceeded the loss and kept it."""
+    budget = problem.budget
+    assert budget is not None
+    low = least_fraction(problem.sites, budget)
+    high = min(1.0, _cheapest(measure, drop).expected_cost)
+    while refits > 0 and high - low > _CLOSE * high:
+        fraction = (low + high) / 2
+        key = tuple(map(int, allocate(problem.sites, replace(budget, fraction=fraction))))
+        refits -= key not in measure.plans
+        plan = measure(f"greedy at {fraction:.3f}", key)
+        low, high = (low, fraction) if plan.loss <= drop else (fraction, high)
+    return low, high

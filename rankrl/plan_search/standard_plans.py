@@ -1,0 +1,132 @@
+"""The plans that anyone would write: no search may end behind one of them.
+
+All layers dense, all in 8-bit integers, only the convolutions in integers, all but the most sensitive layers
+in integers, and one format at the same share of every layer, in floating point and in integers: of several
+formats that which is expected to lose least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from decomposition import CandidateSet
+from decomposition.candidates.candidates import Candidate
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+
+ALL_DENSE, ALL_INT8, CONVOLUTIONS = "all dense", "all int8", "int8 convolutions"
+
+
+def standard_plans(problem: SearchProblem) -> dict[str, Choices]:
+    """Return the plans of a problem that need no search, by name; those that keep its budget and differ.
+
+    Args:
+        problem: What is searched over.
+    """
+    sites = problem.sites
+    dense = tuple(site.dense for site in sites)
+    plans = {ALL_DENSE: dense}
+    if any(candidate.only_integers for site in sites for candidate in site.candidates):
+        plans[ALL_INT8] = _chosen(sites, lambda candidate: candidate.only_integers)
+        plans[CONVOLUTIONS] = tuple(
+            choice if site.spec.kind.startswith("conv") else site.dense
+            for site, choice in zip(sites, plans[ALL_INT8], strict=True)
+        )
+    if problem.budget is not None and problem.budget.fraction < 1:
+        plans |= _uniform_plans(problem)
+    different: dict[Choices, str] = {}
+    for name, plan in plans.items():
+        if problem.keeps_budget(plan):
+            different.setdefault(plan, name)
+    return {name: plan for plan, name in different.items()}
+
+
+def without_most_sensitive(sites: Sequence[CandidateSet], count: int) -> Choices:
+    """Return the plan with all layers in integers but those that lose most by it.
+
+    Args:
+        sites: The candidates of every site.
+        count: How many stay in floating point.
+    """
+    plan = _chosen(sites, lambda candidate: candidate.only_integers)
+    losses = [site.losses[choice] for site, choice in zip(sites, plan, strict=True)]
+    spared = set(np.argsort(losses)[::-1][:count].tolist())
+    return tuple(site.dense if index in spared else plan[index] for index, site in enumerate(sites))
+
+
+def _uniform_plans(problem: SearchProblem) -> dict[str, Choices]:
+    """Return the best format at the same share of every layer, in floating point and in integers."""
+    best: dict[bool, tuple[float, str, Choices]] = {}
+    for (name, integer), members in _families(problem.sites).items():
+        plan = uniform(problem, members)
+        if plan is not None:
+            loss = sum(float(site.losses[j]) for site, j in zip(problem.sites, plan, strict=True))
+            title = f"uniform {name}{' int8' if integer else ''}"
+            best[integer] = min(best.get(integer, (loss, title, plan)), (loss, title, plan))
+    return {title: plan for _, title, plan in best.values()}
+
+
+def uniform(problem: SearchProblem, members: Sequence[np.ndarray]) -> Choices | None:
+    """Return the plan of one family that keeps the same share of every layer, the largest within the budget.
+
+    Args:
+        problem: What is searched over.
+        members: For every site the indices of the family's candidates, and of the dense one.
+    """
+    sites, measure = problem.sites, problem.measure
+    costs = [site.cost(measure)[each].astype(float) for site, each in zip(sites, members, strict=True)]
+    shares = [cost / site.cost(measure)[site.dense] for cost, site in zip(costs, sites, strict=True)]
+    for level in sorted({float(share) for each in shares for share in each if share < 1}, reverse=True):
+        plan = tuple(
+            int(indices[_under(share, level)]) for indices, share in zip(members, shares, strict=True)
+        )
+        if problem.keeps_budget(plan):
+            return plan
+    return None
+
+
+def _under(shares: np.ndarray, level: float) -> int:
+    """Return the position of the largest share up to a level, of the smallest where all are above."""
+    allowed = np.flatnonzero(shares <= level)
+    return int(allowed[np.argmax(shares[allowed])] if len(allowed) else np.argmin(shares))
+
+
+def _families(sites: Sequence[CandidateSet]) -> dict[tuple[str, bool], list[np.ndarray]]:
+    """Return the candidates of each format and arithmetic, the dense one of every site among them."""
+    kinds = sorted(
+        {
+            (candidate.generator, candidate.integer)
+            for site in sites
+            for candidate in site.candidates
+            if _factorised(candidate)
+        }
+    )
+    return {kind: [_members(site, kind) for site in sites] for kind in kinds}
+
+
+def _members(site: CandidateSet, kind: tuple[str, bool]) -> np.ndarray:
+    generator, integer = kind
+    rest = next((j for j, each in enumerate(site.candidates) if integer and each.only_integers), site.dense)
+    factorised = [
+        index
+        for index, each in enumerate(site.candidates)
+        if _factorised(each) and (each.generator, each.integer) == (generator, integer)
+    ]
+    return np.array([*factorised, rest])
+
+
+def _factorised(candidate: Candidate) -> bool:
+    return (
+        len(candidate.operations) > candidate.integer
+        and candidate.removed is None
+        and bool(candidate.generator)
+    )
+
+
+def _chosen(sites: Sequence[CandidateSet], wanted: Callable[[Candidate], bool]) -> Choices:
+    """Return the first candidate of every site that answers a description, else the dense one."""
+    return tuple(
+        next((index for index, each in enumerate(site.candidates) if wanted(each)), site.dense)
+        for site in sites
+    )

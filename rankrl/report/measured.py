@@ -1,0 +1,49 @@
+"""Plans that were carried out, scored and timed: what a run's own plan was compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_MEASURES = {"latency": "time", "bytes": "bytes", "macs": "multiply-accumulates", "params": "parameters"}
+_COLUMNS = ["Plan", "Loss of score", "Cost", "Expected cost"]
+
+
+def measured_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the table of measured plans as text, for the terminal and the page.
+
+    Args:
+        metrics: The content of `metrics.json`.
+
+    Returns:
+        The column titles, and one row for each plan, the cheapest first; no rows where none was measured.
+        Costs are shares of the original's; the expected one is the sum of the layers' costs.
+    """
+    rows = [
+        [
+            str(plan["name"]) + (" (taken)" if plan["taken"] else ""),
+            f"{plan['loss']:.4f}",
+            f"{plan['cost']:.3f}",
+            f"{plan['expected_cost']:.3f}",
+        ]
+        for plan in _plans(metrics)
+    ]
+    return _COLUMNS, rows
+
+
+def measured_note(metrics: Mapping[str, Any]) -> str:
+    """Return a paragraph on the plan that was taken; empty where none was measured."""
+    plans = _plans(metrics)
+    if not plans:
+        return ""
+    taken = next((plan["name"] for plan in plans if plan["taken"]), None)
+    note = f"Each plan was carried out and measured; the cost is the {_MEASURES[plans[0]['measure']]}."
+    if taken == "all dense":
+        return f"{note} Nothing cheaper loses as little: the network is handed back as it was."
+    if taken is not None:
+        note += f" {taken[0].upper()}{taken[1:]} was taken: no other is at least as good in both."
+    return note
+
+
+def _plans(metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list((metrics.get("search") or {}).get("measured") or ())

@@ -1,0 +1,181 @@
+"""As cheap as possible, losing at most so much: nothing that was measured is better than what is returned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decomposition import CandidateSet, CompressionPlan, Factorise, Quantise
+from decomposition.candidates.candidates import Candidate
+from decomposition.choose.budget import Budget
+from decomposition.network.layers import LayerSpec
+from decomposition.operations import Cost
+from rankrl.errors import ConfigError
+from rankrl.options.budget import BudgetOptions
+from rankrl.plan_search.bounded_loss import REFITS, within_loss
+from rankrl.plan_search.measured_plans import MeasuredPlan, PlanMeter, undominated
+from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.plan_search.standard_plans import standard_plans, without_most_sensitive
+
+RANKS = (1, 2, 4, 8)
+DENSE = Cost(100, 100, 400)
+
+
+def site(name: str, kind: str, errors: np.ndarray, integer_error: float) -> CandidateSet:
+    """Four ranks, each in floating point and in integers, dense integers, and the layer as it is."""
+    spec = LayerSpec(name, 0, kind, 10, 10, (), (), 1, False)  # type: ignore[arg-type]
+    ranks = [(Factorise("cp", (rank,)), 10 * rank, error) for rank, error in zip(RANKS, errors, strict=True)]
+    candidates = [Candidate((each,), Cost(cost, cost, 4 * cost), error, "cp") for each, cost, error in ranks]
+    candidates += [
+        Candidate((each, Quantise()), Cost(cost, cost, cost), error + integer_error, "cp")
+        for each, cost, error in ranks
+    ]
+    integers = Candidate((Quantise(),), Cost(100, 100, 100), integer_error)
+    return CandidateSet(spec, (*candidates, integers, Candidate((), DENSE, 0.0)))
+
+
+def made_up(seed: int, layers: int = 5) -> SearchProblem:
+    random = np.random.default_rng(seed)
+    sites = []
+    for j in range(layers):
+        errors = np.sort(random.uniform(0.05, 1, len(RANKS)))[::-1]
+        sites.append(
+            site(f"layer{j}", "linear" if j == layers - 1 else "conv2d", errors, random.uniform(0, 0.2))
+        )
+    total = 400.0 * layers + 100
+    budget = Budget.of_total(total, sites, "bytes", 1.0)
+    specs = tuple(each.spec for each in sites)
+    return SearchProblem(specs, tuple(sites), (3, 8, 8), 100 * layers + 25, 100 * layers, budget)
+
+
+class Network:
+    """A network whose loss and cost differ from what its layers say."""
+
+    def __init__(self, problem: SearchProblem, seed: int) -> None:
+        self.problem, self.random = problem, np.random.default_rng(seed)
+        self.scale = self.random.uniform(0.2, 3, len(problem.sites))
+        self.applied: list[CompressionPlan] = []
+
+    def apply(self, plan: CompressionPlan) -> CompressionPlan:
+        self.applied.append(plan)
+        return plan
+
+    def loss(self, plan: CompressionPlan) -> float:
+        losses = []
+        for each, layer in zip(self.problem.sites, plan, strict=True):
+            index = [candidate.operations for candidate in each.candidates].index(layer.operations)
+            losses.append(each.losses[index])
+        return float(self.scale @ losses) / 10
+
+    def meter(self, folder: Path | None = None) -> PlanMeter:
+        return PlanMeter(self.problem, self.apply, self.loss, None, identity="a test", folder=folder)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.001, 0.01, 0.05, 0.3]))
+@settings(max_examples=60, deadline=None)
+def test_the_loss_is_kept_and_nothing_measured_is_better(seed: int, drop: float) -> None:
+    problem = made_up(seed)
+    network = Network(problem, seed)
+    measure = network.meter()
+    best = within_loss(problem, measure, drop)
+    assert best.loss <= drop
+    assert not any(plan.dominates(best) for plan in measure.plans.values())
+    assert best.cost <= min(plan.cost for plan in measure.plans.values() if plan.loss <= drop) * 1.0101
+    assert {"all dense", "all int8", "int8 convolutions"} <= {plan.name for plan in measure.plans.values()}
+    assert len(network.applied) <= REFITS + 2 * len(standard_plans(problem))
+    assert len(set(map(str, network.applied))) == len(network.applied)  # none is made twice
+
+
+def test_all_in_integers_is_returned_where_nothing_is_better() -> None:
+    problem = made_up(0)
+    ruined = site("layer0", "conv2d", np.ones(4), 0.0)
+    flat = SearchProblem(
+        problem.specs,
+        tuple(CandidateSet(each.spec, ruined.candidates) for each in problem.sites),
+        problem.input_shape,
+        problem.params,
+        problem.macs,
+        problem.budget,
+    )
+    best = within_loss(flat, Network(flat, 0).meter(), 0.01)
+    assert best.name == "all int8"
+    assert best.loss == 0
+    assert best.cost == pytest.approx((5 * 100 + 100) / (5 * 400 + 100))
+
+
+def test_the_original_is_handed_back_where_everything_loses_too_much() -> None:
+    problem = made_up(3)
+    network = Network(problem, 3)
+    network.loss = lambda plan: 0.5  # type: ignore[method-assign]
+    best = within_loss(problem, network.meter(), 0.1)
+    assert (best.name, best.loss, best.cost) == ("all dense", 0.0, 1.0)
+
+
+def test_measurements_are_kept_for_a_search_that_goes_on(tmp_path: Path) -> None:
+    problem = made_up(5)
+    first, again = Network(problem, 5), Network(problem, 5)
+    best = within_loss(problem, first.meter(tmp_path), 0.02)
+    assert within_loss(problem, again.meter(tmp_path), 0.02) == best
+    assert first.applied
+    assert not again.applied
+
+
+def test_the_most_sensitive_layers_stay_in_floating_point_first() -> None:
+    problem = made_up(7)
+    integers = without_most_sensitive(problem.sites, 0)
+    losses = [each.losses[j] for each, j in zip(problem.sites, integers, strict=True)]
+    for count in range(len(problem.sites) + 1):
+        plan = without_most_sensitive(problem.sites, count)
+        spared = [j for j, each in enumerate(problem.sites) if plan[j] == each.dense]
+        assert len(spared) == count
+        assert sorted(np.argsort(losses)[::-1][:count]) == spared
+
+
+def test_standard_plans_keep_the_budget_and_differ() -> None:
+    problem = made_up(11)
+    assert problem.budget is not None
+    for fraction in (0.2, 0.3, 0.6, 1.0):
+        tight = SearchProblem(
+            problem.specs,
+            problem.sites,
+            problem.input_shape,
+            problem.params,
+            problem.macs,
+            Budget.of_total(problem.budget.total, problem.sites, "bytes", fraction),
+        )
+        plans = standard_plans(tight)
+        assert all(map(tight.keeps_budget, plans.values()))
+        assert len(set(plans.values())) == len(plans)
+        assert ("all int8" in plans) == (fraction > 0.25)
+        assert ("uniform cp" in plans) == (fraction < 1)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.1, 1)), min_size=1, max_size=12))
+def test_what_is_returned_is_never_dominated(points: list[tuple[float, float]]) -> None:
+    plans = [MeasuredPlan(str(j), (j,), loss, cost, "bytes", 0, 0) for j, (loss, cost) in enumerate(points)]
+    for plan in plans:
+        best = undominated(plan, plans)
+        assert not any(other.dominates(best) for other in plans)
+        assert best is plan or best.dominates(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drop": 1.0}, r"budget\.drop=1\.0 is outside \[0, 1\)"),
+        ({"drop": 0.01, "params": 0.5}, r"leave budget\.params or budget\.drop out"),
+        ({"drop": 0.01, "minimise": "time"}, "none of params, macs, bytes, latency"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BudgetOptions(**options)  # type: ignore[arg-type]
+
+
+def test_a_bounded_loss_begins_with_everything() -> None:
+    assert BudgetOptions(drop=0.01).fractions == {"latency": 1.0}
+    assert BudgetOptions(drop=0.01, minimise="bytes").counted == {"params": None, "macs": None, "bytes": 1.0}
