@@ -32,9 +32,10 @@ def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
 
     A pooling, reshape or the like is one of them where its input is the output of such a node; an addition,
     too, where one summand is and the other at least is the input of a weight's node, as it is or subsampled.
-    A product is where one factor is, and the other is, too, or is a gate (a sigmoid); a sigmoid where nothing
-    but products reads it, since the steps of a probability are too coarse for an output. An activation
-    without an integer kernel between integers is rounded again for means, sums and products.
+    A convolution of groups, which plans do not name, is where its input is. A product is where one factor is,
+    and the other is, too, or is a gate (a sigmoid); a sigmoid where nothing but products reads it, since the
+    steps of a probability are too coarse for an output. An activation without an integer kernel between
+    integers is rounded again for means, sums, products and convolutions of groups.
 
     Args:
         graph: The float32 graph.
@@ -69,6 +70,8 @@ def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
             continue
         if selects(node):
             passes = inputs <= produced or (inputs <= taken and added_to.get(node.outputs[0]) in produced)
+        elif _is_grouped(node):
+            passes = inputs <= produced | between
         elif is_standard(node, "Mul"):
             factors = {value for value in inputs if not _is_gate(value)} or inputs
             passes = len(inputs) > 1 and factors <= produced | between
@@ -82,6 +85,13 @@ def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
             nodes.add(node)
             produced.update(node.outputs)
     return [node for node in graph if node in nodes]
+
+
+def _is_grouped(node: ir.Node) -> bool:
+    """Tell whether a node is a convolution of several groups, each channel by itself most often."""
+    return (
+        is_standard(node, "Conv") and node.attributes.get_int("group", 1) > 1 and is_constant(node.inputs[1])
+    )
 
 
 def _is_gate(value: ir.Value) -> bool:

@@ -42,7 +42,8 @@ def written(network: nn.Module, folder: Path) -> tuple[Path, Path]:
     plain, target = folder / "plain.onnx", folder / "integers.onnx"
     export_onnx(network.eval(), plain, SHAPE)
     graph = ir.load(plain).graph
-    weights = {str(node.inputs[1].name) for node in graph if node.op_type in ("Conv", "Gemm")}
+    products = [node for node in graph if node.op_type in ("Conv", "Gemm")]
+    weights = {str(node.inputs[1].name) for node in products if node.attributes.get_int("group", 1) == 1}
     return plain, quantise_onnx(plain, target, [images()], weights=weights)
 
 
