@@ -19,7 +19,8 @@ Array = np.ndarray[Any, Any]
 _WORDS = (
     "order invoice total street number summer winter river garden window paper market station travel ticket "
     "coffee bread apple orange silver golden small large north south east west open closed first second "
-    "Monday Friday March August Berlin Oslo Paris Madrid Quartz Jumbo Vector Hybrid Zigzag Fjord Exit Entry"
+    "third Monday Friday March August Berlin Oslo Paris Madrid Quartz Jumbo Vector Hybrid "
+    "Zigzag Fjord Exit Entry"
 )
 
 
