@@ -31,7 +31,8 @@ _WAYS: Mapping[str, Callable[[Spread], tuple[np.float32, np.float32]]] = {
     "least mean square": Spread.least_square,
     "99.99 %": lambda spread: spread.percentile(1e-4),
 }
-_LEAST_ODDS = 1e-7
+_LEAST = 1e-7
+"""The least probability that is told from none."""
 
 log = logging.getLogger(__name__)
 
@@ -116,20 +117,30 @@ class StaticQuantiser:
 
 
 def output_error(outputs: Sequence[Array], exact: Sequence[Array]) -> float:
-    """Return how far outputs are from what they should be: their mean square error / variance, the mean.
+    """Return how far outputs are from what they should be, the mean over the outputs.
 
-    Where all numbers of an output lie between 0 and 1 they are taken for probabilities, and compared by the
-    logarithm of their odds.
+    It is the mean square error / variance. Where all numbers of an output lie between 0 and 1 they are taken
+    for probabilities, and it is their divergence (Kullback and Leibler) / that of their mean.
     """
     errors = []
     for new, old in zip(outputs, exact, strict=True):
-        pair = [np.asarray(each, np.float64) for each in (new, old)]
-        if old.size and old.min() >= 0 and old.max() <= 1:
-            pair = [each.clip(_LEAST_ODDS, 1 - _LEAST_ODDS) for each in pair]
-            pair = [np.log(each / (1 - each)) for each in pair]
-        if old.size and pair[1].var() > 0:
-            errors.append(float(np.mean((pair[0] - pair[1]) ** 2) / pair[1].var()))
+        found, right = (np.asarray(each, np.float64) for each in (new, old))
+        if not right.size or right.min() == right.max():
+            continue
+        probable = right.min() >= 0 and right.max() <= 1
+        error = _divergence if probable else _square_error
+        errors.append(error(found, right) / error(np.full_like(right, right.mean()), right))
     return float(np.mean(errors)) if errors else 0.0
+
+
+def _square_error(found: Array, right: Array) -> float:
+    return float(np.mean((found - right) ** 2))
+
+
+def _divergence(found: Array, right: Array) -> float:
+    """Return the mean divergence of probabilities, each of one event and its opposite."""
+    found, right = (each.clip(_LEAST, 1 - _LEAST) for each in (found, right))
+    return float(np.mean(right * np.log(right / found) + (1 - right) * np.log((1 - right) / (1 - found))))
 
 
 def _outputs(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[Array]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import export_onnx, quantise_onnx
+from rankrl.onnx.export.static_quantiser import output_error
 from rankrl.onnx.export.weight_range import sums_overflow
 
 SHAPE = (3, 12, 12)
@@ -163,3 +164,13 @@ def test_ranges_are_those_that_change_the_outputs_least(tmp_path: Path) -> None:
     quantise_onnx(path, target, ordinary)
     (batch,) = batches(1, 7)
     assert error(target, path, batch) < 0.1 * error(plain, path, batch)
+
+
+@pytest.mark.parametrize("probable", [False, True])
+def test_an_error_of_outputs_is_none_for_the_same_and_one_for_their_mean(probable: bool) -> None:
+    exact = np.random.default_rng(0).random((20, 10), np.float32) * (1 if probable else 5)
+    other = np.random.default_rng(1).random((20, 10), np.float32)
+    assert output_error([exact], [exact]) == pytest.approx(0, abs=1e-12)
+    assert output_error([np.full_like(exact, exact.mean())], [exact]) == pytest.approx(1)
+    assert output_error([0.9 * exact, other], [exact, other]) == output_error([0.9 * exact], [exact]) / 2 > 0
+    assert output_error([other], [np.ones_like(other)]) == 0  # an output that never changes
