@@ -108,7 +108,7 @@ def test_a_method_that_fails_or_takes_too_long_has_a_row_that_says_so(
 
 def test_ours_writes_a_file_that_is_scored(net: Path, tmp_path: Path) -> None:
     file = given_files.find_file(str(net), (40, 20))
-    words = bench.ours(file, tmp_path / "small.onnx", budget=1.0)
+    words = bench.ours(file, tmp_path / "small.onnx", drop=0.5, minimise="bytes")
     assert "layers factorised" in words
     assert (tmp_path / "small.onnx").is_file()
 
