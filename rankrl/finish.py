@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from rankrl.options.budget import BudgetOptions
 from rankrl.plan_search.run import SearchResult
 from rankrl.result import Compression, Measurement, missed_latency
 from rankrl.verify.certificate import Certificate, certify, uncertified
+from rankrl.verify.output_scores import SCORES
+
+log = logging.getLogger(__name__)
 
 Notes = Callable[[CompressionPlan, Measurement], Mapping[str, str]]
 """From a plan and what the network costs and is worth to the text that its file holds beside the graph."""
@@ -62,6 +66,8 @@ def finish(
         score=compressed_score if tuned is None else network.score(tuned),
     )
     file = network.write(last, path, notes(plan, measured))
+    for output in file.outputs:
+        log.info("agreement of %r is %s, since %s", output.name, SCORES[output.kind], output.reason)
     drop = budget.drop
     certificate = _certified(network, last, drop)
     latency = budget.latency if drop is None else None

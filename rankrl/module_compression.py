@@ -135,8 +135,12 @@ def compress_module(
     if recipe is not None:
         check_loss(fitted.labels, tuner.loss)
     check_rewritten(model, dense, held.inputs)
-    measure = HeldoutScore(dense, held)
+    drop = request.goal.budget.drop
     unseen = None if tested is None else HeldoutScore(dense, tested, "test")
+    if drop is not None and unseen is None and score is None:
+        held, certifying = held.parted(0.5, request.seed)  # what certifies a loss has chosen nothing
+        unseen = HeldoutScore(dense, certifying, "unseen held-out")
+    measure = HeldoutScore(dense, held)
     run.prepare()
     run.claim(record, (), resume=True)
     batches = calibration_batches(fitted.inputs, dense)
@@ -184,7 +188,9 @@ def compress_module(
         dense=dense,
         folder=run.path,
         epochs=tuple(epochs),
-        test=None if unseen is None else {"baseline": unseen(dense), "compressed": unseen(last)},
+        test=None
+        if tested is None or unseen is None
+        else {"baseline": unseen(dense), "compressed": unseen(last)},
     )
     numbers = run_numbers(result)
     if tuned is not None:

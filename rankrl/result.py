@@ -12,8 +12,9 @@ from torch import nn
 
 from decomposition import CompressionPlan
 from rankrl.files import write_json
+from rankrl.plan_search.layer_costs import as_numbers
 from rankrl.plan_search.run import SearchResult, search_numbers
-from rankrl.report import LayerRow, collect_setup, write_report
+from rankrl.report import LayerRow, collect_setup, conclusion, write_report
 from rankrl.request import Request
 from rankrl.runs.run_folder import RunFolder
 from rankrl.timing.latency import LatencyComparison
@@ -173,6 +174,7 @@ def summary(result: Compression) -> dict[str, Any]:
             "busy": times.busy,
         },
         **certificate_numbers(result),
+        **({} if result.search is None else as_numbers(result.search.layers)),
         "untouched": result.untouched,
         "errors": result.errors,
     }
@@ -234,6 +236,8 @@ def write_run(
     setup = collect_setup(["rankrl.compress"], request.seed)
     write_report(run.path, metrics=metrics, layers=result.layers, epochs=epochs, setup=setup)
     write_json(run.metrics, metrics)
+    if conclusion(metrics):
+        log.info(conclusion(metrics))
     if result.missed is not None:
         log.warning(result.missed)
     if result.collapsed is not None:

@@ -13,6 +13,7 @@ from decomposition.plan.plan import CompressionPlan
 from rankrl.errors import ConfigError
 from rankrl.options.search import check_limits
 from rankrl.plan_search.interrupt import FinishOnInterrupt
+from rankrl.plan_search.layer_costs import LayerCost
 from rankrl.plan_search.measured_plans import MeasuredPlan, as_rows
 from rankrl.plan_search.scores.evaluation import Evaluator
 from rankrl.plan_search.scores.history import (
@@ -48,6 +49,8 @@ class SearchResult:
         stopped_by: What ended it: the number of `episodes`, the `seconds`, the `patience`, the user's
             `interrupt`, or the `selector`, which had nothing more to try.
         missed: A message to the reader if the plan misses the budget in time, else None.
+        measured: The plans that were carried out, scored and timed.
+        layers: What the compression of each layer loses and saves, the largest loss first.
     """
 
     plan: CompressionPlan
@@ -58,6 +61,7 @@ class SearchResult:
     stopped_by: StoppedBy
     missed: str | None = None
     measured: tuple[MeasuredPlan, ...] = ()
+    layers: tuple[LayerCost, ...] = ()
 
     @property
     def evaluations(self) -> int:

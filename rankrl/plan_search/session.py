@@ -19,6 +19,7 @@ from rankrl.plan_search.final_round import SearchCall, best_of_standard_plans, w
 from rankrl.plan_search.finalists import best_finalist, finalists
 from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.latency_budget import LatencyBudget
+from rankrl.plan_search.layer_costs import layer_costs
 from rankrl.plan_search.run import SearchResult, run_search, with_row
 from rankrl.plan_search.scores.evaluation import Evaluator, MeasuresDivergences
 from rankrl.plan_search.scores.history import (
@@ -221,6 +222,11 @@ class SearchSession:
         run = SearchCall(
             selector, selector_options, seed, folder, anew_for_other_scores, on_set_aside, on_episode
         )
+        result = self._ended(run)
+        return replace(result, layers=layer_costs(self.problem, result.row.key))
+
+    def _ended(self, run: SearchCall) -> SearchResult:
+        """Search, and return the best of the plans that were carried out."""
         if self.goal.budget.drop is not None:
             return within_bounded_loss(self, run, self.goal.budget.drop)
         result = self.searched(self.problem, run)
@@ -228,7 +234,7 @@ class SearchSession:
             return result
         count, missed = self.goal.search.scores().finalists, None
         if self.latency is not None:
-            timed = self.latency.timed_plans(self.problem, result, count, folder=folder)
+            timed = self.latency.timed_plans(self.problem, result, count, folder=run.folder)
             rows, missed = timed.rows, timed.missed
             if missed is not None:
                 log.warning(missed)

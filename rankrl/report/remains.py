@@ -39,8 +39,8 @@ class Remaining:
 
     @property
     def width(self) -> float:
-        """Length of the bar in per cent; more than everything is drawn as everything."""
-        return round(100 * min(1.0, self.kept), 2)
+        """Length of the bar in per cent, from nothing to everything; agreements below 0 are drawn as nothing."""
+        return round(100 * min(1.0, max(0.0, self.kept)), 2)
 
     @property
     def is_more(self) -> bool:

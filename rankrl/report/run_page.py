@@ -18,6 +18,7 @@ from rankrl.report.figures import (
     reward_figure,
 )
 from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
+from rankrl.report.layer_costs import LAYER_COSTS_NOTE, layer_cost_rows
 from rankrl.report.measured import measured_note, measured_rows
 from rankrl.report.network_drawing import plan_drawing
 from rankrl.report.provenance import DATE
@@ -71,6 +72,7 @@ def run_page(report: RunReport) -> str:
         fine_tuning=_fine_tuning(report),
         onnx=_onnx_facts(metrics),
         runtimes=_runtimes(metrics),
+        layer_costs=text_table(LAYER_COSTS_NOTE, *layer_cost_rows(metrics)),
         measured=text_table(measured_note(metrics), *measured_rows(metrics)),
         run_files=report.files,
         setup=report.setup,

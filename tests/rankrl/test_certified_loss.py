@@ -71,6 +71,48 @@ def test_inputs_that_chose_certify_nothing(tmp_path: Path) -> None:
     assert result.certificate is None
 
 
+def test_half_of_what_is_held_out_certifies_a_loss_that_is_accepted(tmp_path: Path) -> None:
+    result = rankrl.compress(
+        network(),
+        torch.randn(400, 12),
+        tmp_path,
+        drop=0.2,
+        minimise="params",
+        selector="greedy",
+        progress=False,
+        **grouped(**QUICK),
+    )
+    found = result.certificate
+    assert found is not None
+    assert (found.inputs, found.drop, found.basis.independent) == (40, 0.2, True)
+    assert found.certified == (found.high <= 0.2)
+    page = (tmp_path / "report.html").read_text()
+    assert "On 40 unseen held-out inputs it " in page
+    layers = json.loads((tmp_path / "metrics.json").read_text())["layers"]
+    assert "What each layer costs" in page
+    compressed = {layer.name for layer in result.plan if layer.operations}
+    assert {layer["name"] for layer in layers} == compressed
+    assert [layer["loss"] for layer in layers] == sorted((layer["loss"] for layer in layers), reverse=True)
+    saved = result.before["params"] - result.after["params"]
+    assert sum(layer["saved_params"] for layer in layers) == saved
+
+
+def test_one_number_is_no_certificate(tmp_path: Path) -> None:
+    result = rankrl.compress(
+        network(),
+        torch.randn(100, 12),
+        tmp_path,
+        drop=0.5,
+        minimise="params",
+        score=lambda _: 1.0,
+        selector="greedy",
+        progress=False,
+        **grouped(**QUICK),
+    )
+    assert result.certificate is None
+    assert "Nothing certifies its loss: your score is one number" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_heldout_inputs_say_what_a_file_loses(tmp_path: Path, own: bool) -> None:
     onnx.save(convolutions(), tmp_path / "net.onnx")

@@ -132,7 +132,7 @@ def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str
 
     How long the search took is left out: the file of a resumed run is that of an undisturbed one.
     """
-    numbers = {key: value for key, value in metrics.items() if key != "preprocessing"}
+    numbers = {key: value for key, value in metrics.items() if key not in ("preprocessing", "layers")}
     if "search" in numbers:
         numbers["search"] = {key: value for key, value in numbers["search"].items() if key != "seconds"}
     return {"plan": plan.to_json(), "metrics": json.dumps(numbers)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import ending, steps
+from rankrl.plan_search.layer_costs import as_numbers
 from rankrl.plan_search.run import search_numbers
 from rankrl.runs.run_folder import RunFolder
 
@@ -22,5 +23,6 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),
         "search": search_numbers(result),
+        **as_numbers(result.layers),
     }
     ending.finish_compressed(config, network, result.plan, compressed, metrics, folder)
