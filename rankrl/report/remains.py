@@ -39,7 +39,7 @@ class Remaining:
 
     @property
     def width(self) -> float:
-        """Length of the bar in per cent, from nothing to everything; agreements below 0 are drawn as nothing."""
+        """Length of the bar in per cent; what is beyond 0 or everything is drawn as that."""
         return round(100 * min(1.0, max(0.0, self.kept)), 2)
 
     @property

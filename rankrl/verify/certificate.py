@@ -66,7 +66,7 @@ class Certificate:
     def to_dict(self) -> dict[str, Any]:
         """Return the section `certificate` of metrics.json."""
         values = asdict(self)
-        return {**values, **values.pop("basis")}
+        return {**values.pop("basis"), **values}
 
 
 def uncertified(basis: Basis) -> str:

@@ -57,6 +57,17 @@ def test_a_gain_is_told_as_one() -> None:
     assert found is not None
     numbers = {"certificate": found.to_dict()}
     assert "it gains 0.80 points of accuracy (95 % interval of the loss: −1." in certificate_note(numbers)
+    assert set(numbers["certificate"]) >= {
+        "loss",
+        "low",
+        "high",
+        "inputs",
+        "drop",
+        "certified",
+        "needed",
+        "unit",
+    }
+    assert "basis" not in numbers["certificate"]
     ((name, value, note),) = certificate_card(numbers)
     assert (name, value) == ("Loss of accuracy", "−0.80 points")
     assert note.endswith("at most 1.00 points is certified")
