@@ -15,7 +15,6 @@ import onnxruntime
 import torch
 
 from decomposition import CompressionPlan, FitLibrary, LayerSpec
-from decomposition.cache import Cache, digest
 from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
@@ -32,7 +31,7 @@ from rankrl.onnx.graph.network import Feed, OnnxNetwork, open_session
 from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.rewrite import MARKED
-from rankrl.onnx.graph.sensitivity import METHOD, collect_sensitivities
+from rankrl.onnx.graph.sensitivity import collect_sensitivities
 from rankrl.onnx.graph.site import SiteModules
 from rankrl.onnx.protobuf import to_proto
 from rankrl.options.decomposition import DecompositionOptions
@@ -332,14 +331,12 @@ def measured_sensitivities(
         folder: Where they are kept for later runs on the same network and inputs, or None.
         seed: Seed of the perturbations.
     """
-    usable, batches, network = file.usable, file.split.calibration, file.network
-
-    def measured() -> dict[str, torch.Tensor]:
-        with progress_bar("perturb nodes", total=len(usable)) as bar:
-            return collect_sensitivities(
-                network, usable, batches, seed=seed, progress=lambda _: bar.advance()
-            )
-
-    names = [node.name for site in usable for node in site.nodes]
-    key = digest(METHOD, seed, names, network.axes, network.digest, batches)
-    return Cache(folder).tensors("sensitivities", key, measured)
+    with progress_bar("perturb nodes", total=len(file.usable)) as bar:
+        return collect_sensitivities(
+            file.network,
+            file.usable,
+            file.split.calibration,
+            seed=seed,
+            folder=folder,
+            progress=lambda _: bar.advance(),
+        )

@@ -9,36 +9,53 @@ position p, and a small step h,
 because the signs of different positions cancel on average (Hutchinson 1990, for a block trace). That takes
 one pass of what lies behind the node for each of its channels. Outputs are divided by their own root mean
 square, so that several of them count alike.
+
+Two things bound what it costs. Of nodes with more channels than there are passes for, random directions of
+all channels are perturbed (`Directions`). Of outputs with many numbers, a sketch is kept (`Sketch`).
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
-from decomposition.calibration.metric import gram, shrunk_matrix
-from decomposition.calibration.shrinkage import Spread
+from decomposition.cache import Cache, digest
+from decomposition.calibration.metric import shrunk_matrix, squared_norm, trace
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.capture import Captured
+from rankrl.onnx.graph.directions import Directions, Sketch
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
+from rankrl.onnx.graph.passes import passes_by_node
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, depending, part_of, used_by
+from rankrl.wording import counted
 
-PASSES = (2048, 8192)
-"""Inputs that are sent through what lies behind a node, all channels together: fewest and most."""
-_MACS = 4e11
-"""Multiply-accumulates of these passes, about, which decide between them."""
-METHOD = 2
+log = logging.getLogger(__name__)
+
+_SECONDS = 180
+"""Seconds of processor time after which no further node is measured, where a network has much that is not
+counted, such as loops."""
+FEWEST_PASSES = 64
+"""Fewer than these say little; a node that there are no more for is fitted without a matrix."""
+METHOD = 3
 """Raised when the same network and inputs get other matrices than before; part of the names of kept ones."""
 _FEWEST, _MOST = 4, 256
 _STEP = 0.05
 """The step h as a share of the root mean square of the node's output: of the size of what a fit changes."""
 _ELEMENTS = 2**22
-"""Numbers that a node's output may have in one pass."""
+"""Numbers that a node's output, or the outputs of the network, may have in one pass."""
+
+
+class _NoTimeError(Exception):
+    """The time for all nodes is spent."""
 
 
 def collect_sensitivities(
@@ -48,6 +65,7 @@ def collect_sensitivities(
     *,
     passes: int | None = None,
     seed: int = 0,
+    folder: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Measure the sensitivity matrix of every node's output.
@@ -57,42 +75,48 @@ def collect_sensitivities(
         sites: The nodes, without a refusal.
         batches: Calibration inputs; the first ones are used.
         passes: Inputs that are sent through what lies behind a node and those that share its weight, all
-            channels together, about; never fewer than four for each channel. As many as suit the network when
-            omitted (`passes_for`).
-        seed: Seed of the signs.
+            directions together, about. As many as suit the network when omitted, within about two minutes of
+            one core (`passes_by_node`).
+        seed: Seed of the signs and directions.
+        folder: Where every matrix is kept as soon as it is measured, for a later call on the same network
+            and inputs, or None.
         progress: Called with each node's name when it is measured.
 
     Returns:
         G (out, out), float64, by name, shrunk towards the identity as far as few inputs leave it open.
-        Nodes to which the outputs do not react are left out.
+        Nodes to which the outputs do not react, or that there is no time for, are left out.
     """
-    passes = passes_for(sum(site.spec.macs for site in sites)) if passes is None else passes
-    generator = np.random.default_rng(seed)
-    model, scales = network.graph_model(), _output_scales(network, batches)
+    counts = passes_by_node(network, sites) if passes is None else [passes] * len(sites)
+    measurement, start = _Measurement(network, sites, batches), time.process_time()
+    key = None if folder is None else digest(METHOD, seed, network.axes, network.digest, batches)
     sensitivities: dict[str, torch.Tensor] = {}
-    for site in sites:
-        count = min(_MOST, max(_FEWEST, passes // (site.channels * len(site.nodes))))
-        some = _first(batches, count, network.axes)
-        measured = [_measured(network, model, node, some, scales, generator) for node in site.nodes]
-        matrices = [matrix for matrix in measured if matrix is not None]
-        if matrices:
+    left_out = []
+    for site, count in zip(sites, counts, strict=True):
+        names = [node.name for node in site.nodes]
+
+        def measured(site: Site = site, count: int = count) -> dict[str, torch.Tensor]:
+            if count // len(site.nodes) < FEWEST_PASSES or time.process_time() - start > _SECONDS:
+                raise _NoTimeError
+            return measurement.of_nodes(site, count, seed)
+
+        try:
+            kept = Cache(folder).tensors("sensitivity", digest(key, names, count), measured)
+        except _NoTimeError:
+            left_out.append(site.name)
+            continue
+        if kept:
             positions = torch.eye(math.prod(site.spread), dtype=torch.float64)  # whatever lands on one counts
-            sensitivities[site.name] = torch.kron(torch.stack(matrices).sum(0), positions)
+            sensitivities[site.name] = torch.kron(kept["matrix"], positions)
         if progress is not None:
             progress(site.name)
+    if left_out:
+        log.info(
+            "%s of %s are fitted without a sensitivity, which would take more than two minutes: %s",
+            counted(len(left_out), "node"),
+            network.source,
+            ", ".join(left_out),
+        )
     return sensitivities
-
-
-def passes_for(macs: int) -> int:
-    """Return how many inputs are sent through what lies behind each node of a network.
-
-    Few inputs leave much of a matrix open: ResNet-20 in Tucker at a quarter of its parameters keeps 80.9 %
-    with the fewest and 81.6 % with the most (three draws), and 81.8 % with gradients.
-
-    Args:
-        macs: Multiply-accumulates of the nodes for one input.
-    """
-    return int(min(PASSES[1], max(PASSES[0], _MACS / max(1, macs))))
 
 
 def behind(model: ir.Model, value: str) -> tuple[ir.Model, list[str]] | None:
@@ -122,76 +146,121 @@ def behind(model: ir.Model, value: str) -> tuple[ir.Model, list[str]] | None:
     return part_of(model, [value, *others], outputs), others
 
 
-def _measured(
-    network: OnnxNetwork,
-    model: ir.Model,
-    site: Site,
-    batches: Sequence[Feed],
-    scales: dict[str, float],
-    generator: np.random.Generator,
-) -> torch.Tensor | None:
-    part_and_others = behind(model, site.output_name)
-    if part_and_others is None:
-        return None
-    part, others = part_and_others
-    captured = Captured(model, [site.output_name, *others], network.source)
-    _set_types(part, captured.run(batches[0]))
-    tail = GraphSession(part, network.source)
-    weights = [scales[name] for name in tail.output_names]
-    total, spread, inputs = torch.zeros(site.channels, site.channels, dtype=torch.float64), Spread(), 0
-    size = max(1, _ELEMENTS // (site.spec.out_channels * max(1, site.spec.output_positions)))
-    for batch in batches:
-        for feed in network.axes.parts(batch, size):
-            values = captured.run(feed)
-            y, rest = values[site.output_name], {name: values[name] for name in others}
-            count = network.axes.size(feed)
-            rows = _reactions(tail, site, y, rest, weights, network.axes, count, generator)
-            if rows is None:
-                return None
-            total += gram(rows).double()
-            labels = torch.arange(len(rows)) // (len(rows) // count)
-            spread.add(rows, labels)
-            inputs += count
-    matrix = total / inputs
-    if not bool(torch.isfinite(matrix).all()) or not matrix.diagonal().sum() > 0:
-        return None
-    return shrunk_matrix(matrix, spread.shrinkage(matrix, 1 / inputs))
+class _Measurement:
+    """What the measurements of all nodes have in common.
 
+    Args:
+        network: The network.
+        sites: The nodes, whose largest input or output says how many inputs are sent through at a time.
+        batches: Calibration inputs.
+    """
 
-def _reactions(
-    tail: GraphSession,
-    site: Site,
-    y: Array,
-    rest: Feed,
-    weights: Sequence[float],
-    axes: BatchAxes,
-    count: int,
-    generator: np.random.Generator,
-) -> torch.Tensor | None:
-    """Return d_c for each channel c as columns, the inputs of the batch one after the other: (rows, out)."""
-    plain = tail.run({site.output_name: y, **rest})
-    step = _STEP * float(np.sqrt(np.mean(np.square(y, dtype=np.float64))))
-    if step == 0 or not np.isfinite(step):
-        return None
-    axis = site.channel_axis % y.ndim
-    signs = generator.choice(np.array([-step, step], dtype=y.dtype), size=y.shape)
-    signs = np.take(signs, [0], axis=axis)  # one sign a position, whatever the channel
-    columns = []
-    for channel in range(site.channels):
-        moved = y.copy()
-        place: list[slice] = [slice(None)] * y.ndim
-        place[axis] = slice(channel, channel + 1)
-        moved[tuple(place)] += signs
-        outputs = tail.run({site.output_name: moved, **rest})
-        parts = [
-            axes.by_input(name, (after - before).astype(np.float64), count) / (step * weight)
-            for name, before, after, weight in zip(tail.output_names, plain, outputs, weights, strict=True)
-            if before.dtype.kind == "f" and before.size
-        ]
-        if not parts:
+    def __init__(self, network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Feed]) -> None:
+        self._network, self._batches = network, batches
+        self._model = network.graph_model()
+        self._largest = max(map(_numbers, sites), default=1)
+
+    @cached_property
+    def _fitting(self) -> int:
+        """How many inputs are sent through at a time."""
+        first = self._network.axes.one(self._batches[0])
+        outputs = sum(map(np.size, self._network.session().run(first))) // self._network.axes.size(first)
+        return max(1, _ELEMENTS // max(self._largest, outputs))
+
+    @cached_property
+    def _scales(self) -> dict[str, float]:
+        """Each output's root mean square on the first batch, 1 where that is 0."""
+        session = self._network.session()
+        squares, numbers = dict.fromkeys(session.output_names, 0.0), dict.fromkeys(session.output_names, 0)
+        for feed in self._network.axes.parts(self._batches[0], self._fitting):
+            for name, value in zip(session.output_names, session.run(feed), strict=True):
+                if value.dtype.kind == "f":
+                    squares[name] += float(np.square(value, dtype=np.float64).sum())
+                    numbers[name] += value.size
+        scales = {name: math.sqrt(squares[name] / max(1, numbers[name])) for name in squares}
+        return {name: scale if 0 < scale < math.inf else 1.0 for name, scale in scales.items()}
+
+    def of_nodes(self, site: Site, passes: int, seed: int) -> dict[str, torch.Tensor]:
+        """Return the matrix of a node and those that share its weight as `matrix`, nothing without one."""
+        generator = np.random.default_rng([seed, int(digest(site.name)[:8], 16)])
+        measured = [self._of_node(node, passes // len(site.nodes), generator) for node in site.nodes]
+        matrices = [matrix for matrix in measured if matrix is not None]
+        return {"matrix": torch.stack(matrices).sum(0)} if matrices else {}
+
+    def _of_node(self, site: Site, passes: int, generator: np.random.Generator) -> torch.Tensor | None:
+        network, source = self._network, self._network.source
+        part_and_others = behind(self._model, site.output_name)
+        if part_and_others is None:
             return None
-        columns.append(np.concatenate(parts, axis=1).reshape(-1))
-    return torch.from_numpy(np.stack(columns, axis=1).astype(np.float32))
+        part, others = part_and_others
+        captured = Captured(self._model, [site.output_name, *others], source)
+        _set_types(part, captured.run(network.axes.one(self._batches[0])))
+        tail = GraphSession(part, source)
+        inputs = min(_MOST, max(_FEWEST, passes // site.channels))
+        count = min(site.channels, max(1, passes // inputs))
+        size = 1 if count < site.channels else self._fitting  # each input in directions of its own
+        total, squares, seen = torch.zeros(site.channels, site.channels, dtype=torch.float64), 0.0, 0
+        for batch in _first(self._batches, inputs, network.axes):
+            for feed in network.axes.parts(batch, size):
+                values = captured.run(feed)
+                y, rest = values[site.output_name], {name: values[name] for name in others}
+                directions = Directions.drawn(site.channels, count, generator)
+                reactions = self._reactions(
+                    tail, site, y, rest, directions, network.axes.size(feed), generator
+                )
+                if reactions is None:
+                    return None
+                for reaction in reactions:  # of one input after the other, which are large
+                    matrix = directions.sensitivities(reaction[None])[0]
+                    total += matrix
+                    squares += float(matrix.square().sum())
+                seen += len(reactions)
+        matrix = total / seen
+        if not bool(torch.isfinite(matrix).all()) or not matrix.diagonal().sum() > 0:
+            return None
+        if seen < 2:
+            return matrix if count == site.channels else None
+        # Ledoit & Wolf 2004, as in `decomposition.calibration.shrinkage`, with inputs as the summands, whose
+        # variance is divided by one less than their number: there may be four.
+        size_of_it = squared_norm(matrix)
+        distance = size_of_it - trace(matrix) ** 2 / site.channels
+        variance = (squares / seen - size_of_it) / (seen - 1)
+        return shrunk_matrix(matrix, min(max(variance / distance, 0.0), 1.0) if distance > 0 else 0.0)
+
+    def _reactions(
+        self,
+        tail: GraphSession,
+        site: Site,
+        y: Array,
+        rest: Feed,
+        directions: Directions,
+        count: int,
+        generator: np.random.Generator,
+    ) -> torch.Tensor | None:
+        """Return J U for each of the `count` inputs of a batch: (count, numbers, directions)."""
+        plain = tail.run({site.output_name: y, **rest})
+        step = _STEP * float(np.sqrt(np.mean(np.square(y, dtype=np.float64))))
+        if step == 0 or not np.isfinite(step):
+            return None
+        axis = site.channel_axis % y.ndim
+        signs = generator.choice(np.array([-step, step], dtype=y.dtype), size=y.shape)
+        signs = np.take(signs, [0], axis=axis)  # one sign a position, whatever the channel
+        shape = [-1 if each == axis else 1 for each in range(y.ndim)]
+        axes, sketch, columns = self._network.axes, None, []
+        for direction in directions.matrix.T:
+            moved = y + signs * direction.reshape(shape).astype(y.dtype)
+            outputs = tail.run({site.output_name: moved, **rest})
+            parts = [
+                axes.by_input(name, (after - before).astype(np.float64), count) / (step * self._scales[name])
+                for name, before, after in zip(tail.output_names, plain, outputs, strict=True)
+                if before.dtype.kind == "f" and before.size
+            ]
+            if not parts:
+                return None
+            rows = np.concatenate(parts, axis=1)
+            sketch = Sketch(rows.shape[1], generator) if sketch is None else sketch
+            columns.append(sketch.of(rows).astype(np.float32))
+        return torch.from_numpy(np.stack(columns, axis=2))
 
 
 def _set_types(part: ir.Model, values: Feed) -> None:
@@ -202,15 +271,10 @@ def _set_types(part: ir.Model, values: Feed) -> None:
         entry.shape = ir.Shape([None] * value.ndim)
 
 
-def _output_scales(network: OnnxNetwork, batches: Sequence[Feed]) -> dict[str, float]:
-    """Return each output's root mean square on the first batch, 1 where that is 0."""
-    session = network.session()
-    outputs = session.run(batches[0])
-    scales = {}
-    for name, value in zip(session.output_names, outputs, strict=True):
-        size = float(np.sqrt(np.mean(np.square(value, dtype=np.float64)))) if value.dtype.kind == "f" else 0.0
-        scales[name] = size if size > 0 and np.isfinite(size) else 1.0
-    return scales
+def _numbers(site: Site) -> int:
+    """Return how many numbers the larger of input and output of a node has for one input of the network."""
+    spec = site.spec
+    return max(spec.in_channels * spec.input_positions, spec.out_channels * spec.output_positions)
 
 
 def _first(batches: Sequence[Feed], count: int, axes: BatchAxes) -> list[Feed]:

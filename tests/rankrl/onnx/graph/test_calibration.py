@@ -15,11 +15,12 @@ from decomposition import collect_moments as torch_moments
 from decomposition import collect_sensitivities as torch_sensitivities
 from decomposition import compressible_layers
 from decomposition.calibration.metric import whole
-from rankrl.networks import graph as graph_network
 from rankrl.networks.graph import measured_sensitivities
 from rankrl.onnx.export import export_onnx
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile, capture, find_sites, sensitivity
 from rankrl.onnx.graph.inputs import split_inputs
+from rankrl.onnx.graph.passes import passes_for
+from rankrl.onnx.graph.site import Site
 
 
 def torch_network() -> nn.Module:
@@ -90,31 +91,50 @@ def test_sensitivities_of_the_same_network_and_inputs_are_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     onnx.save(tokens(), tmp_path / "net.onnx")
-    given = PreparedFile.read(tmp_path / "net.onnx", sentences())
+    file = PreparedFile.read(tmp_path / "net.onnx", sentences())
     folder = tmp_path / "fits"
-    measured = measured_sensitivities(given, folder=folder)
-    (kept,) = folder.iterdir()
-    calls: list[int] = []
+    calls: list[str] = []
+    measure = sensitivity._Measurement.of_nodes
 
-    def spied(*args: object, **options: object) -> dict[str, torch.Tensor]:
-        calls.append(1)
-        return measured
+    def spied(self: sensitivity._Measurement, site: Site, passes: int, seed: int) -> dict[str, torch.Tensor]:
+        calls.append(site.name)
+        return measure(self, site, passes, seed)
 
-    monkeypatch.setattr(graph_network, "collect_sensitivities", spied)
-    again = measured_sensitivities(given, folder=folder)
-    assert not calls
+    monkeypatch.setattr(sensitivity._Measurement, "of_nodes", spied)
+    measured = measured_sensitivities(file, folder=folder)
+    assert calls == [site.name for site in file.usable]
+    again = measured_sensitivities(file, folder=folder)
+    assert calls == [site.name for site in file.usable]
     assert set(again) == set(measured)
     assert all(torch.equal(again[name], each) for name, each in measured.items())
-    fewer = PreparedFile.read(tmp_path / "net.onnx", sentences(), skip=["along"])
-    others = PreparedFile.read(tmp_path / "net.onnx", sentences(150))
-    for number, (each, seed) in enumerate(((given, 1), (fewer, 0), (others, 0)), start=1):
+    for each, seed in ((file, 1), (PreparedFile.read(tmp_path / "net.onnx", sentences(150)), 0)):
+        calls.clear()
         measured_sensitivities(each, folder=folder, seed=seed)
-        assert len(calls) == number
-    kept.write_bytes(kept.read_bytes()[:20])
-    measured_sensitivities(given, folder=folder)
-    assert len(calls) == 4
-    measured_sensitivities(given, folder=folder)
-    assert len(calls) == 4
+        assert calls == [site.name for site in file.usable]
+
+
+def test_a_killed_measurement_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    onnx.save(tokens(), tmp_path / "net.onnx")
+    file = PreparedFile.read(tmp_path / "net.onnx", sentences())
+    expected = measured_sensitivities(file)
+    calls: list[str] = []
+    measure = sensitivity._Measurement.of_nodes
+
+    def interrupted(
+        self: sensitivity._Measurement, site: Site, passes: int, seed: int
+    ) -> dict[str, torch.Tensor]:
+        calls.append(site.name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(self, site, passes, seed)
+
+    monkeypatch.setattr(sensitivity._Measurement, "of_nodes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measured_sensitivities(file, folder=tmp_path / "fits")
+    resumed = measured_sensitivities(file, folder=tmp_path / "fits")
+    assert calls.count(calls[0]) == 1
+    assert set(resumed) == set(expected)
+    assert all(torch.equal(resumed[name], each) for name, each in expected.items())
 
 
 def test_memory_is_bounded_by_smaller_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,4 +162,4 @@ def test_memory_is_bounded_by_smaller_batches(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(("macs", "passes"), [(0, 8192), (10**7, 8192), (10**8, 4000), (4 * 10**9, 2048)])
 def test_smaller_networks_are_perturbed_more_often(macs: int, passes: int) -> None:
-    assert sensitivity.passes_for(macs) == passes
+    assert passes_for(macs) == passes
