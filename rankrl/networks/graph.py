@@ -21,6 +21,7 @@ from decomposition.network.rewriting import Rewrite
 from decomposition.operations.quantise import computes_in_integers
 from rankrl.networks.base import WrittenFile
 from rankrl.networks.candidates import CandidateOptions
+from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.graph.capture import collect_moments
@@ -303,7 +304,8 @@ def fit_library(
     usable, batches = file.usable, file.split.calibration
     moments = collect_moments(file.network, usable, batches, seed=seed)
     sensitivities = measured_sensitivities(file, folder=folder, seed=seed) if candidates.weigh_outputs else {}
-    return FitLibrary(
+    losses = NodeLosses(file.network, usable, batches, folder) if candidates.weigh_outputs else None
+    return GraphLibrary(
         SiteModules({site.name: site.module(MARKED) for site in usable}),
         [site.spec for site in usable],
         candidates.formats,
@@ -318,6 +320,7 @@ def fit_library(
         multiple=candidates.multiple,
         options=replace(CHOOSING, iterations=candidates.iterations),
         folder=folder,
+        losses=losses,
     )
 
 

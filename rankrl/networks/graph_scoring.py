@@ -11,13 +11,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import onnxruntime
+import torch
 
 from decomposition import CandidateSet, FitLibrary
 from decomposition.cache import digest
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, open_session
-from rankrl.onnx.graph.rewrite import open_constants
+from rankrl.onnx.graph.rewrite import OpenConstants, open_constants
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, without_unused
 from rankrl.onnx.protobuf import to_proto
@@ -100,17 +101,31 @@ class ScoringGraph:
 
     def _reconstructed(self, index: int, choice: int) -> _Values:
         site = self.sites[index]
-        node = self._nodes[site.name]
-        dense, opened = self.library.weights[site.name], self._open[site.name]
+        node, opened = self._nodes[site.name], self._open[site.name]
         weight = self.library.weight(site.name, site.candidates[choice].operations)
-        written = weight.reshape(node.weight.shape)
-        if node.spread:
-            written = node.spread_weight(written)
-        arrays = {opened.weight: (written.T if opened.turned else written).numpy()}
-        if opened.mean and self.library.moments is not None:
-            lost = (dense - weight).flatten(1) @ self.library.moments[site.name].mean
-            arrays[opened.mean] = (opened.known + opened.sign * lost.reshape(opened.known.shape)).numpy()
-        return {name: value.astype(np.float32).tobytes() for name, value in arrays.items()}
+        arrays = constants_of(self.library, node, opened, weight)
+        return {name: value.tobytes() for name, value in arrays.items()}
+
+
+def constants_of(
+    library: FitLibrary, node: Site, opened: OpenConstants, weight: torch.Tensor
+) -> dict[str, Array]:
+    """Return what the constants of a node hold when its weight is another one, by their names, float32.
+
+    Args:
+        library: The fits of the nodes, which hold the original weight and the moments of the inputs.
+        node: The node.
+        opened: Its constants.
+        weight: The weight (out, in, kernel).
+    """
+    written = weight.reshape(node.weight.shape)
+    if node.spread:
+        written = node.spread_weight(written)
+    arrays = {opened.weight: (written.T if opened.turned else written).numpy()}
+    if opened.mean and library.moments is not None:
+        lost = (library.weights[node.name] - weight).flatten(1) @ library.moments[node.name].mean
+        arrays[opened.mean] = (opened.known + opened.sign * lost.reshape(opened.known.shape)).numpy()
+    return {name: value.astype(np.float32) for name, value in arrays.items()}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def passes_by_node(network: OnnxNetwork, sites: Sequence[Site], effort: float = 
     graph = network.model.graph
     values = ir.convenience.create_value_mapping(graph)
     nodes = [node for site in sites for node in site.nodes]
-    work = {}
+    work: dict[str, float] = {}
     for site in sites:
         spec = site.spec
         elements = spec.in_channels * spec.input_positions + spec.out_channels * spec.output_positions

@@ -158,14 +158,11 @@ class _Measurement:
     def __init__(self, network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Feed]) -> None:
         self._network, self._batches = network, batches
         self._model = network.graph_model()
-        self._largest = max(map(_numbers, sites), default=1)
+        self._sites = sites
 
     @cached_property
     def _fitting(self) -> int:
-        """How many inputs are sent through at a time."""
-        first = self._network.axes.one(self._batches[0])
-        outputs = sum(map(np.size, self._network.session().run(first))) // self._network.axes.size(first)
-        return max(1, _ELEMENTS // max(self._largest, outputs))
+        return fitting_inputs(self._network, self._sites, self._batches[0])
 
     @cached_property
     def _scales(self) -> dict[str, float]:
@@ -194,13 +191,13 @@ class _Measurement:
             return None
         part, others = part_and_others
         captured = Captured(self._model, [site.output_name, *others], source)
-        _set_types(part, captured.run(network.axes.one(self._batches[0])))
+        set_types(part, captured.run(network.axes.one(self._batches[0])))
         tail = GraphSession(part, source)
         inputs = min(_MOST, max(_FEWEST, passes // site.channels))
         count = min(site.channels, max(1, passes // inputs))
         size = 1 if count < site.channels else self._fitting  # each input in directions of its own
         total, squares, seen = torch.zeros(site.channels, site.channels, dtype=torch.float64), 0.0, 0
-        for batch in _first(self._batches, inputs, network.axes):
+        for batch in first_inputs(self._batches, inputs, network.axes):
             for feed in network.axes.parts(batch, size):
                 values = captured.run(feed)
                 y, rest = values[site.output_name], {name: values[name] for name in others}
@@ -263,7 +260,7 @@ class _Measurement:
         return torch.from_numpy(np.stack(columns, axis=2))
 
 
-def _set_types(part: ir.Model, values: Feed) -> None:
+def set_types(part: ir.Model, values: Feed) -> None:
     """Give inputs the types of these values, and free sizes: those in the file may be of another batch."""
     for entry in part.graph.inputs:
         value = values[str(entry.name)]
@@ -271,13 +268,23 @@ def _set_types(part: ir.Model, values: Feed) -> None:
         entry.shape = ir.Shape([None] * value.ndim)
 
 
-def _numbers(site: Site) -> int:
-    """Return how many numbers the larger of input and output of a node has for one input of the network."""
-    spec = site.spec
-    return max(spec.in_channels * spec.input_positions, spec.out_channels * spec.output_positions)
+def fitting_inputs(network: OnnxNetwork, sites: Sequence[Site], batch: Feed) -> int:
+    """Return how many inputs are sent through a network at a time, so that no value becomes too large.
+
+    Args:
+        network: The network.
+        sites: Its nodes, whose largest input or output counts, beside the outputs of the network.
+        batch: Some inputs.
+    """
+    first = network.axes.one(batch)
+    outputs = sum(map(np.size, network.session().run(first))) // network.axes.size(first)
+    specs = [site.spec for site in sites]
+    largest = [spec.in_channels * spec.input_positions for spec in specs]
+    largest += [spec.out_channels * spec.output_positions for spec in specs]
+    return max(1, _ELEMENTS // max(1, outputs, *largest))
 
 
-def _first(batches: Sequence[Feed], count: int, axes: BatchAxes) -> list[Feed]:
+def first_inputs(batches: Sequence[Feed], count: int, axes: BatchAxes) -> list[Feed]:
     """Return the first inputs, in batches."""
     parts: list[Feed] = []
     left = count

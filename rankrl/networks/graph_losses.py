@@ -1,0 +1,319 @@
+"""What the outputs of a network in a file lose when one node alone is compressed, measured.
+
+An error in a node's output is predicted to cost E[e' G e] at the network's outputs (`FitLibrary`), which
+holds for small errors and as far as G is known. Here a few candidates of every node are measured, each by a
+pass of what lies behind the node: one factorised candidate of each format, in the middle of its ranks, and
+every rounding as what it is, of weights and activations. They scale the predicted losses of all the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from decomposition import CandidateSet, Factorise, FitLibrary, Quantise
+from decomposition.cache import Cache, digest
+from decomposition.candidates.candidates import Candidate
+from decomposition.operations import Operation
+from decomposition.operations.quantise import ACTIVATION_NOISE
+from rankrl.networks.graph_scoring import constants_of
+from rankrl.onnx.graph.capture import Captured
+from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
+from rankrl.onnx.graph.rewrite import open_constants
+from rankrl.onnx.graph.sensitivity import behind, first_inputs, fitting_inputs, set_types
+from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph_edits import Array, names_in, new_name
+from rankrl.onnx.operators import is_standard
+
+INPUTS = (8, 64)
+"""Inputs that losses are measured on: fewest and most."""
+_EFFORT = 1e12
+"""Multiply-accumulates of these passes, about, which decide between them: some 20 seconds of one core."""
+_METHOD = 1
+"""Raised when losses are measured otherwise than before; part of the names of kept ones."""
+_STEPS = 255
+
+
+class GraphLibrary(FitLibrary):
+    """Fits of the nodes of a file, whose candidates have losses that are scaled to measured ones.
+
+    Args:
+        losses: Measures the loss of a node, or None to predict it alone.
+        **options: Those of `FitLibrary`.
+    """
+
+    def __init__(self, *arguments: Any, losses: NodeLosses | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._losses = losses
+
+    def part(self, name: str) -> FitLibrary:
+        """Return a library of one node, which only fits."""
+        part = super().part(name)
+        assert isinstance(part, GraphLibrary)
+        part._losses = None
+        return part
+
+    def fit_all(self, unfitted: Any, finish: Callable[[CandidateSet], None], *, workers: Any = None) -> None:
+        """Fit the candidates of several nodes and measure what they lose; see `FitLibrary`."""
+        super().fit_all(unfitted, lambda site: finish(self._measured(site)), workers=workers)
+
+    def _measured(self, site: CandidateSet) -> CandidateSet:
+        """Return the candidates of a node with losses scaled to those that were measured."""
+        if self._losses is None or len(site) < 2:
+            return site
+        factorised, rounded = _representatives(site.candidates[:-1])
+        operations: list[tuple[Operation, ...]] = [*((each,) for each in factorised.values())]
+        operations += [(each,) for each in rounded]
+        weights = [self.weight(site.name, each) for each in operations]
+        integer = [any(operation.integer for operation in each) for each in operations]
+        losses = self._losses.of(self, site.name, weights, integer)
+        errors = [self._layer_fits.lost(site.name, weight) for weight in weights]
+        errors = [error + ACTIVATION_NOISE**2 * each for error, each in zip(errors, integer, strict=True)]
+        scales = [loss / error if error > 0 else 0.0 for loss, error in zip(losses, errors, strict=True)]
+        by_format = dict(zip(factorised, scales, strict=False))
+        by_rounding = dict(zip(rounded, scales[len(factorised) :], strict=True))
+        importance = next((scale for scale in scales if scale > 0), 0.0)
+        if importance == 0:  # nothing reaches the outputs
+            return replace(site, importance=0.0)
+        candidates = []
+        for candidate in site.candidates[:-1]:
+            loss = self._scaled(site.name, candidate, by_format, by_rounding)
+            candidates.append(replace(candidate, error=(loss / importance) ** 0.5))
+        return replace(site, candidates=(*candidates, site.candidates[-1]), importance=importance)
+
+    def _scaled(
+        self,
+        name: str,
+        candidate: Candidate,
+        by_format: Mapping[str, float],
+        by_rounding: Mapping[Quantise, float],
+    ) -> float:
+        """Return a candidate's loss: the share of the factors and that of rounding, each by its own scale."""
+        factors = [each for each in candidate.operations if isinstance(each, Factorise)]
+        rounding = [each for each in candidate.operations if isinstance(each, Quantise)]
+        squared = candidate.error**2
+        by_factors = sum(self.fit(name, each).error ** 2 for each in factors) if rounding else squared
+        loss = sum(by_format[each.format] * by_factors for each in factors)
+        if rounding:
+            loss += by_rounding[rounding[0]] * max(0.0, squared - (by_factors if factors else 0.0))
+        return loss
+
+
+def _representatives(candidates: Sequence[Candidate]) -> tuple[dict[str, Factorise], list[Quantise]]:
+    """Return a factorisation of each format, with a middle error, and the different roundings."""
+    by_format: dict[str, dict[Factorise, float]] = {}
+    rounded: dict[Quantise, None] = {}
+    for candidate in candidates:
+        for operation in candidate.operations:
+            if isinstance(operation, Factorise):
+                errors = by_format.setdefault(operation.format, {})
+                errors[operation] = min(candidate.error, errors.get(operation, np.inf))
+            elif isinstance(operation, Quantise):
+                rounded[operation] = None
+    middle = {}
+    for name, errors in by_format.items():
+        ordered = sorted(errors, key=errors.__getitem__)
+        middle[name] = ordered[len(ordered) // 2]
+    return middle, list(rounded)
+
+
+@dataclass(frozen=True, eq=False)
+class NodeLosses:
+    """Measures what the outputs of a network lose when one node alone has another weight.
+
+    Attributes:
+        network: The network.
+        nodes: Its nodes, without a refusal.
+        batches: Inputs, of which the first ones are used.
+        folder: Where losses are kept for later runs, or None.
+    """
+
+    network: OnnxNetwork
+    nodes: Sequence[Site]
+    batches: Sequence[Feed]
+    folder: Path | None = None
+
+    def of(
+        self, library: FitLibrary, name: str, weights: Sequence[torch.Tensor], integer: Sequence[bool]
+    ) -> list[float]:
+        """Return the squared relative error of the outputs, averaged over them, for each weight of a node.
+
+        Args:
+            library: The fits of the nodes.
+            name: The node.
+            weights: (out, in, kernel).
+            integer: Whether its input is rounded to 8 bits, too, and its output, for each weight.
+        """
+        key = None if self.folder is None else digest(self._key, name, weights, integer)
+
+        def measured() -> list[float]:
+            node = next(node for node in self.nodes if node.name == name)
+            readers = {each.name for site in self.nodes for each in site.nodes}
+            tail = _Tail(self.network, node, self._feeds, readers)
+            return tail.losses(library, weights, integer)
+
+        losses: list[float] = Cache(self.folder).value("losses", str(key), measured)
+        return losses
+
+    @cached_property
+    def _feeds(self) -> list[Feed]:
+        macs = sum(node.spec.macs for node in self.nodes)
+        fewest, most = INPUTS
+        count = int(min(most, max(fewest, _EFFORT / max(1, macs * len(self.nodes)))))
+        some = first_inputs(self.batches, count, self.network.axes)
+        size = fitting_inputs(self.network, self.nodes, self.batches[0])
+        return [part for feed in some for part in self.network.axes.parts(feed, size)]
+
+    @cached_property
+    def _key(self) -> str:
+        return digest(_METHOD, self.network.digest, self.network.axes, self._feeds)
+
+
+class _Tail:
+    """What lies behind the input of a node, with the node's own input, weight and mean as inputs.
+
+    A node that shares its weight with others has the whole network behind it, and its input stays as it is.
+    All values that the inputs lead to are kept, for up to 64 inputs of small networks and 8 of large ones.
+
+    Args:
+        network: The network.
+        node: The node.
+        feeds: Inputs, few enough in each to be sent through together.
+        readers: Names of the nodes that round what they take when they compute in integers.
+    """
+
+    def __init__(
+        self, network: OnnxNetwork, node: Site, feeds: Sequence[Feed], readers: Collection[str]
+    ) -> None:
+        self._node, model = node, network.graph_model()
+        self._alone = len(node.nodes) == 1
+        self._outputs = len(model.graph.outputs)
+        self._low, self._rounds_output = _rounding_behind(model.graph, node, readers)
+        part_and_others = behind(model, node.input_name) if self._alone else (network.graph_model(), [])
+        self._session: GraphSession | None = None
+        if part_and_others is None:
+            return
+        part, others = part_and_others
+        self._values = [dict(feed) for feed in feeds]
+        if self._alone:
+            captured = Captured(model, [node.input_name, *others], network.source)
+            self._values = [captured.run(feed) for feed in feeds]
+            set_types(part, self._values[0])
+        self._opened = open_constants(part, node)
+        for name in filter(None, (self._opened.weight, self._opened.mean)):
+            entry = part.graph.initializers.pop(name)
+            entry.const_value, entry.type = None, ir.TensorType(ir.DataType.FLOAT)
+            part.graph.inputs.append(entry)
+        if self._alone:
+            self._open_ends(part.graph)
+        self._session = GraphSession(part, network.source)
+
+    def _open_ends(self, graph: ir.Graph) -> None:
+        """Let the node read an input of its own, and add another input to its output, which is shown."""
+        node = next(node for node in graph if node.name == self._node.name)
+        taken = names_in(graph)
+        kind = ir.TensorType(ir.DataType.FLOAT)
+        own, added = (ir.val(new_name(f"{node.name}.{what}", taken), type=kind) for what in ("own", "added"))
+        graph.inputs.extend([own, added])
+        node.replace_input_with(0, own)
+        output = node.outputs[0]
+        total = ir.node(
+            "Add", [output, added], outputs=[ir.val(new_name(f"{output.name}.sum", taken), type=kind)]
+        )
+        for user, index in tuple(output.uses()):
+            if user is not total:
+                user.replace_input_with(index, total.outputs[0])
+        for position, value in enumerate(graph.outputs):
+            if value is output:
+                graph.outputs[position] = total.outputs[0]
+        graph.insert_after(node, total)
+        output.type, output.shape = kind, None
+        graph.outputs.append(output)
+        self._own, self._added = str(own.name), str(added.name)
+
+    def losses(
+        self, library: FitLibrary, weights: Sequence[torch.Tensor], integer: Sequence[bool]
+    ) -> list[float]:
+        """Return the loss under each weight; see `NodeLosses.of`."""
+        if self._session is None:
+            return [0.0] * len(weights)
+        node, session = self._node, self._session
+        original = constants_of(library, node, self._opened, library.weights[node.name])
+        plain = [self._run(session, values, original) for values in self._values]
+        if self._alone:
+            x = [values[node.input_name] for values in self._values]
+            taken, given = _range(x), _range([outputs[-1] for outputs in plain])
+            given = (max(given[0], self._low), given[1])
+        losses = []
+        for weight, rounds in zip(weights, integer, strict=True):
+            constants = constants_of(library, node, self._opened, weight)
+            lost, whole = np.zeros(self._outputs), np.zeros(self._outputs)
+            for values, before in zip(self._values, plain, strict=True):
+                if rounds and self._alone:
+                    own = _rounded(values[node.input_name], taken)
+                    after = self._run(session, values, constants, own=own)
+                    if self._rounds_output:
+                        added = _rounded(after[-1], given) - after[-1]
+                        after = self._run(session, values, constants, own=own, added=added)
+                else:
+                    after = self._run(session, values, constants)
+                for index, (known, moved) in enumerate(zip(before, after, strict=True)):
+                    if index < self._reached and known.dtype.kind in "fiub":
+                        lost[index] += np.square(moved.astype(np.float64) - known).sum()
+                        whole[index] += np.square(known, dtype=np.float64).sum()
+            losses.append(float((lost / np.where(whole > 0, whole, 1)).sum() / self._outputs))
+        return losses
+
+    @cached_property
+    def _reached(self) -> int:
+        """How many outputs of the network there are."""
+        assert self._session is not None
+        return len(self._session.output_names) - self._alone
+
+    def _run(
+        self,
+        session: GraphSession,
+        values: Feed,
+        constants: Feed,
+        *,
+        own: Array | None = None,
+        added: Array | None = None,
+    ) -> list[Array]:
+        feed = {**values, **constants}
+        if self._alone:
+            feed[self._own] = values[self._node.input_name] if own is None else own
+            feed[self._added] = np.zeros(1, np.float32) if added is None else added
+        return session.run(feed)
+
+
+def _rounding_behind(graph: ir.Graph, node: Site, readers: Collection[str]) -> tuple[float, bool]:
+    """Return below what a node's output is cut off, and whether anything takes it but nodes that round it."""
+    value = next(each for each in graph if each.name == node.name).outputs[0]
+    low, uses = -np.inf, tuple(value.uses())
+    if len(uses) == 1 and is_standard(uses[0].node, "Relu") and not value.is_graph_output():
+        value, low = uses[0].node.outputs[0], 0.0  # rounded together, it is rounded behind the ReLU
+    return low, value.is_graph_output() or any(use.node.name not in readers for use in value.uses())
+
+
+def _range(values: Sequence[Array]) -> tuple[float, float]:
+    """Return the least and greatest numbers, 0 among them."""
+    return min(0.0, *(float(each.min()) for each in values)), max(
+        0.0, *(float(each.max()) for each in values)
+    )
+
+
+def _rounded(values: Array, limits: tuple[float, float]) -> Array:
+    """Return numbers rounded to 8 bits within a range that holds 0, as QuantizeLinear does it."""
+    scale = (limits[1] - limits[0]) / _STEPS
+    if scale == 0:
+        return values
+    zero = round(-limits[0] / scale)
+    steps = np.clip(np.rint(values / scale) + zero, 0, _STEPS) - zero
+    return (steps * scale).astype(np.float32)
