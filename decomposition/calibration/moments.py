@@ -62,8 +62,24 @@ class InputMoments:
         """
         if self.count == 1:
             return shrunk(self.second_moment, 1.0)
-        covariance = shrunk(self.covariance, self.shrinkage)
+        covariance = shrunk(self.covariance, self.shrinkage) if self.shrinkage else self.covariance
         return covariance if centred else with_mean(covariance, self.mean)
+
+
+def settled(moments: dict[str, InputMoments]) -> dict[str, InputMoments]:
+    """Return moments that are shrunk already, so that fits in them need no second copy of the matrices.
+
+    Args:
+        moments: Moments by layer name; the dictionary is empty then, so that each matrix is free before the
+            next one is shrunk.
+    """
+    shrunken = {}
+    for name in list(moments):
+        each = moments.pop(name)
+        if each.count > 1:
+            each = InputMoments(each.mean, each.metric(centred=True), each.count)
+        shrunken[name] = each
+    return shrunken
 
 
 class MomentAccumulator:
@@ -106,7 +122,7 @@ class MomentAccumulator:
         if self._products is None:
             covariance = RowFactor((torch.cat(self._rows).double() - mean) / self._count**0.5)
         else:
-            covariance = self._products / self._count - torch.outer(mean, mean)
+            covariance = (self._products / self._count).sub_(torch.outer(mean, mean))
         return InputMoments(mean, covariance, self._count, self._spread.shrinkage(covariance))
 
 
@@ -172,7 +188,8 @@ def collect_moments(
                 f"layer {name!r}: none of the calibration inputs reaches it; give inputs that do, or leave "
                 "the layer out"
             )
-    moments = {name: accumulator.moments() for name, accumulator in accumulators.items()}
+    # Each accumulator is free before the next one's matrix is made.
+    moments = {name: accumulators.pop(name).moments() for name in list(accumulators)}
     for name, moment in moments.items():
         if not is_finite(moment.covariance):
             raise DecompositionError(

@@ -17,7 +17,7 @@ from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.calibration.input_check import checked_batches
 from decomposition.calibration.input_selection import Selection, select_inputs
 from decomposition.calibration.metric import Metric
-from decomposition.calibration.moments import InputMoments, collect_moments
+from decomposition.calibration.moments import InputMoments, collect_moments, settled
 from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.candidates.candidates import Candidate, CandidateSet
 from decomposition.candidates.fit_cache import FitCache
@@ -49,6 +49,10 @@ from decomposition.operations.quantise import ACTIVATION_NOISE
 
 class FitLibrary:
     """Fits of one model's layers in one format or several, each computed once.
+
+    Weights are held twice, in float32 by the model and in float64 here, where fits compute with them. The
+    moments, the largest part, are held once where they are `settled`, or else twice: as they were measured,
+    and shrunk.
 
     Args:
         model: The dense model; its weights are copied.
@@ -149,7 +153,7 @@ class FitLibrary:
         options = within(specs, options)
         if calibration is not None:
             batches = checked_batches(calibration, model, [spec.name for spec in specs])
-            options["moments"] = collect_moments(model, specs, batches, seed=seed)
+            options["moments"] = settled(collect_moments(model, specs, batches, seed=seed))
             if weigh_outputs:
                 options["sensitivities"] = collect_sensitivities(model, specs, batches, seed=seed)
         return cls(model, specs, formats, **options)

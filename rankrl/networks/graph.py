@@ -15,6 +15,7 @@ import onnxruntime
 import torch
 
 from decomposition import CompressionPlan, FitLibrary, LayerSpec
+from decomposition.calibration.moments import settled
 from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
@@ -289,22 +290,30 @@ def fit_library(
     *,
     folder: Path | None = None,
     seed: int = 0,
+    measure: bool = True,
 ) -> FitLibrary:
     """Calibrate the nodes and return the library of their fits; nothing is fitted yet.
+
+    Weights exist three times then: in the file's graph, in float32 in modules that the library reads their
+    shapes from, and in float64 for fits. Moments and sensitivities, (in * kernel)^2 and out^2 numbers of 8
+    bytes for each node, exist once.
 
     Args:
         file: The network and its inputs.
         candidates: What may become of its nodes.
         folder: Where fits and sensitivities are kept for later runs, or None.
         seed: Seed of patches and perturbations.
+        measure: With `weigh_outputs`: scale the losses of candidates to measured ones (`GraphLibrary`).
 
     Raises:
         OnnxGraphError: No node can be compressed; the message gives the reasons.
     """
     usable, batches = file.usable, file.split.calibration
-    moments = collect_moments(file.network, usable, batches, seed=seed)
+    moments = settled(collect_moments(file.network, usable, batches, seed=seed))
     sensitivities = measured_sensitivities(file, folder=folder, seed=seed) if candidates.weigh_outputs else {}
-    losses = NodeLosses(file.network, usable, batches, folder) if candidates.weigh_outputs else None
+    losses = None
+    if candidates.weigh_outputs and measure:
+        losses = NodeLosses(file.network, usable, batches, folder)
     return GraphLibrary(
         SiteModules({site.name: site.module(MARKED) for site in usable}),
         [site.spec for site in usable],

@@ -21,6 +21,9 @@ from rankrl.onnx.graph_edits import Array, until
 
 _CAPTURED = 2**28
 """Bytes of captured values at a time."""
+_ACTIVE = 2**24
+"""Bytes of the largest input of a node in one pass: onnxruntime holds several values of that size at a time,
+and fewer inputs in each leave room to capture more nodes in a pass."""
 CHOOSING_ELEMENTS, FINAL_ELEMENTS = 2**23, 2**24
 """Numbers in the patches of one node, to choose ranks by and to fit in the end: a kernel of many positions
 has large patches, and the time of a fit grows with their number squared."""
@@ -40,7 +43,8 @@ def collect_moments(
 ) -> dict[str, InputMoments]:
     """Estimate the moments of what every node multiplies with its weight.
 
-    Nodes behind which nothing takes up a change of the mean are measured around zero.
+    Nodes behind which nothing takes up a change of the mean are measured around zero. One matrix of a node
+    exists twice at a time: its sums, and what becomes of them.
 
     Args:
         network: The network.
@@ -60,9 +64,10 @@ def collect_moments(
     layers = {node.name: node.module() for site in sites for node in site.nodes}
     counts = [network.axes.size(feed) for feed in batches]
     total = sum(counts)
-    for group in _groups(sites, max(counts)):
+    size_of_part = min(max(counts), max(1, _ACTIVE // max(map(_bytes, sites), default=1)))
+    for group in _groups(sites, size_of_part):
         session = Captured(model, [node.input_name for site in group for node in site.nodes], network.source)
-        fitting = max(1, _CAPTURED // sum(map(_bytes, group)))
+        fitting = min(size_of_part, max(1, _CAPTURED // sum(map(_bytes, group))))
         for feed in (part for whole in batches for part in network.axes.parts(whole, fitting)):
             values, size = session.run(feed), network.axes.size(feed)
             for site in group:
@@ -76,7 +81,8 @@ def collect_moments(
                             "inputs given; check how they are normalised"
                         )
                     accumulators[site.name].add(patches[0], labels_or_single(labels, total))
-    by_name = {name: accumulator.moments() for name, accumulator in accumulators.items()}
+    # Each accumulator is free before the next one's matrix is made.
+    by_name = {name: accumulators.pop(name).moments() for name in list(accumulators)}
     for site in sites:
         moments = by_name[site.name]
         if not is_finite(moments.covariance):

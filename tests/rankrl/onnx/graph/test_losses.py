@@ -1,0 +1,148 @@
+"""Losses of single nodes are those of the whole graph with that node compressed, and scale its candidates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from small_graphs import FRAMES, MAPS, convolutions, images, sentences, shared, tokens, upsampling
+
+from decomposition import CandidateSet, Factorise
+from rankrl.networks import graph_losses
+from rankrl.networks.candidates import CandidateOptions
+from rankrl.networks.graph import fit_library
+from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
+from rankrl.networks.graph_scoring import ScoringGraph
+from rankrl.onnx.export.int8 import quantise_onnx
+from rankrl.onnx.graph import OnnxNetwork, PreparedFile
+
+GRAPHS: dict[str, tuple[onnx.ModelProto, Any]] = {
+    "convolutions": (convolutions(), images(100)),
+    "tokens": (tokens(), sentences(100)),
+    "upsampling": (upsampling(), MAPS),
+    "shared": (shared(bias=True), FRAMES),
+}
+OPTIONS = CandidateOptions(("tucker", "spatial_svd"), candidates=3, iterations=5)
+
+
+def prepared(name: str, folder: Path) -> PreparedFile:
+    model, inputs = GRAPHS[name]
+    onnx.save(model, folder / "net.onnx")
+    return PreparedFile.read(folder / "net.onnx", inputs)
+
+
+def relative_loss(before: list[list[np.ndarray]], after: list[list[np.ndarray]]) -> float:
+    """Return the squared relative error of the outputs over all batches, averaged over the outputs."""
+    errors = []
+    for known, found in zip(zip(*before, strict=True), zip(*after, strict=True), strict=True):
+        lost = sum(float(np.square(a.astype(float) - b).sum()) for a, b in zip(known, found, strict=True))
+        errors.append(lost / sum(float(np.square(a.astype(float)).sum()) for a in known))
+    return float(np.mean(errors))
+
+
+@pytest.mark.parametrize("name", sorted(GRAPHS))
+def test_a_loss_is_that_of_the_whole_graph(name: str, tmp_path: Path) -> None:
+    file = prepared(name, tmp_path)
+    library = fit_library(file, OPTIONS, measure=False)
+    sites = library.all_candidates(limit=3)
+    losses = NodeLosses(file.network, file.usable, file.split.calibration)
+    graph = ScoringGraph(file.network, file.sites, library, sites)
+    feeds = losses._feeds
+
+    def outputs(choices: list[int]) -> list[list[np.ndarray]]:
+        session = graph.session(choices)
+        return [list(session.run(None, dict(feed))) for feed in feeds]
+
+    dense = [site.dense for site in sites]
+    before = outputs(dense)
+    for index, site in enumerate(sites):
+        weights = [library.weight(site.name, each.operations) for each in site.candidates]
+        measured = losses.of(library, site.name, weights, [False] * len(weights))
+        expected = [
+            relative_loss(before, outputs([*dense[:index], choice, *dense[index + 1 :]]))
+            for choice in range(len(site))
+        ]
+        np.testing.assert_allclose(measured, expected, rtol=1e-3, atol=1e-9)
+        assert measured[-1] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["convolutions", "tokens"])
+def test_integers_lose_what_onnxruntimes_own_lose(name: str, tmp_path: Path) -> None:
+    file = prepared(name, tmp_path)
+    library = fit_library(file, OPTIONS, measure=False)
+    losses = NodeLosses(file.network, file.usable, file.split.calibration)
+    feeds = losses._feeds
+    session = file.network.session()
+    before = [session.run(feed) for feed in feeds]
+    for node in file.usable:
+        weight = file.network.weight_inputs[node.name]
+        quantise_onnx(tmp_path / "net.onnx", tmp_path / "int8.onnx", feeds, weights=[weight])
+        rounded = OnnxNetwork.load(tmp_path / "int8.onnx").session()
+        expected = relative_loss(before, [rounded.run(feed) for feed in feeds])
+        spec = library.specs[node.name]
+        steps = library.weights[node.name].flatten(1).abs().amax(1) / 127
+        steps = steps.reshape(-1, *[1] * (library.weights[node.name].ndim - 1))
+        written = torch.round(library.weights[node.name] / steps) * steps
+        (found,) = losses.of(library, spec.name, [written], [True])
+        assert 0.3 * expected < found < 3 * expected
+
+
+def test_candidates_keep_their_order_within_a_format_and_match_what_was_measured(tmp_path: Path) -> None:
+    file = prepared("convolutions", tmp_path)
+    options = CandidateOptions(
+        ("tucker", "spatial_svd"), precisions=("float32", "int8"), candidates=4, iterations=5
+    )
+    measured = fit_library(file, options)
+    assert isinstance(measured, GraphLibrary)
+    predicted = fit_library(file, options, measure=False)
+    losses = NodeLosses(file.network, file.usable, file.split.calibration)
+    for site, before in zip(measured.all_candidates(limit=4), predicted.all_candidates(limit=4), strict=True):
+        for index, candidate in enumerate(before.candidates):
+            others = [
+                each
+                for each, other in enumerate(before.candidates)
+                if other.generator == candidate.generator and len(other.operations) == 1
+            ]
+            if index in others and isinstance(candidate.operations[0], Factorise):
+                ratio = site.losses[others] / before.losses[others]
+                np.testing.assert_allclose(ratio, ratio[0], rtol=1e-6)
+        matches = []
+        for index, candidate in enumerate(site.candidates[:-1]):
+            if candidate.operations and len(candidate.operations) == 1:
+                weight = measured.weight(site.name, candidate.operations)
+                (loss,) = losses.of(measured, site.name, [weight], [candidate.integer])
+                matches.append(np.isclose(loss, site.losses[index], rtol=1e-3))
+        assert sum(matches) >= 3  # one of each format, and the rounding
+
+
+def test_losses_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = prepared("convolutions", tmp_path)
+    opened: list[str] = []
+    begin = graph_losses._Tail.__init__
+
+    def spied(self: graph_losses._Tail, *arguments: Any) -> None:
+        opened.append(arguments[1].name)
+        begin(self, *arguments)
+
+    monkeypatch.setattr(graph_losses._Tail, "__init__", spied)
+
+    def losses() -> list[np.ndarray]:
+        library = fit_library(file, OPTIONS, folder=tmp_path / "fits")
+        sites: list[CandidateSet] = library.all_candidates(limit=3)
+        return [site.losses for site in sites]
+
+    first = losses()
+    assert opened == [site.name for site in file.usable]
+    for known, found in zip(first, losses(), strict=True):
+        np.testing.assert_array_equal(known, found)
+    assert opened == [site.name for site in file.usable]
+
+
+def test_without_weights_of_outputs_nothing_is_measured(tmp_path: Path) -> None:
+    file = prepared("convolutions", tmp_path)
+    library = fit_library(file, CandidateOptions(("tucker",), candidates=3, weigh_outputs=False))
+    assert all(site.importance == 1 for site in library.all_candidates(limit=3))
