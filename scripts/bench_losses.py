@@ -2,12 +2,12 @@
 
     OMP_NUM_THREADS=1 python scripts/bench_losses.py resnet20.onnx inputs.npz --plans 20 --rows losses.csv
 
-Draws plans of three kinds: nodes factorised at random ranks; all nodes in 8-bit integers but for some; and
-both, in one plan. Every plan's loss is predicted as the sum of its nodes' losses, without a sensitivity, with
-it, and with measured losses of single nodes beside it (what searches do), and measured: the squared relative
-error of the outputs of the file that it becomes, on inputs that nothing was fitted to. Prints Spearman's
-correlation of predictions and measurements for each kind, and over all plans. Plans are carried out without a
-refit of their nodes.
+Draws plans of three kinds: nodes factorised at random ranks of the upper half; all nodes in 8-bit integers
+but some; and both, in one plan. Every plan's loss is predicted as the sum of its nodes' losses, without a
+sensitivity, with it, and with measured losses of single nodes beside it (what searches do), and measured: the
+squared relative error of the outputs of the file that it becomes, on inputs that nothing was fitted to.
+Prints Spearman's correlation of predictions and measurements for each kind, and over all plans. Plans are
+carried out without a refit of their nodes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import onnx_ir as ir
 import torch
 from scipy.stats import spearmanr
 
-from decomposition import CandidateSet, Factorise
+from decomposition import CandidateSet
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import fit_library
 from rankrl.networks.graph_losses import GraphLibrary
@@ -46,11 +46,11 @@ def draw_plan(sites: Sequence[CandidateSet], kind: str, generator: np.random.Gen
     share = generator.uniform(0.1, 0.9)
     plan = []
     for site in sites:
-        factorised = [
-            index
-            for index, each in enumerate(site.candidates)
-            if any(isinstance(operation, Factorise) for operation in each.operations) and not each.integer
-        ]
+        factorised = sorted(
+            (index for index, each in enumerate(site.candidates) if not each.integer and each.operations),
+            key=lambda index: -site.candidates[index].cost.params,
+        )
+        factorised = factorised[: max(1, len(factorised) // 2)]  # losses of lower ranks are near 1
         rounded = [index for index, each in enumerate(site.candidates) if each.only_integers]
         options = {KINDS[0]: factorised, KINDS[1]: rounded, KINDS[2]: factorised}[kind]
         if kind == KINDS[2] and generator.random() < 0.5:
@@ -82,9 +82,7 @@ class Measured:
         for site, choice in zip(self._sites, plan, strict=True):
             node, candidate = nodes[site.name], site.candidates[choice]
             opened = open_constants(model, node)
-            # What is rounded below is rounded as the quantiser does it.
-            operations = () if candidate.only_integers else candidate.operations
-            weight = self._library.weight(site.name, operations)
+            weight = self._library.weight(site.name, candidate.operations)
             for name, array in constants_of(self._library, node, opened, weight).items():
                 model.graph.initializers[name].const_value = ir.tensor(array, name=name)
             if candidate.only_integers:

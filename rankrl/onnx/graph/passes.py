@@ -15,12 +15,12 @@ PASSES = (2048, 8192)
 whole keeps within `EFFORT`."""
 _MACS = 4e11
 """Multiply-accumulates of these passes, about, which decide between them."""
-EFFORT = 7e12
+EFFORT = 4e12
 """Multiply-accumulates of all passes of all nodes, about two minutes of one core in onnxruntime. They decide
 instead of the clock, so that the same network and inputs get the same matrices at every call."""
-_OF_ELEMENT = 40
+_OF_ELEMENT = 15
 """Multiply-accumulates in the time of one number that nodes without weights read and write."""
-_OF_NODE = 100_000
+_OF_NODE = 50_000
 """Multiply-accumulates in the time that a node of the graph takes whatever it computes."""
 
 
