@@ -8,12 +8,14 @@ import onnx_ir as ir
 from decomposition.network.kinds import Kind
 from decomposition.network.layers import LayerSpec
 from rankrl.onnx.graph.quantised import constant, rounded_constant
+from rankrl.onnx.graph.recurrent import is_recurrent
 from rankrl.onnx.graph.site import Absorber
 from rankrl.onnx.graph_edits import Array
 from rankrl.onnx.operators import is_standard
 
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 """Operators that may hold a weight."""
+_RECURRENT: dict[str, Kind] = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}
 _CONVOLUTIONS: dict[int, Kind] = {1: "conv1d", 2: "conv2d", 3: "conv3d"}
 _TRANSPOSED: dict[int, Kind] = {1: "conv_transpose1d", 2: "conv_transpose2d", 3: "conv_transpose3d"}
 
@@ -31,6 +33,9 @@ def layer_spec(node: ir.Node, name: str, index: int, weight: Array | None) -> La
         outputs, inputs = shape[0], shape[1] * groups
         if node.op_type == "ConvTranspose":
             outputs, inputs = shape[1] * groups, shape[0]
+    elif is_recurrent(node):
+        kind = _RECURRENT[node.op_type]
+        outputs, inputs = shape[-2:]
     elif node.op_type in ("Gemm", "QGemm") and node.attributes.get_int("transB", 0) == 1:
         outputs, inputs = shape[0], shape[-1]
     else:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import torch
 
 from decomposition.network.layers import LayerSpec
+from decomposition.network.opaque import OPAQUE_KINDS
 from rankrl.onnx.graph.foreign import foreign_reason, foreign_weight
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.node_layers import (
@@ -29,6 +30,7 @@ from rankrl.onnx.graph.quantised import (
     is_rounded,
     rounded_constant,
 )
+from rankrl.onnx.graph.recurrent import is_recurrent, recurrent_macs, recurrent_reason, recurrent_weight
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph.twins import constant_name, use_counts, with_twins
 from rankrl.onnx.graph_edits import Array, depending, until
@@ -85,23 +87,27 @@ def _shapes(model: ir.Model, network: OnnxNetwork, feed: Feed) -> Shapes:
     """Return the shapes of what the nodes of the main graph multiply and make, on one input."""
     nodes = [node for node in model.graph if _multiplies(node)]
     ends = [value for node in nodes for value in (*node.inputs[:2], node.outputs[0]) if value is not None]
-    computed = list(dict.fromkeys(str(value.name) for value in ends if value.producer() is not None))
-    if not computed:
-        return {}
+    computed = list(dict.fromkeys(str(value.name) for value in ends if value.name and value.producer()))
     one = network.axes.one(feed)
-    session = GraphSession(until(model, computed), network.source)
-    values = dict(zip(session.output_names, session.run(one), strict=True)) | dict(one)
+    values = dict(one)
+    if computed:
+        session = GraphSession(until(model, computed), network.source)
+        values |= zip(session.output_names, session.run(one), strict=True)
     return {name: value.shape for name, value in values.items()}
 
 
 def _multiplies(node: ir.Node) -> bool:
     """Tell whether a node is a convolution or product, or holds a weight without saying what it does."""
-    return is_standard(node, *PRODUCTS) or computes_integers(node) or foreign_weight(node) is not None
+    products = is_standard(node, *PRODUCTS) or is_recurrent(node) or computes_integers(node)
+    return products or foreign_weight(node) is not None
 
 
 def _counted(site: Site, seen: _Seen) -> Site:
     """Return a node that stays as it is with its multiply-accumulates, which count towards the whole."""
     spec = site.spec
+    if spec.kind in OPAQUE_KINDS and site.input_name in seen.shapes:
+        macs = recurrent_macs(seen.shapes[site.input_name], spec.params, seen.batch)
+        return replace(site, spec=replace(spec, macs=macs))
     if spec.refusal is None or site.output_name not in seen.shapes or spec.params == 0:
         return site
     shape = seen.shapes[site.input_name if spec.kind.startswith("conv_transpose") else site.output_name]
@@ -130,6 +136,8 @@ def _weight(node: ir.Node, seen: _Seen) -> tuple[Array | None, str | None] | Non
     if computes_integers(node):
         integers = integer_weight(node)
         return None if integers is None else (integers, _QUANTISED)
+    if is_recurrent(node):
+        return recurrent_weight(node), recurrent_reason(node)
     foreign = foreign_weight(node)
     if foreign is not None:
         return foreign, foreign_reason(node)
