@@ -99,4 +99,9 @@ def _certified(network: Network, compressed: Any, drop: float | None) -> Certifi
     """Return what the inputs that chose nothing say of the loss, or None where they do not tell."""
     after = network.values(compressed)
     before = None if after is None else network.values(None)
-    return None if after is None or before is None else certify(before, after, drop, network.basis)
+    if after is None or before is None:
+        return None
+    if before.shape != after.shape:
+        log.warning("no certificate: the score tells of %d inputs, then of %d", len(before), len(after))
+        return None
+    return certify(before, after, drop, network.basis)

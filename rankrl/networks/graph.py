@@ -239,7 +239,9 @@ class GraphNetwork:
         """Return the user's score of every input, or the agreement with the original."""
         if self.judge is None:
             return (
-                np.ones(self.compared_inputs) if compressed is None else agreement_values(compressed.outputs)
+                np.ones(self.compared_inputs)
+                if compressed is None
+                else agreement_values(compressed.outputs, self.compared_inputs)
             )
         return values_of_inputs(self._answer(compressed))
 

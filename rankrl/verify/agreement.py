@@ -35,7 +35,9 @@ class OutputAgreement:
             row of several numbers for every input.
         kind: What it is scored by (`OutputScore.kind`).
         reason: Why by that.
-        values: The score of every input, shape (N,), 1 at most.
+        values: The score of every row, shape (N,), 1 at most; of every input where the first axis counts
+            them.
+        batches: Their mean in every batch, shape (batches,).
     """
 
     name: str
@@ -44,6 +46,7 @@ class OutputAgreement:
     kind: OutputKind = "values"
     reason: str = ""
     values: Array = field(default_factory=lambda: np.zeros(1), repr=False, compare=False)
+    batches: Array = field(default_factory=lambda: np.zeros(1), repr=False, compare=False)
 
     @property
     def score(self) -> float:
@@ -121,6 +124,7 @@ def agreement(
             scores[index].kind,
             scores[index].reason,
             np.concatenate(values[index]),
+            np.array([each.mean() for each in values[index]]),
         )
         for index, name in enumerate(names)
     ]
@@ -171,13 +175,19 @@ def agreement_score(outputs: Sequence[OutputAgreement]) -> float:
     return float(np.mean([each.score for each in outputs]))
 
 
-def agreement_values(outputs: Sequence[OutputAgreement]) -> Array | None:
-    """Return the agreement of every input, shape (N,), whose mean is `agreement_score`.
+def agreement_values(outputs: Sequence[OutputAgreement], inputs: int) -> Array | None:
+    """Return the agreement of every input, shape (inputs,).
+
+    Args:
+        outputs: How far each output agrees.
+        inputs: How many inputs that was measured on.
 
     Returns:
-        None where the outputs do not count inputs alike on their first axis.
+        None where an output counts them neither on its first axis nor by batches of one.
     """
-    if len({len(each.values) for each in outputs}) != 1:
+    rows = [next((x for x in (each.values, each.batches) if len(x) == inputs), None) for each in outputs]
+    known = [each for each in rows if each is not None]
+    if not known or len(known) < len(rows):
         return None
-    mean: Array = np.mean([each.values for each in outputs], 0)
+    mean: Array = np.mean(known, 0)
     return mean

@@ -82,7 +82,11 @@ class HeldoutScore:
         Returns:
             None where the outputs do not count inputs alike on their first axis.
         """
-        return self._right(network) if self.by_class else agreement_values(self.agreement(network))
+        return (
+            self._right(network)
+            if self.by_class
+            else agreement_values(self.agreement(network), len(self.sample))
+        )
 
     @property
     def unit(self) -> str:

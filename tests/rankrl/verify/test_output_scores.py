@@ -138,10 +138,17 @@ def test_outputs_are_averaged_input_by_input() -> None:
         [logits(20, 10), np.zeros((20, 2, 3))],
     )
     outputs = compared(before, after)
-    values = agreement_values(outputs)
+    values = agreement_values(outputs, 20)
     assert values is not None
     assert values.mean() == pytest.approx(agreement_score(outputs))
     assert values == pytest.approx((outputs[0].values + outputs[1].values) / 2)
+    assert agreement_values(outputs, 19) is None
+
+
+def test_batches_of_one_input_are_counted_as_inputs() -> None:
+    before = DRAWN.standard_normal((14, 3))
+    outputs = compared([before], [np.where(np.arange(14)[:, None] < 7, 0, before)])
+    assert agreement_values(outputs, 2) == pytest.approx([outputs[0].values[:7].mean(), 1.0])
 
 
 @given(st.integers(0, 10_000), st.integers(2, 40), st.integers(2, 12), st.floats(0, 2))

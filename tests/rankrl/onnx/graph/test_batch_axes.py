@@ -289,6 +289,8 @@ def test_inputs_without_any_batch_axis_are_run_one_by_one(tmp_path: Path) -> Non
         tmp_path / "net.onnx", feeds, tmp_path / "small.onnx", batch_axes={"x": None}, **grouped(**QUICK)
     )
     assert (found.heldout, found.outputs[0].top1) == (4, None)
+    assert found.certificate is not None
+    assert found.certificate.inputs == 4
 
 
 def test_constants_that_differ_keep_batches_apart(tmp_path: Path) -> None:
