@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -61,26 +61,9 @@ def collect_moments(
     model = network.graph_model()
     generator = torch.Generator().manual_seed(seed)
     accumulators = {site.name: MomentAccumulator() for site in sites}
-    layers = {node.name: node.module() for site in sites for node in site.nodes}
-    counts = [network.axes.size(feed) for feed in batches]
-    total = sum(counts)
-    size_of_part = min(max(counts), max(1, _ACTIVE // max(map(_bytes, sites), default=1)))
-    for group in _groups(sites, size_of_part):
-        session = Captured(model, [node.input_name for site in group for node in site.nodes], network.source)
-        fitting = min(size_of_part, max(1, _CAPTURED // sum(map(_bytes, group))))
-        for feed in (part for whole in batches for part in network.axes.parts(whole, fitting)):
-            values, size = session.run(feed), network.axes.size(feed)
-            for site in group:
-                share = max(1, most_patches(site, CHOOSING_ELEMENTS) * size // total // len(site.nodes))
-                for node in site.nodes:
-                    received = [values[node.input_name]]
-                    patches, labels = drawn_patches(node, layers[node.name], received, share, generator, size)
-                    if not bool(torch.isfinite(patches[0]).all()):
-                        raise OnnxGraphError(
-                            f"node {node.name!r} of {network.source}: its input is NaN or infinite on the "
-                            "inputs given; check how they are normalised"
-                        )
-                    accumulators[site.name].add(patches[0], labels_or_single(labels, total))
+    largest = min(max(map(network.axes.size, batches)), max(1, _ACTIVE // max(map(_bytes, sites), default=1)))
+    for group in _groups(sites, largest):
+        _accumulate(network, model, group, batches, largest, accumulators, generator)
     # Each accumulator is free before the next one's matrix is made.
     by_name = {name: accumulators.pop(name).moments() for name in list(accumulators)}
     for site in sites:
@@ -93,6 +76,38 @@ def collect_moments(
                 torch.zeros_like(moments.mean), whole, moments.count, moments.shrinkage
             )
     return by_name
+
+
+def _accumulate(
+    network: OnnxNetwork,
+    model: ir.Model,
+    group: Sequence[Site],
+    batches: Sequence[Feed],
+    largest: int,
+    accumulators: Mapping[str, MomentAccumulator],
+    generator: torch.Generator,
+) -> None:
+    """Add patches of the inputs of some nodes, `largest` inputs of the network at most in each pass.
+
+    The session and the layers, with two copies of the weights, are free when the group is done.
+    """
+    session = Captured(model, [node.input_name for site in group for node in site.nodes], network.source)
+    layers = {node.name: node.module() for site in group for node in site.nodes}
+    total = sum(map(network.axes.size, batches))
+    fitting = min(largest, max(1, _CAPTURED // sum(map(_bytes, group))))
+    for feed in (part for whole in batches for part in network.axes.parts(whole, fitting)):
+        values, size = session.run(feed), network.axes.size(feed)
+        for site in group:
+            share = max(1, most_patches(site, CHOOSING_ELEMENTS) * size // total // len(site.nodes))
+            for node in site.nodes:
+                received = [values[node.input_name]]
+                patches, labels = drawn_patches(node, layers[node.name], received, share, generator, size)
+                if not bool(torch.isfinite(patches[0]).all()):
+                    raise OnnxGraphError(
+                        f"node {node.name!r} of {network.source}: its input is NaN or infinite on the inputs "
+                        "given; check how they are normalised"
+                    )
+                accumulators[site.name].add(patches[0], labels_or_single(labels, total))
 
 
 def drawn_patches(
