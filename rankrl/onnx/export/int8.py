@@ -56,8 +56,9 @@ def quantise_onnx(
             run on an x86 processor without VNNI. None: where this processor is one (`sums_overflow`).
         cut: Cuts a batch into smaller ones, of which few are run at a time. None: along the first axis of
             every array, where the file does not say how many there are.
-        fitted: Whether ranges are those, of several kinds, that change the outputs least; otherwise they
-            reach from the smallest to the largest number, which does for a file that is only to be timed.
+        fitted: Whether ranges are those, of several kinds, that change the outputs least, and biases correct
+            means where that helps; otherwise ranges reach from the smallest to the largest number, which
+            does for a file that is only to be timed.
 
     Returns:
         `target`.

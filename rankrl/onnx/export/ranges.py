@@ -116,7 +116,7 @@ def collect_spreads(
         cut: Cuts batches into smaller ones.
     """
     spreads = {name: Spread() for name in names}
-    for name, values in _tensors(model, names, batches, cut):
+    for name, values in tensors_of(model, names, batches, cut):
         spreads[name].stretch(values)
     return spreads
 
@@ -125,14 +125,21 @@ def count_values(
     model: onnx.ModelProto, spreads: Mapping[str, Spread], batches: Iterable[Feed], cut: Cut
 ) -> None:
     """Count the numbers of tensors within their ends; arguments as in `collect_spreads`."""
-    for name, values in _tensors(model, list(spreads), batches, cut):
+    for name, values in tensors_of(model, list(spreads), batches, cut):
         spreads[name].count(values)
 
 
-def _tensors(
+def tensors_of(
     model: onnx.ModelProto, names: Sequence[str], batches: Iterable[Feed], cut: Cut
 ) -> Iterator[tuple[str, Array]]:
-    """Yield tensors by name; only those of a few inputs are held at a time."""
+    """Yield tensors by name; only those of a few inputs are held at a time.
+
+    Args:
+        model: The network.
+        names: Names of float tensors, inputs of the network among them.
+        batches: Calibration inputs.
+        cut: Cuts batches into smaller ones.
+    """
     entries = {entry.name for entry in model.graph.input}
     computed = [name for name in names if name not in entries]
     session = _session(model, computed)

@@ -1,4 +1,4 @@
-"""onnxruntime's static quantiser over one network, whose ranges are chosen by the error at the outputs."""
+"""onnxruntime's static quantiser over one network: ranges and biases by the error at the outputs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
+from rankrl.onnx.export.bias_correction import with_corrected_biases
 from rankrl.onnx.export.ranges import Array, Cut, Feed, Spread, collect_spreads, count_values
-from rankrl.onnx.protobuf import load_model, to_proto
+from rankrl.onnx.protobuf import load_model, save_model, to_proto
 from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
 
 _OPERATORS = frozenset((*QLinearOpsRegistry, *QDQRegistry))
@@ -54,6 +55,7 @@ class StaticQuantiser:
         self, path: Path, nodes: Sequence[str] | None, excluded: Sequence[str], reduced: bool, folder: Path
     ) -> None:
         self._path, self._scratch = path, folder / "quantised.onnx"
+        self._corrected = folder / "corrected.onnx"
         self._nodes, self._excluded, self._reduced = nodes, excluded, reduced
 
     def quantised(
@@ -64,41 +66,49 @@ class StaticQuantiser:
         Args:
             batches: Calibration inputs.
             cut: Cuts batches into smaller ones.
-            fitted: Whether ranges are those, of several kinds, with the least error at the outputs; else
-                they reach from the smallest to the largest number.
+            fitted: Whether ranges are those, of several kinds, with the least error at the outputs, and
+                biases are corrected where it gets less; else ranges reach from the smallest to the largest
+                number.
             finish: Changes a quantised network before it is judged.
         """
         model = load_model_with_shape_infer(self._path)
         spreads = collect_spreads(model, _activations(model, self._nodes), batches, cut)
         if not fitted:
-            return self._written(spreads, _WAYS["ends"], finish)
+            return self._written(self._path, spreads, "ends", finish)
         count_values(model, spreads, batches, cut)
         share = max(1, _JUDGED // len(batches))
         judged = [next(iter(cut(feed, share))) for feed in batches[:_JUDGED]]
         exact = _outputs(model, judged)
         del model
-        networks, errors = {}, {}
-        for way, method in _WAYS.items():
-            networks[way] = self._written(spreads, method, finish)
-            try:
-                errors[way] = output_error(_outputs(to_proto(networks[way]), judged), exact)
-            except Exception as error:  # onnxruntime's error classes have no common base of their own
-                log.debug("ranges by %s: onnxruntime cannot run the network: %s", way, error)
-                errors[way] = np.inf
+        networks = {way: self._written(self._path, spreads, way, finish) for way in _WAYS}
+        errors = {way: self._error(network, judged, exact) for way, network in networks.items()}
         log.debug("error at the outputs by ranges: %s", errors)
-        return networks[min(errors, key=lambda way: errors[way])]
+        best = min(errors, key=lambda way: errors[way])
+        if not np.isfinite(errors[best]):
+            return networks[best]
+        save_model(with_corrected_biases(self._path, networks[best], judged, cut), self._corrected)
+        corrected = self._written(self._corrected, spreads, best, finish)
+        error = self._error(corrected, judged, exact)
+        log.debug("with corrected biases: %s", error)
+        return corrected if error < errors[best] else networks[best]
+
+    @staticmethod
+    def _error(network: ir.Model, feeds: Sequence[Feed], exact: Sequence[Array]) -> float:
+        """Return the error at the outputs, infinite where onnxruntime cannot run the network."""
+        try:
+            return output_error(_outputs(to_proto(network), feeds), exact)
+        except Exception as error:  # onnxruntime's error classes have no common base of their own
+            log.debug("onnxruntime cannot run the network in integers: %s", error)
+            return np.inf
 
     def _written(
-        self,
-        spreads: Mapping[str, Spread],
-        way: Callable[[Spread], tuple[np.float32, np.float32]],
-        finish: Callable[[ir.Model], None],
+        self, path: Path, spreads: Mapping[str, Spread], way: str, finish: Callable[[ir.Model], None]
     ) -> ir.Model:
-        """Return the network in integers with some ranges."""
-        ranges = {name: tuple(map(np.asarray, way(spread))) for name, spread in spreads.items()}
+        """Return a network in integers with some ranges."""
+        ranges = {name: tuple(map(np.asarray, _WAYS[way](spread))) for name, spread in spreads.items()}
         with _quiet():
             quantiser = QDQQuantizer(
-                load_model_with_shape_infer(self._path),
+                load_model_with_shape_infer(path),
                 per_channel=True,
                 reduce_range=self._reduced,
                 weight_qType=QuantType.QInt8,
