@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,8 +26,8 @@ from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
 
 _OPERATORS = frozenset((*QLinearOpsRegistry, *QDQRegistry))
 """What onnxruntime's quantiser knows."""
-_JUDGED = 64
-"""Inputs that outputs are compared on."""
+_COUNTED, _JUDGED = 256, 64
+"""Inputs that numbers are counted on, and outputs compared; the same ones in whatever order they come."""
 _WAYS: Mapping[str, Callable[[Spread], tuple[np.float32, np.float32]]] = {
     "ends": lambda spread: spread.ends,
     "least mean square": Spread.least_square,
@@ -75,9 +76,9 @@ class StaticQuantiser:
         spreads = collect_spreads(model, _activations(model, self._nodes), batches, cut)
         if not fitted:
             return self._written(self._path, spreads, "ends", finish)
-        count_values(model, spreads, batches, cut)
-        share = max(1, _JUDGED // len(batches))
-        judged = [next(iter(cut(feed, share))) for feed in batches[:_JUDGED]]
+        singles = sorted((part for feed in batches for part in cut(feed, 1)), key=_digest)
+        count_values(model, spreads, singles[:_COUNTED], cut)
+        judged = singles[:_JUDGED]
         exact = _outputs(model, judged)
         del model
         networks = {way: self._written(self._path, spreads, way, finish) for way in _WAYS}
@@ -182,6 +183,13 @@ def _activations(model: onnx.ModelProto, nodes: Collection[str] | None) -> list[
         for name in dict.fromkeys(taken)
         if name in kinds and name not in stored and kinds[name].elem_type == onnx.TensorProto.FLOAT
     ]
+
+
+def _digest(feed: Feed) -> bytes:
+    content = hashlib.sha256()
+    for name in sorted(feed):
+        content.update(np.ascontiguousarray(feed[name]).tobytes())
+    return content.digest()
 
 
 @contextmanager
