@@ -54,7 +54,7 @@ def quantise_onnx(
         partly: With weights: accept a file in which other nodes are in integers already; they stay.
         reduce_range: Whether weights lie in -64..64 instead of -127..127, as they have to where the file will
             run on an x86 processor without VNNI. None: where this processor is one (`sums_overflow`).
-        cut: Cuts a batch into smaller ones, of which few are run at a time. None: along the first axis of
+        cut: Cuts a batch into smaller ones, which are run one by one. None: along the first axis of
             every array, where the file does not say how many there are.
         fitted: Whether ranges are those, of several kinds, that change the outputs least, and biases correct
             means where that helps; otherwise ranges reach from the smallest to the largest number, which

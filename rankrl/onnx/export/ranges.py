@@ -1,4 +1,4 @@
-"""Ranges of tensors on calibration inputs, of which few are run at a time.
+"""Ranges of tensors on calibration inputs, which are run one by one.
 
 What lies outside a range is cut off, and the wider the range the coarser its 256 steps. Where few numbers lie
 far from all others, cutting them off costs less than it saves (Banner et al., NeurIPS 2019).
@@ -22,8 +22,6 @@ Cut = Callable[[Feed, int], Iterable[Feed]]
 """Cuts a batch into smaller ones of so many inputs."""
 Range = tuple[np.float32, np.float32]
 
-_BYTES = 2**27
-"""Of tensors that are held at a time, where one input does not need more."""
 _BINS = 2048
 _COUNTED = 2**16
 """Numbers that are counted of a tensor at a time, at least."""
@@ -132,7 +130,7 @@ def count_values(
 def tensors_of(
     model: onnx.ModelProto, names: Sequence[str], batches: Iterable[Feed], cut: Cut
 ) -> Iterator[tuple[str, Array]]:
-    """Yield tensors by name; only those of a few inputs are held at a time.
+    """Yield tensors by name; only those of one input are held at a time.
 
     Args:
         model: The network.
@@ -143,16 +141,12 @@ def tensors_of(
     entries = {entry.name for entry in model.graph.input}
     computed = [name for name in names if name not in entries]
     session = _session(model, computed)
-    size, held = 1, 0
     for batch in batches:
-        for part in cut(batch, size):
+        for part in cut(batch, 1):
             values = {name: np.asarray(array, order="C") for name, array in part.items()}
             yield from ((name, values[name]) for name in names if name in entries)
             if computed:
-                outputs = session.run(computed, values)
-                held = max(held, sum(array.nbytes for array in outputs) // size)
-                yield from zip(computed, outputs, strict=True)
-        size = max(1, _BYTES // max(1, held))
+                yield from zip(computed, session.run(computed, values), strict=True)
 
 
 def _session(model: onnx.ModelProto, outputs: Sequence[str]) -> onnxruntime.InferenceSession:

@@ -14,7 +14,7 @@ from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod
 from onnxruntime.quantization.calibrate import create_calibrator
 from torch import nn
 
-from rankrl.onnx.export import export_onnx, ranges
+from rankrl.onnx.export import export_onnx
 from rankrl.onnx.export.ranges import Feed, Spread, collect_spreads
 
 SHAPE = (3, 12, 12)
@@ -80,10 +80,7 @@ def calibrated(path: Path, batches: list[Feed], folder: Path) -> dict[str, tuple
     return {name: each.range_value for name, each in calibrator.compute_data().items()}
 
 
-def test_ends_are_those_of_onnxruntimes_calibrator_to_the_bit(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranges, "_BYTES", 1)
+def test_ends_are_those_of_onnxruntimes_calibrator_to_the_bit(path: Path, tmp_path: Path) -> None:
     model = onnx.shape_inference.infer_shapes(onnx.load(path))
     singly = calibrated(path, [part for feed in feeds(model) for part in cut(feed, 1)], tmp_path)
     together = calibrated(path, feeds(model), tmp_path)
@@ -97,25 +94,6 @@ def test_ends_are_those_of_onnxruntimes_calibrator_to_the_bit(
     same = {name for name in ends if ends[name] == together[name]}
     assert set(ends) - same <= {product, *model.graph.output[0].name.split()}  # sums in another order
     np.testing.assert_allclose(ends[product], np.ravel(together[product]), rtol=1e-6)
-
-
-@pytest.mark.parametrize("held", [1, 2**16, 2**27])
-def test_as_many_inputs_run_at_a_time_as_their_tensors_fit(
-    held: int, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranges, "_BYTES", held)
-    model = onnx.load(path)
-    names, sizes = [name for node in model.graph.node for name in node.output], []
-
-    def noted(feed: Feed, size: int) -> Iterator[Feed]:
-        sizes.append(size)
-        return cut(feed, size)
-
-    collect_spreads(model, names, feeds(model), noted)
-    assert sizes[0] == 1  # nothing is known of their size
-    one = 4 * 12 * 12 * 16
-    assert sizes[1] == sizes[2]
-    assert sizes[1] == 1 or held / (8 * one) < sizes[1] < held / (3 * one)
 
 
 def rounded(values: np.ndarray, ends: tuple[np.float32, np.float32]) -> np.ndarray:
