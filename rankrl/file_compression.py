@@ -120,13 +120,7 @@ class FileSearch:
         """
         request.check()
         check_options(request)
-        budget = request.goal.budget
-        # A rule's plan within a budget that is counted is one: no input chooses it.
-        chooses = request.selector not in list_heuristics() or bool(
-            {"latency", "bytes"} & {*budget.fractions}
-        )
-        chooses = chooses or budget.drop is not None
-        file = source.read(request, scored=source.heldout if chooses and source.score is None else 0.0)
+        file = source.read(request, scored=source.heldout if _chooses(source, request) else 0.0)
         check_as_read(file)
         candidates = _of_file(request.candidates(), file)
         network = _network(file, source, request)

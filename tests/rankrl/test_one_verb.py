@@ -111,6 +111,7 @@ def test_what_means_nothing_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.filterwarnings("default:write :DeprecationWarning")  # `warns` hands on what it does not expect
 def test_names_of_the_last_version_work_and_warn(file: Path, tmp_path: Path) -> None:
     inputs = IMAGES.numpy()
     quick = {"candidates": 3, "timing": QUICK["timing"], "decomposition": "tucker", "params": 0.6}
