@@ -63,7 +63,7 @@ def best_of_standard_plans(session: SearchSession, result: SearchResult, call: S
         return result
     score, original = session.scoring.of_networks(), session.scoring.of_original()
     measure = _meter(session, lambda network: original - score(network), call)
-    chosen = measure("the search", result.row.key, result.plan.chosen_by)
+    chosen = measure("the plan of the search", result.row.key, result.plan.chosen_by)
     limit = 1.0 if session.latency is None else session.latency.fraction_of_original
     measured = [measure(name, key) for name, key in rivals.items()]
     keeping = [chosen, *(plan for plan in measured if plan.cost <= max(limit, chosen.cost))]

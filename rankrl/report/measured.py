@@ -41,7 +41,9 @@ def measured_note(metrics: Mapping[str, Any]) -> str:
     if taken == "all dense":
         return f"{note} Nothing cheaper loses as little: the network is handed back as it was."
     if taken is not None:
-        note += f" {taken[0].upper()}{taken[1:]} was taken: no other is at least as good in both."
+        note += (
+            f" {taken[0].upper()}{taken[1:]} was taken: no other is better in one and as good in the other."
+        )
     return note
 
 
