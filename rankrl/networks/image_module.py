@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor, nn
 
-from decomposition import CompressionPlan, FitLibrary, apply_plan, count_macs, count_parameters
+from decomposition import CompressionPlan, FitLibrary, apply_plan
 from rankrl.data import ImageData
 from rankrl.data.calibration import calibration_images
 from rankrl.networks.base import WrittenFile
@@ -22,13 +22,11 @@ from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.scores.scoring import ImageScoring
-from rankrl.report import LayerRow
 from rankrl.training.accuracy import share
 from rankrl.training.chance import guessing_share
 from rankrl.verify.certificate import Basis
 from rankrl.verify.collapse import accuracy_collapse
 from rankrl.verify.file_export import export_file
-from rankrl.verify.layer_rows import layer_rows, stored_bytes
 from rankrl.verify.measure import ImageInputs, correct_tests, export_dense
 
 log = logging.getLogger(__name__)
@@ -129,14 +127,6 @@ class ImageModule(ModuleNetwork):
         """Return what the dense network costs."""
         return {**self.costs, "file_bytes": self.baseline.stat().st_size}
 
-    def costs_after(self, plan: CompressionPlan, compressed: nn.Module) -> dict[str, int]:
-        """Return what a compressed network costs."""
-        return {
-            "params": count_parameters(compressed),
-            "macs": count_macs(compressed, self.input_shape),
-            "bytes": stored_bytes(plan, self.model, compressed),
-        }
-
     def score(self, compressed: nn.Module | None) -> float:
         """Return the accuracy on the test images, for the report."""
         return self.accuracy if compressed is None else share(self._correct(compressed))
@@ -153,7 +143,3 @@ class ImageModule(ModuleNetwork):
         del compressed
         share = guessing_share(self.data.heldout.y)
         return accuracy_collapse(score, self.accuracy, share, len(self.data.test))
-
-    def rows(self, plan: CompressionPlan, compressed: nn.Module) -> list[LayerRow]:
-        """Return the report's row of every layer."""
-        return layer_rows(plan, self.model, compressed)

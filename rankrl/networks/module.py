@@ -10,7 +10,15 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from decomposition import FitLibrary, Inputs, LayerSpec, count_macs, count_parameters, inspect_layers
+from decomposition import (
+    CompressionPlan,
+    FitLibrary,
+    Inputs,
+    LayerSpec,
+    count_macs,
+    count_parameters,
+    inspect_layers,
+)
 from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.input_specs import InputShape
@@ -21,8 +29,10 @@ from rankrl.networks.blocks import block_removals
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.channels import channel_narrowings
 from rankrl.options.timing import LatencyOptions
+from rankrl.report import LayerRow
 from rankrl.timing.module_files import ModuleFiles
 from rankrl.timing.network_timer import NetworkTimer
+from rankrl.verify.layer_rows import layer_rows, stored_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +122,18 @@ class ModuleNetwork:
         preprocessing = self.preprocessing if options.preprocess else None
         files = ModuleFiles(self.model, self.input_shape, options.batch, options.channel_block, preprocessing)
         return NetworkTimer(files, self.specs, self.input_shape, options)
+
+    def costs_after(self, plan: CompressionPlan, compressed: nn.Module) -> dict[str, int]:
+        """Return what a compressed network costs."""
+        return {
+            "params": count_parameters(compressed),
+            "macs": count_macs(compressed, self.input_shape),
+            "bytes": stored_bytes(plan, self.model, compressed),
+        }
+
+    def rows(self, plan: CompressionPlan, compressed: nn.Module) -> list[LayerRow]:
+        """Return the report's row of every layer."""
+        return layer_rows(plan, self.model, compressed)
 
     def _removable(self, candidates: CandidateOptions) -> dict[str, Any]:
         """Return which channels and blocks may go, as `FitLibrary` takes it."""

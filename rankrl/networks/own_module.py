@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import nn
 
-from decomposition import CompressionPlan, FitLibrary, apply_plan, count_macs, count_parameters
+from decomposition import CompressionPlan, FitLibrary, apply_plan
 from decomposition.network.inputs import split
 from rankrl.networks.base import WrittenFile
 from rankrl.networks.module import ModuleNetwork
@@ -23,10 +23,8 @@ from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.scores.score_evaluator import Score, answer, checked_score, values_of_inputs
 from rankrl.plan_search.scores.scoring import FunctionScoring
 from rankrl.progress import Progress
-from rankrl.report import LayerRow
 from rankrl.verify.certificate import OWN_SCORE, Basis
 from rankrl.verify.file_export import export_file
-from rankrl.verify.layer_rows import layer_rows, stored_bytes
 from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
 
 
@@ -120,14 +118,6 @@ class OwnModule(ScoredModule):
         """Return what the dense network costs."""
         return {**self.costs, "file_bytes": self.baseline.stat().st_size}
 
-    def costs_after(self, plan: CompressionPlan, compressed: nn.Module) -> dict[str, int]:
-        """Return what a compressed network costs."""
-        return {
-            "params": count_parameters(compressed),
-            "macs": count_macs(compressed, self.input_shape),
-            "bytes": stored_bytes(plan, self.model, compressed),
-        }
-
     def score(self, compressed: nn.Module | None) -> float:
         """Return what the function says of a compressed network, or of the dense one."""
         if compressed is None:
@@ -163,7 +153,3 @@ class OwnModule(ScoredModule):
         """Return what the held-out inputs show; see `Network`."""
         del score
         return self.heldout.collapsed(compressed)
-
-    def rows(self, plan: CompressionPlan, compressed: nn.Module) -> list[LayerRow]:
-        """Return the report's row of every layer."""
-        return layer_rows(plan, self.model, compressed)
