@@ -92,14 +92,12 @@ class FileSearch:
     """What a search over a network in an ONNX file begins with.
 
     Attributes:
-        source: Where the network is from.
         request: What is asked for; times are taken of batches that the file can take.
         network: The network.
         candidates: What may become of its nodes.
         kept: Whether the network as it was rewritten keeps a budget in time already.
     """
 
-    source: FileSource
     request: Request
     network: GraphNetwork
     candidates: CandidateOptions
@@ -126,7 +124,7 @@ class FileSearch:
         network = _network(file, source, request)
         check_reachable(network, candidates, request.goal)
         request = replace(request, goal=replace(request.goal, timing=network.timing))
-        begun = cls(source, request, network, candidates)
+        begun = cls(request, network, candidates)
         return begun if request.goal.budget.latency is None else begun._rewritten(request.goal.budget.latency)
 
     def session(self) -> SearchSession:

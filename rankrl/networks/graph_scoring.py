@@ -190,11 +190,6 @@ class OnnxScoring:
         score, original = replace(self, term="agreement"), self.of_original()
         return lambda written: original - score.of_session(written.session, "the compressed network")
 
-    @property
-    def unit(self) -> str:
-        """The user's own score, or the agreement with the original."""
-        return "agreement" if self.score is None else "score"
-
     def of_session(self, session: onnxruntime.InferenceSession, what: str) -> float:
         """Return the score of an open network.
 

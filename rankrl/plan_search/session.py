@@ -22,9 +22,7 @@ from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.layer_costs import layer_costs
 from rankrl.plan_search.run import SearchResult, run_search, with_row
 from rankrl.plan_search.scores.evaluation import Evaluator, MeasuresDivergences
-from rankrl.plan_search.scores.history import (
-    EpisodeRow,
-)
+from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.scores.rewards import Reward, create_reward
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import SearchProblem

@@ -43,10 +43,6 @@ class Scoring(Protocol):
     def losses(self) -> Callable[[Any], float]:
         """Return what says how much of the original's score such a network loses, in the score's unit."""
 
-    @property
-    def unit(self) -> str:
-        """What the score is, for a reader: `accuracy`, `agreement` or `score`."""
-
 
 @dataclass(frozen=True)
 class ImageScoring:
@@ -103,11 +99,6 @@ class ImageScoring:
         accuracy = self._of_networks("accuracy")
         dense = accuracy(self.model)
         return lambda network: dense - accuracy(network)
-
-    @property
-    def unit(self) -> str:
-        """The accuracy on held-out images."""
-        return "accuracy"
 
     def _of_networks(self, term: Term) -> Callable[[nn.Module], float]:
         data, images = self.data, self.data.heldout
@@ -166,8 +157,3 @@ class FunctionScoring:
         """Return what says how much of the dense network's score a compressed one loses."""
         dense = self.of_original()
         return lambda network: dense - scored(self.score, network, "a compressed network")
-
-    @property
-    def unit(self) -> str:
-        """The user's own score, or what held-out inputs with or without labels tell."""
-        return str(getattr(self.score, "unit", "score"))
