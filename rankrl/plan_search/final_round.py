@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from decomposition import list_heuristics
+from decomposition import CompressionPlan, list_heuristics
 from rankrl.plan_search.bounded_loss import within_loss
 from rankrl.plan_search.measured_plans import MeasuredPlan, PlanMeter, undominated
 from rankrl.plan_search.run import SearchResult, best_rows
@@ -61,8 +61,8 @@ def best_of_standard_plans(session: SearchSession, result: SearchResult, call: S
     rivals = {name: key for name, key in standard_plans(problem).items() if key != result.row.key}
     if not rivals:
         return result
-    score, original = session.scoring.of_networks(), session.scoring.of_original()
-    measure = _meter(session, lambda network: original - score(network), call)
+    original = session.scoring.of_original()
+    measure = _meter(session, lambda plan: original - session.network_score(plan), call)
     chosen = measure("the plan of the search", result.row.key, result.plan.chosen_by)
     limit = 1.0 if session.latency is None else session.latency.fraction_of_original
     measured = [measure(name, key) for name, key in rivals.items()]
@@ -87,7 +87,8 @@ def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -
         drop: What may be lost of the score.
     """
     start, problem = time.perf_counter(), session.problem
-    measure = _meter(session, session.scoring.losses(), call)
+    loss = session.scoring.losses()
+    measure = _meter(session, lambda plan: loss(session.applied(plan)), call)
     searches: list[SearchResult] = []
 
     def around(near: SearchProblem) -> list[Choices]:
@@ -118,10 +119,10 @@ def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -
     )
 
 
-def _meter(session: SearchSession, loss: Callable[[Any], float], call: SearchCall) -> PlanMeter:
+def _meter(session: SearchSession, loss: Callable[[CompressionPlan], float], call: SearchCall) -> PlanMeter:
     timed = None if session.latency is None else session.latency.share_of_original
     identity = session.evaluator.fingerprint
-    return PlanMeter(session.problem, session.applied, loss, timed, identity=identity, folder=call.folder)
+    return PlanMeter(session.problem, loss, timed, identity=identity, folder=call.folder)
 
 
 def _known(problem: SearchProblem, plan: MeasuredPlan) -> Evaluation:

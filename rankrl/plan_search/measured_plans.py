@@ -52,8 +52,7 @@ class PlanMeter:
 
     Args:
         problem: What is searched over.
-        apply: From a plan to its network, refit and all.
-        loss: From such a network to what it loses of the original's score.
+        loss: From a plan to what its network, refit and all, loses of the original's score.
         time: From a plan to its file's time / the original's; None where costs are counted.
         identity: What losses depend on beside the plan.
         folder: Where measurements are kept, so that a search that is resumed goes on with the same; or None.
@@ -62,14 +61,13 @@ class PlanMeter:
     def __init__(
         self,
         problem: SearchProblem,
-        apply: Callable[[CompressionPlan], Any],
-        loss: Callable[[Any], float],
+        loss: Callable[[CompressionPlan], float],
         time: Callable[[CompressionPlan], float] | None,
         *,
         identity: str,
         folder: Path | None = None,
     ) -> None:
-        self.problem, self._apply, self._loss, self._time = problem, apply, loss, time
+        self.problem, self._loss, self._time = problem, loss, time
         self._identity, self._cache = identity, Cache(folder)
         self.plans: dict[Choices, MeasuredPlan] = {}
 
@@ -101,7 +99,7 @@ class PlanMeter:
     def _measured(self, plan: CompressionPlan, choices: Choices) -> tuple[float, float]:
         cost = spent(self.problem, choices) if self._time is None else self._time(plan)
         dense = all(j == site.dense for site, j in zip(self.problem.sites, choices, strict=True))
-        return (0.0 if dense else self._loss(self._apply(plan))), (1.0 if dense else cost)
+        return (0.0 if dense else self._loss(plan)), (1.0 if dense else cost)
 
 
 def spent(problem: SearchProblem, choices: Sequence[int]) -> float:

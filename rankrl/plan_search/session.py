@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary
 from decomposition.errors import DecompositionError
+from decomposition.plan.layer_plan import LayerPlan
 from rankrl.errors import ConfigError
 from rankrl.networks.base import PricedNetwork, SearchableNetwork
 from rankrl.networks.candidates import CandidateOptions
@@ -136,7 +138,7 @@ class SearchSession:
         self.network, self.library, self.goal = network, library, goal
         self.scoring = network.scoring
         self.candidates = candidates
-        self._network_score: Callable[[Any], float] | None = None
+        self._network_scores: dict[tuple[LayerPlan, ...], float] = {}
         self._cluster: WorkerCluster | None = None
         self._stack = ExitStack()
 
@@ -176,6 +178,16 @@ class SearchSession:
         self.evaluator = self._stack.enter_context(evaluator)
         if isinstance(self.evaluator, MeasuresDivergences):
             self.problem = replace(self.problem, divergences=self.evaluator.divergences)
+
+    @cached_property
+    def _of_network(self) -> Callable[[Any], float]:
+        return self.scoring.of_networks()
+
+    def network_score(self, plan: CompressionPlan) -> float:
+        """Return the score of the network that a plan becomes, refit and all; it is made once."""
+        if plan.layers not in self._network_scores:
+            self._network_scores[plan.layers] = self._of_network(self.applied(plan))
+        return self._network_scores[plan.layers]
 
     def applied(self, plan: CompressionPlan) -> Any:
         """Return the network that a plan becomes, refit and all."""
@@ -281,11 +293,8 @@ class SearchSession:
         """Return the row of the plan to apply, chosen by the networks that plans become if that is wanted."""
         if len(rows) == 1:
             return rows[0]
-        if self._network_score is None:
-            self._network_score = self.scoring.of_networks()
-        score = self._network_score
         by = result.plan.chosen_by
-        return best_finalist(self.problem, rows, lambda plan: score(self.applied(plan)), self.reward, by)
+        return best_finalist(self.problem, rows, self.network_score, self.reward, by)
 
     def _fitted(self, unfitted: Sequence[CandidateSet]) -> list[CandidateSet]:
         sites: dict[str, CandidateSet] = {}

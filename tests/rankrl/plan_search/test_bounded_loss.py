@@ -72,7 +72,9 @@ class Network:
         return float(self.scale @ losses) / 10
 
     def meter(self, folder: Path | None = None) -> PlanMeter:
-        return PlanMeter(self.problem, self.apply, self.loss, None, identity="a test", folder=folder)
+        return PlanMeter(
+            self.problem, lambda plan: self.loss(self.apply(plan)), None, identity="a test", folder=folder
+        )
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.001, 0.01, 0.05, 0.3]))

@@ -96,11 +96,11 @@ class Finalists(SearchSession):
         self.problem, self.evaluator, self.reward, self.latency = problem, evaluator, reward, None
         limits = SearchOptions(episodes=12, finalists=finalists)
         self.goal = SearchGoal(BudgetOptions(params=0.5), limits)
-        self._network_score = score
+        self.score = score
         self.progress = None
 
-    def applied(self, plan):
-        return plan
+    def network_score(self, plan):
+        return self.score(plan)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
