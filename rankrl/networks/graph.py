@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import onnxruntime
@@ -24,6 +23,7 @@ from rankrl.networks.base import WrittenFile
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
+from rankrl.networks.once import once_per_network
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.graph.capture import collect_moments
 from rankrl.onnx.graph.costs import network_costs, plan_costs
@@ -213,22 +213,20 @@ class GraphNetwork:
         if self.judge is None:
             return 1.0 if compressed is None else agreement_score(compressed.outputs)
         what = "the original network" if compressed is None else "the compressed network"
-        return checked_score(self._answer(compressed), what)
+        return checked_score(self._answer(self._original if compressed is None else compressed), what)
 
     @cached_property
-    def _answers(self) -> WeakKeyDictionary[Any, Any]:
-        return WeakKeyDictionary()
+    def _answer(self) -> Callable[[WrittenGraph | OnnxNetwork], Any]:
+        """What the user's score says of a network; it is asked once."""
+        judge = self.judge
+        assert judge is not None
 
-    def _answer(self, compressed: WrittenGraph | None) -> Any:
-        """Return what the user's score says of a network, or of the original; it is asked once."""
-        assert self.judge is not None
-        network, original = (self if compressed is None else compressed), self._original
-        if network not in self._answers:
-            session = (
-                open_session(original.model, original.source) if compressed is None else compressed.session
-            )
-            self._answers[network] = self.judge(session)
-        return self._answers[network]
+        def asked(network: WrittenGraph | OnnxNetwork) -> Any:
+            if isinstance(network, WrittenGraph):
+                return judge(network.session)
+            return judge(open_session(network.model, network.source))
+
+        return once_per_network(asked)
 
     @property
     def basis(self) -> Basis:
@@ -243,7 +241,7 @@ class GraphNetwork:
                 if compressed is None
                 else agreement_values(compressed.outputs, self.compared_inputs)
             )
-        return values_of_inputs(self._answer(compressed))
+        return values_of_inputs(self._answer(self._original if compressed is None else compressed))
 
     def collapsed(self, compressed: WrittenGraph, score: float) -> str | None:
         """Return what the held-out inputs show; see `Network`."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from rankrl.data import ImageData
 from rankrl.data.calibration import calibration_images
 from rankrl.networks.base import WrittenFile
 from rankrl.networks.module import ModuleNetwork
+from rankrl.networks.once import once_per_network
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
@@ -89,14 +89,10 @@ class ImageModule(ModuleNetwork):
         return share(self._correct(self.model))
 
     @cached_property
-    def _answered(self) -> WeakKeyDictionary[nn.Module, Tensor]:
-        return WeakKeyDictionary()
-
-    def _correct(self, network: nn.Module) -> Tensor:
-        """Return which test images a network that is ready classifies right; they are walked through once."""
-        if network not in self._answered:
-            self._answered[network] = correct_tests(network, self.data)
-        return self._answered[network]
+    def _correct(self) -> Callable[[nn.Module], Tensor]:
+        """Which test images a network that is ready classifies right; they are walked through once."""
+        data = self.data
+        return once_per_network(lambda network: correct_tests(network, data))
 
     def write(self, compressed: nn.Module, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
         """Export a compressed network, verify the file on held-out images and time it; see `Network`.

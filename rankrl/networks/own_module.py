@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import nn
@@ -16,6 +15,7 @@ from decomposition import CompressionPlan, FitLibrary, apply_plan
 from decomposition.network.inputs import split
 from rankrl.networks.base import WrittenFile
 from rankrl.networks.module import ModuleNetwork
+from rankrl.networks.once import once_per_network
 from rankrl.onnx.export import export_onnx, verify_onnx
 from rankrl.onnx.export.verification import BATCH_SIZES
 from rankrl.options.decomposition import DecompositionOptions
@@ -125,14 +125,9 @@ class OwnModule(ScoredModule):
         return checked_score(self._answer(compressed), "the compressed network")
 
     @cached_property
-    def _answers(self) -> WeakKeyDictionary[nn.Module, Any]:
-        return WeakKeyDictionary()
-
-    def _answer(self, network: nn.Module) -> Any:
-        """Return what the function says of a network that is ready; it is asked once."""
-        if network not in self._answers:
-            self._answers[network] = answer(self.judge, network)
-        return self._answers[network]
+    def _answer(self) -> Callable[[nn.Module], Any]:
+        """What the function says of a network that is ready; it is asked once."""
+        return once_per_network(partial(answer, self.judge))
 
     @property
     def basis(self) -> Basis:
