@@ -19,7 +19,7 @@ from rankrl.onnx.export.ranges import Array, Cut, Feed, tensors_of
 from rankrl.onnx.graph_edits import free_ends, new_constant, part_of, stored
 from rankrl.onnx.operators import dequantises, is_standard, quantises
 from rankrl.onnx.protobuf import load_model, to_proto
-from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
+from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
 
 
 @dataclass
@@ -100,5 +100,5 @@ def _nodes(model: ir.Model, quantised: ir.Model) -> Iterable[_Node]:
         content = to_proto(part).SerializeToString()
         yield _Node(
             node,
-            onnxruntime.InferenceSession(content, session_options(None), providers=["CPUExecutionProvider"]),
+            inference_session(content),
         )

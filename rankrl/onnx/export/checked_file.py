@@ -13,7 +13,7 @@ from rankrl.errors import DefectError
 from rankrl.files import write_atomically
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.protobuf import to_proto
-from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
+from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
 
 
 def write_checked(model: ir.Model, path: str | Path, what: str, *, full_check: bool = False) -> int:
@@ -44,7 +44,7 @@ def write_checked(model: ir.Model, path: str | Path, what: str, *, full_check: b
         ) from error
     try:
         onnx.checker.check_model(proto, full_check=full_check)
-        onnxruntime.InferenceSession(data, session_options(1), providers=["CPUExecutionProvider"])
+        inference_session(data, 1)
     except MissingKernel:
         pass
     except Exception as error:  # neither onnx's errors nor onnxruntime's have a base of their own

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
+from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
 
 Array = np.ndarray[Any, Any]
 Feed = Mapping[str, Array]
@@ -151,8 +151,6 @@ def tensors_of(
 
 def _session(model: onnx.ModelProto, outputs: Sequence[str]) -> onnxruntime.InferenceSession:
     """Open a network in onnxruntime that returns other tensors, computed as they are written."""
-    options = session_options(None)
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     own = list(model.graph.output)
     try:
         del model.graph.output[:]
@@ -161,4 +159,4 @@ def _session(model: onnx.ModelProto, outputs: Sequence[str]) -> onnxruntime.Infe
     finally:
         del model.graph.output[:]
         model.graph.output.extend(own)
-    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return inference_session(content, optimised=False)

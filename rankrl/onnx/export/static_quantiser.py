@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 from onnxruntime.quantization import CalibrationMethod, QuantType
 from onnxruntime.quantization.calibrate import TensorsData
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -22,7 +21,7 @@ from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 from rankrl.onnx.export.bias_correction import with_corrected_biases
 from rankrl.onnx.export.ranges import Array, Cut, Feed, Spread, collect_spreads, count_values
 from rankrl.onnx.protobuf import load_model, save_model, to_proto
-from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
+from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
 
 _OPERATORS = frozenset((*QLinearOpsRegistry, *QDQRegistry))
 """What onnxruntime's quantiser knows."""
@@ -156,9 +155,7 @@ def _divergence(found: Array, right: Array) -> float:
 
 def _outputs(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[Array]:
     """Return the float outputs of a network, the numbers of all inputs one after the other."""
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), session_options(None), providers=["CPUExecutionProvider"]
-    )
+    session = inference_session(model.SerializeToString())
     runs = [
         session.run(None, {name: np.asarray(array, order="C") for name, array in feed.items()})
         for feed in feeds

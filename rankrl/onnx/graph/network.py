@@ -20,7 +20,7 @@ from rankrl.onnx.graph.half import HalfValues, half_values, in_float32, in_half
 from rankrl.onnx.graph.reading import read_graph
 from rankrl.onnx.graph_edits import Array
 from rankrl.onnx.protobuf import save_model, to_proto
-from rankrl.onnx.runtimes.onnxruntime_cpu import session_options
+from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
 
 Feed = Mapping[str, Array]
 """One array for each input of a network, by name."""
@@ -173,12 +173,9 @@ def open_session(
         OnnxGraphError: onnxruntime cannot run a node of it.
     """
     try:
-        options = session_options(threads)
-        if not optimised:
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         proto = to_proto(model) if isinstance(model, ir.Model) else model
         content = proto if isinstance(proto, str) else proto.SerializeToString()
-        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        return inference_session(content, threads, optimised=optimised)
     except Exception as error:  # onnxruntime's error classes have no common base of their own
         raise OnnxGraphError(
             f"onnxruntime {onnxruntime.__version__} cannot run {source}: {error}. Its operators may need "

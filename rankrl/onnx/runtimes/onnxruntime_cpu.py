@@ -51,9 +51,23 @@ class OnnxRuntime(Runtime):
 
     def load(self, path: str, threads: int | None) -> Session:
         """Open the file with the CPU's provider alone."""
-        options = session_options(threads)
-        providers = ["CPUExecutionProvider"]
-        return OnnxRuntimeSession(onnxruntime.InferenceSession(path, options, providers=providers))
+        return OnnxRuntimeSession(inference_session(path, threads))
+
+
+def inference_session(
+    model: str | bytes, threads: int | None = None, *, optimised: bool = True
+) -> onnxruntime.InferenceSession:
+    """Open a model on the processor, with the CPU's provider alone.
+
+    Args:
+        model: The path of its file, or its content.
+        threads: Threads that compute an operator; None for onnxruntime's choice.
+        optimised: Whether onnxruntime may rewrite the graph.
+    """
+    options = session_options(threads)
+    if not optimised:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def session_options(threads: int | None) -> onnxruntime.SessionOptions:
