@@ -82,8 +82,14 @@ def sample_labelled_patches(
         labels = torch.arange(total, device=views[0].device) // patches_per_input
         return [view.reshape(total, -1) for view in views], labels
     drawn = torch.randint(total, (count,), generator=generator).to(views[0].device)
-    index = torch.unravel_index(drawn, positions)
-    return [view[index].reshape(count, -1) for view in views], drawn // patches_per_input
+    order = drawn.argsort()  # neighbours share lines of the cache, so they are read one after the other
+    index = torch.unravel_index(drawn[order], positions)
+    patches = []
+    for view in views:
+        rows = view[index].reshape(count, -1)
+        patches.append(torch.empty_like(rows))
+        patches[-1][order] = rows
+    return patches, drawn // patches_per_input
 
 
 def labels_of_batch(labels: torch.Tensor, axis: int, batch: int) -> torch.Tensor:

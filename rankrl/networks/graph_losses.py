@@ -27,9 +27,9 @@ from rankrl.networks.graph_scoring import constants_of
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.rewrite import open_constants
-from rankrl.onnx.graph.sensitivity import behind, first_inputs, fitting_inputs, set_types
+from rankrl.onnx.graph.sensitivity import behind, first_inputs, fitting_inputs
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx.graph_edits import Array, names_in, new_name
+from rankrl.onnx.graph_edits import Array, names_in, new_name, set_types
 from rankrl.onnx.operators import is_standard
 
 INPUTS = (8, 64)

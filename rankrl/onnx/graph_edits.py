@@ -113,6 +113,14 @@ def free_ends(model: ir.Model) -> None:
         value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), None
 
 
+def set_types(part: ir.Model, values: Mapping[str, Array]) -> None:
+    """Give inputs the types of these values, and free sizes: those in the file may be of another batch."""
+    for entry in part.graph.inputs:
+        value = values[str(entry.name)]
+        entry.type = ir.TensorType(ir.DataType.from_numpy(value.dtype))
+        entry.shape = ir.Shape([None] * value.ndim)
+
+
 def depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
     """Return the values of a graph that depend on some of its values, and those."""
     reached = {value for value in values if not value.is_initializer()}
@@ -120,6 +128,18 @@ def depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
         if any(value in reached for value in used_by(node, graph)):
             reached.update(node.outputs)
     return reached
+
+
+def producing(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Node]:
+    """Return the nodes of a graph that some of its values depend on."""
+    nodes: set[ir.Node] = set()
+    left = list(values)
+    while left:
+        node = left.pop().producer()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            left += used_by(node, graph)
+    return nodes
 
 
 def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:

@@ -29,11 +29,12 @@ from decomposition.network.rounding import REDUCED_BITS
 from decomposition.operations.base import FINAL
 from decomposition.plan.layer_plan import without_growth
 from rankrl.onnx.graph.batch_axes import BatchAxes
-from rankrl.onnx.graph.capture import FINAL_ELEMENTS, Captured, drawn_patches, most_patches
+from rankrl.onnx.graph.capture import FINAL_ELEMENTS, drawn_patches, most_patches
 from rankrl.onnx.graph.half import HalfValues
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
 from rankrl.onnx.graph.rewrite import MARKED, check_formats, replace_node
 from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph.walk import GraphWalk
 from rankrl.onnx.graph_edits import without_unused
 
 
@@ -152,9 +153,12 @@ def refitted_graph(
         seed: Seed of the patch positions.
         progress: Called with each node's name when it is done.
     """
-    original = network.graph_model()
     graph = CompressedGraph(
         network.graph_model(), network.graph_model(), half=network.half, axes=network.axes
+    )
+    usable = [site for site in sites if site.spec.refusal is None]
+    before, after = (
+        GraphWalk(model, usable, batches, network.source) for model in (network.graph_model(), graph.model)
     )
     touched = False
     for site in sites:
@@ -167,7 +171,7 @@ def refitted_graph(
             graph.put(site, site.module(MARKED), entry.layer_operations, None)
         elif touched:
             refit = _refit(site, entry, sensitivities.get(site.name), options)
-            result = _refitted(original, graph.model, site, refit, batches, network, seed)
+            result = _refitted(before, after, site, refit, batches, network.axes, seed)
             shift = result.shift if site.absorber is not None else None
             graph.put(site, result.module, entry.layer_operations, shift)
             graph.errors[site.name] = result.error
@@ -237,27 +241,26 @@ def _refit(site: Site, entry: LayerPlan, sensitivity: torch.Tensor | None, optio
 
 
 def _refitted(
-    original: ir.Model,
-    compressed: ir.Model,
+    before: GraphWalk,
+    after: GraphWalk,
     site: Site,
     refit: Refit,
     batches: Sequence[Feed],
-    network: OnnxNetwork,
+    axes: BatchAxes,
     seed: int,
 ) -> Refitted:
     generator, dense = torch.Generator().manual_seed(seed), site.module()
     layers = [node.module() for node in site.nodes]
-    names = [node.input_name for node in site.nodes]
-    before, after = (Captured(model, names, network.source) for model in (original, compressed))
-    sizes = [network.axes.size(feed) for feed in batches]
+    sizes = [axes.size(feed) for feed in batches]
     *starts, total = accumulate(sizes, initial=0)
     patches: list[list[torch.Tensor]] = []
     labels: list[torch.Tensor] = []
-    for start, size, feed in zip(starts, sizes, batches, strict=True):
-        captured = [session.run(feed) for session in (before, after)]
-        share = max(1, most_patches(site, FINAL_ELEMENTS) * size // total // len(names))
+    for start, size, *received in zip(
+        starts, sizes, before.inputs_of(site), after.inputs_of(site), strict=True
+    ):
+        share = max(1, most_patches(site, FINAL_ELEMENTS) * size // total // len(layers))
         for node, layer in zip(site.nodes, layers, strict=True):
-            values = [values_of[node.input_name] for values_of in captured]
+            values = [inputs[node.input_name] for inputs in received]
             drawn, label = drawn_patches(node, layer, values, share, generator, size)
             patches.append(drawn)
             labels.append(label + start)

@@ -35,7 +35,7 @@ from rankrl.onnx.graph.directions import Directions, Sketch
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.passes import passes_by_node
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx.graph_edits import Array, depending, part_of, used_by
+from rankrl.onnx.graph_edits import Array, depending, part_of, set_types, used_by
 from rankrl.wording import counted
 
 log = logging.getLogger(__name__)
@@ -258,14 +258,6 @@ class _Measurement:
             sketch = Sketch(rows.shape[1], generator) if sketch is None else sketch
             columns.append(sketch.of(rows).astype(np.float32))
         return torch.from_numpy(np.stack(columns, axis=2))
-
-
-def set_types(part: ir.Model, values: Feed) -> None:
-    """Give inputs the types of these values, and free sizes: those in the file may be of another batch."""
-    for entry in part.graph.inputs:
-        value = values[str(entry.name)]
-        entry.type = ir.TensorType(ir.DataType.from_numpy(value.dtype))
-        entry.shape = ir.Shape([None] * value.ndim)
 
 
 def fitting_inputs(network: OnnxNetwork, sites: Sequence[Site], batch: Feed) -> int:

@@ -1,0 +1,86 @@
+"""Running a graph from one node to the next, while what lies behind may still change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from rankrl.onnx.graph.network import Feed, GraphSession
+from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph_edits import Array, depending, part_of, producing, set_types, used_by
+
+KEPT = 2**29
+"""Bytes that a walk keeps of the values between two nodes, of all batches together."""
+
+
+class GraphWalk:
+    """The inputs of the nodes of a graph, each computed from values that were computed before.
+
+    All batches go on to a node before any goes on to the next. What is still to be read is kept for as many
+    batches as there is room for; the others begin again where they last had room, at the worst at the inputs
+    of the network.
+
+    Args:
+        model: The graph. Behind a node that was asked for it may change; values keep their names.
+        sites: The nodes that are asked for, in the order of the graph; some may be left out.
+        batches: Inputs of the network.
+        source: Where the graph is from, for messages.
+        room: Bytes to keep at most.
+    """
+
+    def __init__(
+        self, model: ir.Model, sites: Sequence[Site], batches: Sequence[Feed], source: str, room: int = KEPT
+    ) -> None:
+        self._model, self._batches, self._source, self._room = model, batches, source, room
+        self._ends = {site.name: [node.input_name for node in site.nodes] for site in sites}
+        self._variable = {str(value.name) for value in depending(model.graph, model.graph.inputs)}
+        self._done: set[ir.Node] = set()
+        self._kept: list[dict[str, Array]] = [{} for _ in batches]
+
+    def inputs_of(self, site: Site) -> Iterator[dict[str, Array]]:
+        """Yield for each batch the inputs of a node and of those that share its weight, by name.
+
+        Args:
+            site: A node behind those that were asked for before.
+
+        Raises:
+            OnnxGraphError: The graph fails on a batch.
+        """
+        names = list(dict.fromkeys(node.input_name for node in site.nodes))
+        live = self._go_on_to(site)
+        sessions: dict[frozenset[str], GraphSession] = {}
+        for index, feed in enumerate(self._batches):
+            values = {**feed, **self._kept[index]}
+            missing = [name for name in dict.fromkeys([*names, *live]) if name not in values]
+            if missing:
+                start = frozenset(self._kept[index])
+                if start not in sessions:
+                    part = part_of(self._model, [*self._model.graph.inputs, *sorted(start)], missing)
+                    set_types(part, values)
+                    sessions[start] = GraphSession(part, self._source)
+                values |= zip(missing, sessions[start].run(values), strict=True)
+            self._keep(index, {name: values[name] for name in live if name not in feed})
+            yield {name: np.asarray(values[name]) for name in names}
+
+    def _go_on_to(self, site: Site) -> list[str]:
+        """Return the names of the values in front of a node that it or a later one depends on."""
+        graph = self._model.graph
+        values = ir.convenience.create_value_mapping(graph)
+        self._done |= producing(graph, [values[site.input_name]])
+        for name in list(self._ends)[: list(self._ends).index(site.name) + 1]:
+            del self._ends[name]
+        ends = [values[name] for names in self._ends.values() for name in names]
+        left = producing(graph, ends) - self._done
+        read = [*ends, *(value for node in left for value in used_by(node, graph))]
+        return sorted({str(each.name) for each in read if each.producer() in self._done} & self._variable)
+
+    def _keep(self, index: int, values: dict[str, Array]) -> None:
+        """Let a batch begin with these values from now on, if there is room and they can be given."""
+        if any(not isinstance(value, np.ndarray) for value in values.values()):  # a sequence
+            return
+        kept = sum(value.nbytes for value in self._kept[index].values())
+        room = self._room + kept - sum(value.nbytes for value in values.values())
+        if room >= 0:
+            self._room, self._kept[index] = room, values
