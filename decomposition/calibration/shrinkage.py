@@ -89,7 +89,17 @@ def _squared_norms(
         some = slice(int(ends[first] - counts[first]), int(ends[last - 1]))
         selected = rows[order[some]]
         block = rows.new_zeros(last - first, most, width)
-        block[labels[some] - first, place[some]] = selected if mean is None else selected - mean
-        products = block @ block.mT if most <= width else block.mT @ block
-        total += float(products.square().sum(dtype=torch.float64))
+        block[labels[some] - first, place[some]] = selected if mean is None else selected.sub_(mean)
+        total += _squared_norm_of_products(block if most <= width else block.mT)
+    return total
+
+
+def _squared_norm_of_products(block: torch.Tensor) -> float:
+    """Return the sum of |R R'|^2 over R in (number, n, D), computing each half of R R' once."""
+    size = block.shape[1]
+    total, step = 0.0, max(1, -(-size // 4))
+    for first in range(0, size, step):
+        products = block[:, first:] @ block[:, first : first + step].mT
+        squares = products.square_().sum((0, 2)).double()
+        total += float(squares[:step].sum() + 2 * squares[step:].sum())
     return total

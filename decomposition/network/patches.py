@@ -83,12 +83,8 @@ def sample_labelled_patches(
         return [view.reshape(total, -1) for view in views], labels
     drawn = torch.randint(total, (count,), generator=generator).to(views[0].device)
     order = drawn.argsort()  # neighbours share lines of the cache, so they are read one after the other
-    index = torch.unravel_index(drawn[order], positions)
-    patches = []
-    for view in views:
-        rows = view[index].reshape(count, -1)
-        patches.append(torch.empty_like(rows))
-        patches[-1][order] = rows
+    index, places = torch.unravel_index(drawn[order], positions), order.argsort()
+    patches = [view[index].reshape(count, -1).index_select(0, places) for view in views]
     return patches, drawn // patches_per_input
 
 

@@ -14,6 +14,7 @@ from decomposition.calibration.shrinkage import labels_or_single
 from decomposition.errors import DecompositionError
 from decomposition.network.kinds import DecomposableModule
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
+from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.site import Site
@@ -24,6 +25,8 @@ _CAPTURED = 2**28
 _ACTIVE = 2**24
 """Bytes of the largest input of a node in one pass: onnxruntime holds several values of that size at a time,
 and fewer inputs in each leave room to capture more nodes in a pass."""
+_LARGEST = 2**26
+"""The same where one node is looked at in a pass."""
 CHOOSING_ELEMENTS, FINAL_ELEMENTS = 2**23, 2**24
 """Numbers in the patches of one node, to choose ranks by and to fit in the end: a kernel of many positions
 has large patches, and the time of a fit grows with their number squared."""
@@ -108,6 +111,18 @@ def _accumulate(
                         "given; check how they are normalised"
                     )
                 accumulators[site.name].add(patches[0], labels_or_single(labels, total))
+
+
+def in_parts(axes: BatchAxes, sites: Sequence[Site], batches: Sequence[Feed]) -> list[Feed]:
+    """Cut batches into parts that are run at a time where single nodes are looked at.
+
+    Args:
+        axes: The axes that count inputs.
+        sites: The nodes, whose largest input says how many inputs of the network a part holds.
+        batches: Inputs of the network.
+    """
+    size = max(1, _LARGEST // max(map(_bytes, sites), default=1))
+    return [part for batch in batches for part in axes.parts(batch, size)]
 
 
 def drawn_patches(

@@ -159,7 +159,12 @@ class OnnxNetwork:
 
 
 def open_session(
-    model: ir.Model | onnx.ModelProto | str, source: str, *, threads: int = 1, optimised: bool = True
+    model: ir.Model | onnx.ModelProto | str,
+    source: str,
+    *,
+    threads: int = 1,
+    optimised: bool = True,
+    arena: bool = True,
 ) -> onnxruntime.InferenceSession:
     """Open a model in onnxruntime, on the processor.
 
@@ -168,6 +173,7 @@ def open_session(
         source: Where it is from, for messages.
         threads: Threads that compute an operator.
         optimised: Whether onnxruntime may rewrite the graph.
+        arena: Whether memory comes from an arena (`inference_session`).
 
     Raises:
         OnnxGraphError: onnxruntime cannot run a node of it.
@@ -175,7 +181,7 @@ def open_session(
     try:
         proto = to_proto(model) if isinstance(model, ir.Model) else model
         content = proto if isinstance(proto, str) else proto.SerializeToString()
-        return inference_session(content, threads, optimised=optimised)
+        return inference_session(content, threads, optimised=optimised, arena=arena)
     except Exception as error:  # onnxruntime's error classes have no common base of their own
         raise OnnxGraphError(
             f"onnxruntime {onnxruntime.__version__} cannot run {source}: {error}. Its operators may need "

@@ -22,14 +22,15 @@ from decomposition import (
     without_rounding,
 )
 from decomposition.apply.apply import fitted_layer
-from decomposition.fit.lockstep import Refit, RefitProblem, Refitted, refit_to_patches, solved
+from decomposition.calibration.shrinkage import labels_or_single
+from decomposition.fit.lockstep import Refit, RefitProblem, refit_to_patches, solved
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.network.kinds import DecomposableModule, weight_of
 from decomposition.network.rounding import REDUCED_BITS
 from decomposition.operations.base import FINAL
 from decomposition.plan.layer_plan import without_growth
 from rankrl.onnx.graph.batch_axes import BatchAxes
-from rankrl.onnx.graph.capture import FINAL_ELEMENTS, drawn_patches, most_patches
+from rankrl.onnx.graph.capture import FINAL_ELEMENTS, drawn_patches, in_parts, most_patches
 from rankrl.onnx.graph.half import HalfValues
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
 from rankrl.onnx.graph.rewrite import MARKED, check_formats, replace_node
@@ -157,8 +158,10 @@ def refitted_graph(
         network.graph_model(), network.graph_model(), half=network.half, axes=network.axes
     )
     usable = [site for site in sites if site.spec.refusal is None]
+    parts = in_parts(network.axes, usable, batches)
+    sizes = [network.axes.size(part) for part in parts]
     before, after = (
-        GraphWalk(model, usable, batches, network.source) for model in (network.graph_model(), graph.model)
+        GraphWalk(model, usable, parts, network.source) for model in (network.graph_model(), graph.model)
     )
     touched = False
     for site in sites:
@@ -171,7 +174,12 @@ def refitted_graph(
             graph.put(site, site.module(MARKED), entry.layer_operations, None)
         elif touched:
             refit = _refit(site, entry, sensitivities.get(site.name), options)
-            result = _refitted(before, after, site, refit, batches, network.axes, seed)
+            result = refit_to_patches(
+                site.module(),
+                refit,
+                *_arriving_patches(before, after, site, sizes, seed),
+                mean_absorbed=site.absorber is not None,
+            )
             shift = result.shift if site.absorber is not None else None
             graph.put(site, result.module, entry.layer_operations, shift)
             graph.errors[site.name] = result.error
@@ -240,20 +248,26 @@ def _refit(site: Site, entry: LayerPlan, sensitivity: torch.Tensor | None, optio
     return refit
 
 
-def _refitted(
-    before: GraphWalk,
-    after: GraphWalk,
-    site: Site,
-    refit: Refit,
-    batches: Sequence[Feed],
-    axes: BatchAxes,
-    seed: int,
-) -> Refitted:
-    generator, dense = torch.Generator().manual_seed(seed), site.module()
+def _arriving_patches(
+    before: GraphWalk, after: GraphWalk, site: Site, sizes: Sequence[int], seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw what a node receives in both graphs.
+
+    Args:
+        before: The original.
+        after: The compressed graph.
+        site: The node.
+        sizes: Inputs in each batch.
+        seed: Seed of the positions.
+
+    Returns:
+        Two matrices (patches, in * kernel), the same patches of the original and of the compressed graph, and
+        which input each is from.
+    """
+    generator = torch.Generator().manual_seed(seed)
     layers = [node.module() for node in site.nodes]
-    sizes = [axes.size(feed) for feed in batches]
     *starts, total = accumulate(sizes, initial=0)
-    patches: list[list[torch.Tensor]] = []
+    patches: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     labels: list[torch.Tensor] = []
     for start, size, *received in zip(
         starts, sizes, before.inputs_of(site), after.inputs_of(site), strict=True
@@ -262,17 +276,11 @@ def _refitted(
         for node, layer in zip(site.nodes, layers, strict=True):
             values = [inputs[node.input_name] for inputs in received]
             drawn, label = drawn_patches(node, layer, values, share, generator, size)
-            patches.append(drawn)
+            for part, matrix in zip(patches, drawn, strict=True):
+                part.append(matrix)
             labels.append(label + start)
-    dense_patches, arriving = (torch.cat(parts) for parts in zip(*patches, strict=True))
-    joined = torch.cat(labels)
-    if total == 1:  # it says nothing of other inputs
-        joined = torch.arange(len(arriving))
-    return refit_to_patches(
-        dense,
-        refit,
-        dense_patches,
-        arriving,
-        joined,
-        mean_absorbed=site.absorber is not None,
-    )
+    matrices = []
+    for part in patches:  # each is free before the next matrix is made
+        matrices.append(torch.cat(part))
+        part.clear()
+    return matrices[0], matrices[1], labels_or_single(torch.cat(labels), total)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 from small_graphs import FRAMES, Array, drawn, generator, model_of, network_of, of_low_rank
@@ -18,9 +19,9 @@ from small_graphs import FRAMES, Array, drawn, generator, model_of, network_of, 
 from decomposition import CompressionPlan, Factorise
 from decomposition.plan.layer_plan import LayerPlan
 from decomposition.plan.plan import fingerprint
-from rankrl.onnx.graph import find_sites, refit, walk
+from rankrl.onnx.graph import capture, find_sites, refit, walk
 from rankrl.onnx.graph.capture import Captured
-from rankrl.onnx.graph.network import GraphSession, OnnxNetwork
+from rankrl.onnx.graph.network import OnnxNetwork, open_session
 from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.site import Site
 
@@ -119,10 +120,11 @@ def refitted(network: OnnxNetwork) -> CompressedGraph:
     return refitted_graph(network, sites, plan, batches, sensitivities={})
 
 
-@pytest.mark.parametrize("room", [walk.KEPT, 1_500_000, 0])
+@pytest.mark.parametrize(("room", "largest"), [(walk.KEPT, 2**26), (1_500_000, 100_000), (0, 100_000)])
 def test_nodes_receive_what_the_whole_graph_before_them_computes(
-    network: OnnxNetwork, room: int, monkeypatch: pytest.MonkeyPatch
+    network: OnnxNetwork, room: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(capture, "_LARGEST", largest)
     monkeypatch.setattr(refit, "GraphWalk", partial(Compared, room=room))
     result = refitted(network)
     assert list(result.errors) == ["one", "inner", "aside", "third", "last"]
@@ -131,12 +133,11 @@ def test_nodes_receive_what_the_whole_graph_before_them_computes(
 def test_what_was_run_is_not_run_again(network: OnnxNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: Counter[str] = Counter()
 
-    class Counted(GraphSession):
-        def __init__(self, model: ir.Model, source: str) -> None:
-            runs.update(str(node.name) for node in model.graph)
-            super().__init__(model, source)
+    def counted(model: ir.Model, source: str, **options: Any) -> onnxruntime.InferenceSession:
+        runs.update(str(node.name) for node in model.graph)
+        return open_session(model, source, **options)
 
-    monkeypatch.setattr(walk, "GraphSession", Counted)
+    monkeypatch.setattr(walk, "open_session", counted)
     refitted(network)
     assert [runs[name] for name in ("first", "relu", "average", "if", "flatten")] == [2] * 5  # two graphs
     assert runs["inner"] > 2  # it lies before a node that is fitted earlier, with "one"
