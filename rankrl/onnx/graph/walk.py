@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -37,7 +38,7 @@ class GraphWalk:
         self, model: ir.Model, sites: Sequence[Site], batches: Sequence[Feed], source: str, room: int = KEPT
     ) -> None:
         self._model, self._batches, self._source, self._room = model, batches, source, room
-        self._ends = {site.name: [node.input_name for node in site.nodes] for site in sites}
+        self._ahead = deque(sites)
         self._variable = {str(value.name) for value in depending(model.graph, model.graph.inputs)}
         self._done: set[ir.Node] = set()
         self._kept: list[dict[str, Array]] = [{} for _ in batches]
@@ -73,9 +74,9 @@ class GraphWalk:
         graph = self._model.graph
         values = ir.convenience.create_value_mapping(graph)
         self._done |= producing(graph, [values[site.input_name]])
-        for name in list(self._ends)[: list(self._ends).index(site.name) + 1]:
-            del self._ends[name]
-        ends = [values[name] for names in self._ends.values() for name in names]
+        while self._ahead.popleft().name != site.name:
+            pass
+        ends = [values[node.input_name] for later in self._ahead for node in later.nodes]
         left = producing(graph, ends) - self._done
         read = [*ends, *(value for node in left for value in used_by(node, graph))]
         return sorted({str(each.name) for each in read if each.producer() in self._done} & self._variable)
