@@ -25,10 +25,11 @@ from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.networks.once import once_per_network
 from rankrl.onnx.export.checked_file import write_checked
+from rankrl.onnx.export.range_choice import RangeChoice
 from rankrl.onnx.graph.capture import collect_moments
 from rankrl.onnx.graph.costs import network_costs, plan_costs
 from rankrl.onnx.graph.file import check_contracted, write_graph
-from rankrl.onnx.graph.integers import without_integers
+from rankrl.onnx.graph.integers import chosen_ranges
 from rankrl.onnx.graph.network import Feed, OnnxNetwork, open_session
 from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
@@ -181,7 +182,8 @@ class GraphNetwork:
             )
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "compressed.onnx"
-            write_graph(graph, path, batches, reduce_range=self.timing.reduce_range)
+            choice = self._range_choice if graph.computing else None
+            write_graph(graph, path, batches, reduce_range=self.timing.reduce_range, choice=choice)
             return WrittenGraph(graph, OnnxNetwork.load(path), self._compared)
 
     def write(self, compressed: WrittenGraph, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
@@ -279,6 +281,15 @@ class GraphNetwork:
         return self.file.original.as_in_file()
 
     @cached_property
+    def _range_choice(self) -> RangeChoice | None:
+        """How integers are chosen in all files that become of the network, whichever is written first."""
+        file = self.file
+        names = [site.name for site in file.usable if site.name not in file.unrounded]
+        if not names:
+            return None
+        return chosen_ranges(file.network, names, file.split.calibration, self.timing.reduce_range)
+
+    @cached_property
     def _compared(self) -> OnnxScoring:
         """What results are compared with the original by."""
         return OnnxScoring(self._original, self.file.sites, self.file.split.heldout, self.judge)
@@ -322,7 +333,7 @@ def fit_library(
         sensitivities=sensitivities,
         precisions=candidates.precisions,
         unrounded=(
-            without_integers(file.network, usable, batches[0])
+            file.unrounded
             if computes_in_integers(candidates.precisions)
             else [site.name for site in usable if site.spread]
         ),

@@ -6,99 +6,124 @@ measured node by node, on the inputs that the node has in floating point, and su
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+import onnx
 import onnx_ir as ir
-import onnxruntime
-from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
 
-from rankrl.onnx.export.ranges import Array, Cut, Feed, tensors_of
-from rankrl.onnx.graph_edits import free_ends, new_constant, part_of, stored
+from rankrl.onnx.export.ranges import Array, Feed, tensors_of
+from rankrl.onnx.graph_edits import add_constant, free_ends, node_of, part_of, stored
 from rankrl.onnx.operators import dequantises, is_standard, quantises
-from rankrl.onnx.protobuf import load_model, to_proto
+from rankrl.onnx.protobuf import to_proto
 from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
 
-
-@dataclass
-class _Node:
-    """A node in both networks.
-
-    Attributes:
-        plain: The node in floating point.
-        session: From its input there to its output in integers.
-        sums: Of its outputs' means, in floating point and in integers.
-        counts: Means that were added up.
-    """
-
-    plain: ir.Node
-    session: onnxruntime.InferenceSession
-    sums: list[Array | float] = field(default_factory=lambda: [0.0, 0.0])
-    counts: list[int] = field(default_factory=lambda: [0, 0])
-
-    def add(self, which: int, output: Array) -> None:
-        """Add outputs."""
-        rows = np.moveaxis(output, 1, -1) if self.plain.op_type == "Conv" else output
-        rows = rows.reshape(-1, rows.shape[-1])
-        self.sums[which] = self.sums[which] + rows.sum(0, dtype=np.float64)
-        self.counts[which] += len(rows)
-
-    @property
-    def move(self) -> Array:
-        """How far the mean of each channel moves."""
-        plain, integer = (total / max(1, count) for total, count in zip(self.sums, self.counts, strict=True))
-        return np.asarray(integer - plain)
+_GIVEN = "_given"
+_LIMITS = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
-def with_corrected_biases(plain: Path, quantised: ir.Model, batches: Iterable[Feed], cut: Cut) -> ir.Model:
-    """Return a network in floating point whose biases make up for what integers do to its nodes.
+def mean_moves(plain: onnx.ModelProto, quantised: ir.Model, inputs: Iterable[Feed]) -> dict[str, Array]:
+    """Return how far integers move the mean of every output channel, by the names of nodes' outputs.
 
     Args:
-        plain: The network's file.
-        quantised: The network in integers, as pairs of QuantizeLinear and DequantizeLinear.
-        batches: Calibration inputs.
-        cut: Cuts batches into smaller ones.
+        plain: The network in floating point.
+        quantised: The same in integers, as pairs of QuantizeLinear and DequantizeLinear; nodes have the
+            names that they have there.
+        inputs: Calibration inputs, one by one.
     """
-    model = load_model(plain)
-    nodes = list(_nodes(model, quantised))
-    by_input: dict[str, list[_Node]] = {}
-    for node in nodes:
-        by_input.setdefault(str(node.plain.inputs[0].name), []).append(node)  # type: ignore[union-attr]
-    by_output = {str(node.plain.outputs[0].name): node for node in nodes}
-    names = list(dict.fromkeys([*by_input, *by_output]))
-    for name, values in tensors_of(load_model_with_shape_infer(plain), names, batches, cut):
-        for node in by_input.get(name, ()):
-            (output,) = node.session.run(None, {node.session.get_inputs()[0].name: values})
-            node.add(1, output)
-        if name in by_output:
-            by_output[name].add(0, values)
-    for node in nodes:
-        bias = stored(node.plain.inputs[2])
-        assert bias is not None
-        moved = (bias - node.move).astype(np.float32)
-        node.plain.replace_input_with(2, new_constant(model.graph, f"{node.plain.name}bias", moved))
-    return model
+    outputs = {node.name: node.output[0] for node in plain.graph.node}
+    cut = quantised.clone()
+    nodes = {outputs[str(node.name)]: node for node in _corrected_nodes(cut.graph)}
+    if not nodes:
+        return {}
+    part, taken = _cut_before_rounding(cut, list(nodes.values()))
+    session = inference_session(to_proto(part).SerializeToString())
+    run = tensors_of(plain, dict.fromkeys([*taken, *nodes]))
+    sums: dict[str, Array | float] = dict.fromkeys(nodes, 0.0)
+    count = 0
+    for feed in inputs:
+        values = run(feed)
+        rounded = session.run(None, {f"{name}{_GIVEN}": values[name] for name in taken})
+        for (name, node), output in zip(nodes.items(), rounded, strict=True):
+            sums[name] = sums[name] + _channel_means(node, output) - _channel_means(node, values[name])
+        count += 1
+    return {name: np.asarray(total / max(1, count)) for name, total in sums.items()}
 
 
-def _nodes(model: ir.Model, quantised: ir.Model) -> Iterable[_Node]:
+def correct_biases(plain: ir.Model, quantised: ir.Model, moves: Mapping[str, Array]) -> None:
+    """Let biases make up for what integers do to the means of nodes.
+
+    Args:
+        plain: The network in floating point.
+        quantised: The same in integers; changed in place.
+        moves: How far means of channels move (`mean_moves`); nodes that it lacks keep their biases.
+    """
+    outputs = {node.name: str(node.outputs[0].name) for node in plain.graph}
+    for node in list(_corrected_nodes(quantised.graph)):
+        if (move := moves.get(outputs.get(node.name, ""))) is not None:
+            _subtract(quantised.graph, node, move)
+
+
+def _subtract(graph: ir.Graph, node: ir.Node, move: Array) -> None:
+    """Subtract from the bias of a node, which is in floating point or in integers with a scale."""
+    name, bias = f"{node.name}bias", node.inputs[2]  # free: no other name in the copy ends like this
+    values = stored(bias)
+    if values is not None:
+        node.replace_input_with(2, add_constant(graph, name, (values - move).astype(np.float32)))
+        return
+    rounded = bias.producer() if bias is not None else None
+    assert rounded is not None
+    integers, scale = map(stored, rounded.inputs[:2])
+    assert integers is not None
+    assert scale is not None
+    steps = np.round(integers - move / scale.astype(np.float64)).clip(*_LIMITS).astype(np.int32)
+    inputs = [add_constant(graph, name, steps), *rounded.inputs[1:]]
+    turned = node_of("DequantizeLinear", inputs, f"{name}_DequantizeLinear", dict(rounded.attributes))
+    graph.insert_before(node, turned)
+    node.replace_input_with(2, turned.outputs[0])
+
+
+def _corrected_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
     """Yield the nodes with a bias that compute in integers."""
-    integer = {node.name: node for node in quantised.graph}
-    for node in model.graph:
-        if not is_standard(node, "Conv", "Gemm") or len(node.inputs) < 3 or stored(node.inputs[2]) is None:
-            continue
-        twin = integer.get(node.name)
-        rounded = None if twin is None or twin.inputs[0] is None else twin.inputs[0].producer()
-        if twin is None or rounded is None or not dequantises(rounded) or rounded.inputs[0] is None:
-            continue
-        rounding = rounded.inputs[0].producer()
-        if rounding is None or not quantises(rounding) or rounding.inputs[0] is None:
-            continue
-        part = part_of(quantised, [rounding.inputs[0]], [str(twin.outputs[0].name)])
-        free_ends(part)
-        content = to_proto(part).SerializeToString()
-        yield _Node(
-            node,
-            inference_session(content),
-        )
+    for node in graph:
+        if is_standard(node, "Conv", "Gemm") and len(node.inputs) > 2 and _rounding(node) is not None:
+            bias = node.inputs[2]
+            producer = None if bias is None else bias.producer()
+            if stored(bias if producer is None else producer.inputs[0]) is not None:
+                yield node
+
+
+def _rounding(node: ir.Node) -> ir.Node | None:
+    """Return the node that rounds what a node takes, `None` where it takes floats."""
+    back = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if back is None or not dequantises(back) or back.inputs[0] is None:
+        return None
+    rounding = back.inputs[0].producer()
+    return rounding if rounding is not None and quantises(rounding) else None
+
+
+def _cut_before_rounding(model: ir.Model, nodes: Sequence[ir.Node]) -> tuple[ir.Model, list[str]]:
+    """Return what gives the outputs of nodes from what they round, and the names of these tensors.
+
+    Args:
+        model: The network in integers; changed in place.
+        nodes: Its nodes.
+    """
+    taken: dict[ir.Value, ir.Value] = {}
+    for rounding in dict.fromkeys(filter(None, map(_rounding, nodes))):
+        value = rounding.inputs[0]
+        assert value is not None
+        given = taken.setdefault(value, ir.val(f"{value.name}{_GIVEN}", ir.DataType.FLOAT))
+        rounding.replace_input_with(0, given)
+    model.graph.inputs.extend(taken.values())
+    part = part_of(model, list(taken.values()), [str(node.outputs[0].name) for node in nodes])
+    free_ends(part)
+    return part, [str(value.name) for value in taken]
+
+
+def _channel_means(node: ir.Node, output: Array) -> Array:
+    """Return the mean of every output channel."""
+    channels = 1 if node.op_type == "Conv" else -1
+    rows = np.moveaxis(output, channels, 0)
+    means: Array = rows.reshape(len(rows), -1).mean(1, dtype=np.float64)
+    return means

@@ -8,8 +8,8 @@ Signed activations would be as accurate and, on processors with AVX-512 VNNI, th
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +20,13 @@ from rankrl.onnx.export.channel_padding import unpad_channels
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.integer_nodes import integer_nodes, pool_means
 from rankrl.onnx.export.quantiser_copy import QuantiserCopy
+from rankrl.onnx.export.range_choice import RangeChoice
 from rankrl.onnx.export.ranges import Cut, Feed
 from rankrl.onnx.export.static_quantiser import StaticQuantiser
 from rankrl.onnx.export.subsampling import store_selections
 from rankrl.onnx.export.weight_range import reduces
 from rankrl.onnx.operators import dequantises, opset_of, quantises
-from rankrl.onnx.protobuf import load_model, save_model
+from rankrl.onnx.protobuf import load_model
 from rankrl.onnx.runtimes import Batch, open_session
 
 _LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
@@ -41,6 +42,7 @@ def quantise_onnx(
     reduce_range: bool | None = None,
     cut: Cut | None = None,
     fitted: bool = True,
+    choice: RangeChoice | None = None,
 ) -> Path:
     """Write an ONNX file whose convolutions and matrix products compute in 8-bit integers.
 
@@ -59,6 +61,7 @@ def quantise_onnx(
         fitted: Whether ranges are those, of several kinds, that change the outputs least, and biases correct
             means where that helps; otherwise ranges reach from the smallest to the largest number, which
             does for a file that is only to be timed.
+        choice: How ranges and biases are found, where that was chosen before (`choose_ranges`).
 
     Returns:
         `target`.
@@ -70,6 +73,59 @@ def quantise_onnx(
         DefectError: What it made of the file is damaged; nothing is written.
     """
     path, target = Path(path), Path(target)
+    copy, quantiser = _prepared(path, inputs, weights, partly, reduce_range, cut)
+    with _refused(path):
+        if not fitted:
+            quantised = quantiser.unfitted()
+        elif choice is None:
+            quantised = quantiser.quantised(quantiser.choose())
+        else:
+            quantised = quantiser.quantised(choice.renamed(copy.names))
+    copy.restore(quantised)
+    write_checked(quantised, target, f"{path} in integers")
+    return target
+
+
+def choose_ranges(
+    path: str | Path,
+    inputs: Iterable[Batch],
+    *,
+    weights: Collection[str] | None = None,
+    partly: bool = False,
+    reduce_range: bool | None = None,
+    cut: Cut | None = None,
+) -> RangeChoice:
+    """Return how ranges and biases are found best when a network computes in 8-bit integers.
+
+    It serves every file of the network in which some of these nodes do, `quantise_onnx(..., choice=)`: none
+    of its inputs is run for them again.
+
+    Args:
+        path: A float32 file.
+        inputs: As in `quantise_onnx`, like the others.
+        weights: Names of the weights whose nodes can compute in integers.
+        partly: As there.
+        reduce_range: As there.
+        cut: As there.
+
+    Raises:
+        ExportError: As there.
+    """
+    path = Path(path)
+    copy, quantiser = _prepared(path, inputs, weights, partly, reduce_range, cut)
+    with _refused(path):
+        choice = quantiser.choose()
+    return choice.renamed({known: hidden for hidden, known in copy.names.items()})
+
+
+def _prepared(
+    path: Path,
+    inputs: Iterable[Batch],
+    weights: Collection[str] | None,
+    partly: bool,
+    reduce_range: bool | None,
+    cut: Cut | None,
+) -> tuple[QuantiserCopy, StaticQuantiser]:
     session = open_session(path)
     model = _checked_model(path, partly=partly and weights is not None)
     unpad_channels(model)
@@ -81,42 +137,40 @@ def quantise_onnx(
     nodes = None if computing is None else [str(node.name) for node in computing]
     fixed = session.fixed_batch
     feeds = [batch if isinstance(batch, Mapping) else {session.input_name: batch} for batch in inputs]
-    batches = [feed for feed in feeds if fixed is None or fixed == len(feed[session.input_name])]
-    if not batches:
+    parts = cut or (_along_first if fixed is None else _whole)
+    singles = [
+        part
+        for feed in feeds
+        if fixed is None or fixed == len(feed[session.input_name])
+        for part in parts(feed, 1)
+    ]
+    if not singles:
         needed = "" if fixed is None else f" of {fixed}, the batch size of the file,"
         raise ExportError(
             f"{path} cannot be quantised without calibration batches{needed}: give a few hundred inputs."
         )
-    for output in session.run(batches[0]):
+    for output in session.run(singles[0]):
         if output.dtype.kind == "f" and not np.isfinite(output).all():
             raise ExportError(
                 f"{path} returns NaN or infinite values on the calibration inputs, so there are no ranges to "
                 "quantise to; check the network and the inputs."
             )
-    parts = cut or (_along_first if fixed is None else _whole)
-
-    names = {copy.values[name]: name for name in batches[0]}
-
-    def cut_copy(feed: Feed, size: int) -> Iterator[Feed]:
-        for part in parts({names[name]: array for name, array in feed.items()}, size):
-            yield {copy.values[name]: array for name, array in part.items()}
 
     def spared(quantised: ir.Model) -> None:
         if nodes is not None:
             _spare_floats(quantised.graph, set(nodes), {node.name for node in before})
 
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder) / "network.onnx"
-        save_model(model, plain)
-        quantiser = StaticQuantiser(plain, nodes, copy.apart, reduces(reduce_range), Path(folder))
-        try:
-            renamed = [{copy.values[name]: array for name, array in feed.items()} for feed in batches]
-            quantised = quantiser.quantised(renamed, cut_copy, fitted=fitted, finish=spared)
-        except Exception as error:  # whatever onnxruntime's Python code stumbles over
-            raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
-    copy.restore(quantised)
-    write_checked(quantised, target, f"{path} in integers")
-    return target
+    renamed = [{copy.values[name]: array for name, array in feed.items()} for feed in singles]
+    return copy, StaticQuantiser(model, nodes, copy.apart, reduces(reduce_range), renamed, spared)
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Raise what onnxruntime's Python code stumbles over as an `ExportError`."""
+    try:
+        yield
+    except Exception as error:
+        raise ExportError(f"onnxruntime cannot quantise {path}: {error}") from error
 
 
 def _along_first(feed: Feed, size: int) -> Iterator[Feed]:

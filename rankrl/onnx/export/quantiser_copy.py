@@ -27,7 +27,7 @@ class QuantiserCopy:
     def __init__(self, model: ir.Model) -> None:
         graph = model.graph
         self._stem = _unused_stem(graph)
-        self._names: dict[str, str] = {}
+        self.names: dict[str, str] = {}
         """What nodes and values were called, by what they are called in the copy."""
         self.values: dict[str, str] = {}
         """What values are called in the copy, by what they were called."""
@@ -50,7 +50,7 @@ class QuantiserCopy:
         if not outside and not (value.is_graph_output() and value.uses()):
             return
         name = str(value.name)
-        value.name = self._hidden(self._names[name])
+        value.name = self._hidden(self.names[name])
         self._inside.add(value.name)
         self.apart.append(self._hidden(""))
         seen = ir.val(name, type=value.type, shape=value.shape)
@@ -69,7 +69,7 @@ class QuantiserCopy:
         """
         graph = model.graph
         self._join(graph)
-        taken = names_in(graph) | set(self._names.values())
+        taken = names_in(graph) | set(self.names.values())
         for named in (*graph, *dict.fromkeys(values_in(graph))):
             if named.name:
                 named.name = self._given_back(named.name, taken)
@@ -85,8 +85,8 @@ class QuantiserCopy:
                 value.name, value.type, value.shape = seen.name, seen.type, seen.shape
 
     def _hidden(self, name: str) -> str:
-        hidden = f"{self._stem}{len(self._names)}_"
-        self._names[hidden] = name
+        hidden = f"{self._stem}{len(self.names)}_"
+        self.names[hidden] = name
         return hidden
 
     def _given_back(self, name: str, taken: set[str]) -> str:
@@ -96,7 +96,7 @@ class QuantiserCopy:
         known, added = match.groups()
         if known in self._inside and not added:  # rounded, it has the name that it had
             added = "_QuantizeLinear_Input"
-        before = self._names[known] + added
+        before = self.names[known] + added
         return new_name(before, taken) if added else before
 
 

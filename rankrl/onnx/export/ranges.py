@@ -6,7 +6,7 @@ far from all others, cutting them off costs less than it saves (Banner et al., N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,16 @@ Cut = Callable[[Feed, int], Iterable[Feed]]
 """Cuts a batch into smaller ones of so many inputs."""
 Range = tuple[np.float32, np.float32]
 
-_BINS = 2048
+_BINS = 4096
+"""Parts into which the numbers on either side of zero are sorted; at least half of them are in use."""
 _COUNTED = 2**16
 """Numbers that are counted of a tensor at a time, at least."""
 _STEPS = 255
 _SHARES = np.linspace(0.1, 1.0, 46)
 """Of the ends of a range that are tried, both alike; each end is then moved by itself."""
 _MOVES = np.linspace(0.5, 1.5, 41)
-
+_SMALLEST = 1e-30
+"""The least that a tensor of zeros is taken to reach to."""
 
 _LOWEST, _HIGHEST = np.float32(-np.inf), np.float32(np.inf)
 
@@ -41,26 +43,42 @@ class Spread:
     Attributes:
         lowest: Its smallest number.
         highest: Its largest number.
-        counts: How many numbers lay in each of as many equal parts between them.
+        counts: How many numbers lay in each of 2 * 4,096 parts around zero, all of one width.
+        width: That width, a power of two.
     """
 
     lowest: np.float32 = _HIGHEST
     highest: np.float32 = _LOWEST
     counts: Array | None = None
+    width: float = 0.0
 
-    def stretch(self, values: Array) -> None:
-        """Note the ends of some numbers."""
-        if values.size:
-            self.lowest = min(self.lowest, np.nanmin(values))
-            self.highest = max(self.highest, np.nanmax(values))
+    def add(self, values: Array, *, counted: bool = True) -> None:
+        """Note the ends of some numbers, and count them, some of them where there are many."""
+        if not values.size:
+            return
+        lowest, highest = values.min(), values.max()
+        finite = np.isfinite(highest - lowest)
+        if not finite:
+            lowest, highest = np.nanmin(values), np.nanmax(values)
+        self.lowest, self.highest = min(self.lowest, lowest), max(self.highest, highest)
+        if counted and finite:
+            step = values.size // _COUNTED | 1  # odd, so that it goes through all columns of an image
+            self._count(values.reshape(-1)[::step], float(max(-lowest, highest)))
 
-    def count(self, values: Array) -> None:
-        """Count numbers that lie between the ends, some of them where there are many."""
-        step = values.size // _COUNTED | 1  # odd, so that it goes through all columns of an image
-        counts, _ = np.histogram(
-            values.reshape(-1)[::step], _BINS, (float(self.ends[0]), float(self.ends[1]))
-        )
-        self.counts = counts if self.counts is None else self.counts + counts
+    def _count(self, values: Array, peak: float) -> None:
+        needed = 2.0 ** (np.floor(np.log2(max(peak, _SMALLEST) / _BINS)) + 1)
+        if self.counts is None:
+            self.counts, self.width = np.zeros(2 * _BINS, np.int64), needed
+        while self.width < needed:
+            joined = self.counts.reshape(-1, 2).sum(1)
+            self.counts = np.pad(joined, _BINS // 2)
+            self.width *= 2
+        parts = (values * np.float32(1 / self.width) + np.float32(_BINS)).astype(np.int32)
+        self.counts += np.bincount(parts.clip(0, 2 * _BINS - 1), minlength=2 * _BINS)
+
+    @property
+    def _edges(self) -> Array:
+        return np.arange(-_BINS, _BINS + 1) * self.width
 
     @property
     def ends(self) -> Range:
@@ -73,18 +91,17 @@ class Spread:
         if self.counts is None or low == high:
             return low, high
         below = np.cumsum(self.counts) / self.counts.sum()
-        edges = np.linspace(low, high, _BINS + 1)
         first, last = np.searchsorted(below, (share, 1 - share))
-        return np.float32(edges[first]), np.float32(edges[min(last, _BINS - 1) + 1])
+        edges = self._edges.astype(np.float32)
+        return max(low, edges[first]), min(high, edges[min(last, 2 * _BINS - 1) + 1])
 
     def least_square(self) -> Range:
         """Return the range in which the rounded numbers are closest to the numbers counted."""
         low, high = self.ends
         if self.counts is None or low == high:
             return low, high
-        edges = np.linspace(low, high, _BINS + 1)
-        centres = (edges[1:] + edges[:-1]) / 2
-        centres[(edges[:-1] <= 0) & (edges[1:] >= 0)] = 0.0  # most often it is zero exactly
+        centres = self._edges[:-1] + self.width / 2
+        centres[_BINS] = 0.0  # most often it is zero exactly
         centres, counts = centres[self.counts > 0], self.counts[self.counts > 0]
 
         def error(bottom: float, top: float) -> float:
@@ -103,50 +120,44 @@ class Spread:
 
 
 def collect_spreads(
-    model: onnx.ModelProto, names: Sequence[str], batches: Iterable[Feed], cut: Cut
+    model: onnx.ModelProto, names: Sequence[str], inputs: Iterable[Feed], *, counted: int = 0
 ) -> dict[str, Spread]:
-    """Return the ends of tensors on calibration inputs, nothing counted.
+    """Return what tensors are on calibration inputs.
 
     Args:
         model: The network.
         names: Names of float tensors.
-        batches: Calibration inputs.
-        cut: Cuts batches into smaller ones.
+        inputs: Calibration inputs, one by one.
+        counted: How many of them, from the first on, numbers are counted on; of all there are the ends.
     """
     spreads = {name: Spread() for name in names}
-    for name, values in tensors_of(model, names, batches, cut):
-        spreads[name].stretch(values)
+    run = tensors_of(model, names)
+    for number, feed in enumerate(inputs):
+        for name, values in run(feed).items():
+            spreads[name].add(values, counted=number < counted)
     return spreads
 
 
-def count_values(
-    model: onnx.ModelProto, spreads: Mapping[str, Spread], batches: Iterable[Feed], cut: Cut
-) -> None:
-    """Count the numbers of tensors within their ends; arguments as in `collect_spreads`."""
-    for name, values in tensors_of(model, list(spreads), batches, cut):
-        spreads[name].count(values)
-
-
-def tensors_of(
-    model: onnx.ModelProto, names: Sequence[str], batches: Iterable[Feed], cut: Cut
-) -> Iterator[tuple[str, Array]]:
-    """Yield tensors by name; only those of one input are held at a time.
+def tensors_of(model: onnx.ModelProto, names: Iterable[str]) -> Callable[[Feed], dict[str, Array]]:
+    """Return a function from an input to tensors by name.
 
     Args:
         model: The network.
         names: Names of float tensors, inputs of the network among them.
-        batches: Calibration inputs.
-        cut: Cuts batches into smaller ones.
     """
     entries = {entry.name for entry in model.graph.input}
+    taken = [name for name in names if name in entries]
     computed = [name for name in names if name not in entries]
     session = _session(model, computed)
-    for batch in batches:
-        for part in cut(batch, 1):
-            values = {name: np.asarray(array, order="C") for name, array in part.items()}
-            yield from ((name, values[name]) for name in names if name in entries)
-            if computed:
-                yield from zip(computed, session.run(computed, values), strict=True)
+
+    def run(feed: Feed) -> dict[str, Array]:
+        values = {name: np.asarray(array, order="C") for name, array in feed.items()}
+        tensors = {name: values[name] for name in taken}
+        if computed:
+            tensors |= zip(computed, session.run(computed, values), strict=True)
+        return tensors
+
+    return run
 
 
 def _session(model: onnx.ModelProto, outputs: Sequence[str]) -> onnxruntime.InferenceSession:

@@ -7,7 +7,8 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import onnx
@@ -15,20 +16,22 @@ import onnx_ir as ir
 from onnxruntime.quantization import CalibrationMethod, QuantType
 from onnxruntime.quantization.calibrate import TensorsData
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
-from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
+from onnxruntime.quantization.quant_utils import add_infer_metadata
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 
-from rankrl.onnx.export.bias_correction import with_corrected_biases
-from rankrl.onnx.export.ranges import Array, Cut, Feed, Spread, collect_spreads, count_values
-from rankrl.onnx.protobuf import load_model, save_model, to_proto
+from rankrl.onnx.export.bias_correction import correct_biases, mean_moves
+from rankrl.onnx.export.range_choice import RangeChoice
+from rankrl.onnx.export.ranges import Array, Feed, Range, Spread, collect_spreads
+from rankrl.onnx.protobuf import to_proto
 from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
 
 _OPERATORS = frozenset((*QLinearOpsRegistry, *QDQRegistry))
 """What onnxruntime's quantiser knows."""
 _COUNTED, _JUDGED = 256, 64
 """Inputs that numbers are counted on, and outputs compared; the same ones in whatever order they come."""
-_WAYS: Mapping[str, Callable[[Spread], tuple[np.float32, np.float32]]] = {
-    "ends": lambda spread: spread.ends,
+ENDS = "ends"
+WAYS: Mapping[str, Callable[[Spread], Range]] = {
+    ENDS: lambda spread: spread.ends,
     "least mean square": Spread.least_square,
     "99.99 %": lambda spread: spread.percentile(1e-4),
 }
@@ -44,53 +47,77 @@ class StaticQuantiser:
     Weights become int8, one scale an output channel, activations uint8.
 
     Args:
-        path: The network in float32.
+        model: The network in float32.
         nodes: Names of the nodes that are to compute in integers, all that can when `None`.
         excluded: Names of nodes that are not to.
         reduced: Whether weights have 7 bits.
-        folder: For files in between.
+        inputs: Calibration inputs, one by one.
+        finish: Changes a quantised network before it is judged.
     """
 
     def __init__(
-        self, path: Path, nodes: Sequence[str] | None, excluded: Sequence[str], reduced: bool, folder: Path
+        self,
+        model: ir.Model,
+        nodes: Sequence[str] | None,
+        excluded: Sequence[str],
+        reduced: bool,
+        inputs: Sequence[Feed],
+        finish: Callable[[ir.Model], None],
     ) -> None:
-        self._path, self._scratch = path, folder / "quantised.onnx"
-        self._corrected = folder / "corrected.onnx"
+        self._plain, self._model = model, onnx.shape_inference.infer_shapes(to_proto(model))
+        add_infer_metadata(self._model)
+        self._activations = _activations(self._model, nodes)
         self._nodes, self._excluded, self._reduced = nodes, excluded, reduced
+        self._inputs, self._finish = inputs, finish
 
-    def quantised(
-        self, batches: Sequence[Feed], cut: Cut, *, fitted: bool, finish: Callable[[ir.Model], None]
-    ) -> ir.Model:
-        """Return the network in integers.
+    def unfitted(self) -> ir.Model:
+        """Return the network in integers whose ranges reach from the smallest to the largest number."""
+        return self._written(_ranges(collect_spreads(self._model, self._activations, self._inputs), ENDS))
 
-        Args:
-            batches: Calibration inputs.
-            cut: Cuts batches into smaller ones.
-            fitted: Whether ranges are those, of several kinds, with the least error at the outputs, and
-                biases are corrected where it gets less; else ranges reach from the smallest to the largest
-                number.
-            finish: Changes a quantised network before it is judged.
+    def choose(self) -> RangeChoice:
+        """Choose the ranges, of several kinds, with the least error at the outputs.
+
+        Biases are corrected where it gets less.
         """
-        model = load_model_with_shape_infer(self._path)
-        spreads = collect_spreads(model, _activations(model, self._nodes), batches, cut)
-        if not fitted:
-            return self._written(self._path, spreads, "ends", finish)
-        singles = sorted((part for feed in batches for part in cut(feed, 1)), key=_digest)
-        count_values(model, spreads, singles[:_COUNTED], cut)
-        judged = singles[:_JUDGED]
-        exact = _outputs(model, judged)
-        del model
-        networks = {way: self._written(self._path, spreads, way, finish) for way in _WAYS}
+        inputs = self._sorted_inputs
+        judged = inputs[:_JUDGED]
+        exact = _outputs(self._model, judged)
+        spreads = collect_spreads(self._model, self._activations, inputs, counted=_COUNTED)
+        choices = {way: RangeChoice(way, False, self._reduced, _ranges(spreads, way)) for way in WAYS}
+        networks = {way: self._written(choice.ranges) for way, choice in choices.items()}
         errors = {way: self._error(network, judged, exact) for way, network in networks.items()}
         log.debug("error at the outputs by ranges: %s", errors)
         best = min(errors, key=lambda way: errors[way])
         if not np.isfinite(errors[best]):
-            return networks[best]
-        save_model(with_corrected_biases(self._path, networks[best], judged, cut), self._corrected)
-        corrected = self._written(self._corrected, spreads, best, finish)
-        error = self._error(corrected, judged, exact)
+            return choices[best]
+        moves = mean_moves(self._model, networks[best], judged)
+        correct_biases(self._plain, networks[best], moves)
+        error = self._error(networks[best], judged, exact)
         log.debug("with corrected biases: %s", error)
-        return corrected if error < errors[best] else networks[best]
+        return replace(choices[best], corrected=True, moves=moves) if error < errors[best] else choices[best]
+
+    def quantised(self, choice: RangeChoice) -> ir.Model:
+        """Return the network in integers.
+
+        Args:
+            choice: How ranges and biases are found; what it lacks is measured.
+        """
+        ranges, moves, known = choice.ranges, choice.moves, choice.reduced == self._reduced
+        if not ranges.keys() >= set(self._activations):
+            counted = 0 if choice.way == ENDS else _COUNTED
+            spreads = collect_spreads(self._model, self._activations, self._sorted_inputs, counted=counted)
+            ranges, known = _ranges(spreads, choice.way), False
+        network = self._written(ranges)
+        if choice.corrected:
+            if not known:
+                moves = mean_moves(self._model, network, self._sorted_inputs[:_JUDGED])
+            correct_biases(self._plain, network, moves)
+        return network
+
+    @cached_property
+    def _sorted_inputs(self) -> list[Feed]:
+        """The inputs in an order that depends on nothing but them."""
+        return sorted(self._inputs, key=_digest)
 
     @staticmethod
     def _error(network: ir.Model, feeds: Sequence[Feed], exact: Sequence[Array]) -> float:
@@ -101,29 +128,34 @@ class StaticQuantiser:
             log.debug("onnxruntime cannot run the network in integers: %s", error)
             return np.inf
 
-    def _written(
-        self, path: Path, spreads: Mapping[str, Spread], way: str, finish: Callable[[ir.Model], None]
-    ) -> ir.Model:
-        """Return a network in integers with some ranges."""
-        ranges = {name: tuple(map(np.asarray, _WAYS[way](spread))) for name, spread in spreads.items()}
+    def _written(self, ranges: Mapping[str, Range]) -> ir.Model:
+        """Return the network in integers with some ranges."""
+        arrays = {name: tuple(map(np.asarray, ranges[name])) for name in self._activations}
+        model = onnx.ModelProto()
+        model.CopyFrom(self._model)
         with _quiet():
             quantiser = QDQQuantizer(
-                load_model_with_shape_infer(path),
+                model,
                 per_channel=True,
                 reduce_range=self._reduced,
                 weight_qType=QuantType.QInt8,
                 activation_qType=QuantType.QUInt8,
-                tensors_range=TensorsData(CalibrationMethod.MinMax, ranges),
+                tensors_range=TensorsData(CalibrationMethod.MinMax, arrays),
                 nodes_to_quantize=list(self._nodes or ()),
                 nodes_to_exclude=list(self._excluded),
                 op_types_to_quantize=list(_OPERATORS),
                 extra_options={},
             )
             quantiser.quantize_model()
-        quantiser.model.save_model_to_file(str(self._scratch), False)
-        model = load_model(self._scratch)
-        finish(model)
-        return model
+        quantiser.model.topological_sort()
+        network = ir.from_proto(quantiser.model.model)
+        network.graph.sort()  # what bodies of control flow read comes before them, too
+        self._finish(network)
+        return network
+
+
+def _ranges(spreads: Mapping[str, Spread], way: str) -> dict[str, Range]:
+    return {name: WAYS[way](spread) for name, spread in spreads.items()}
 
 
 def output_error(outputs: Sequence[Array], exact: Sequence[Array]) -> float:

@@ -13,6 +13,7 @@ from onnx import version_converter
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.network_file import INT4_OPSET, store_integers
+from rankrl.onnx.export.range_choice import RangeChoice
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.half import in_half
@@ -37,6 +38,7 @@ def write_graph(
     *,
     reduce_range: bool | None = None,
     fitted: bool = True,
+    choice: RangeChoice | None = None,
 ) -> None:
     """Write a compressed graph; the file appears complete or not at all.
 
@@ -47,6 +49,8 @@ def write_graph(
         metadata: Text to store in the file, beside what it holds already.
         reduce_range: As in `quantise_onnx`.
         fitted: As there.
+        choice: As there, of the network that the graph was made from: what was measured of that one holds as
+            long as no node was fitted anew.
 
     Raises:
         OnnxGraphError: Weights of 4 bits need a newer operator set, to which the graph cannot be converted.
@@ -73,6 +77,7 @@ def write_graph(
             reduce_range=graph.reduced or reduce_range,
             cut=None if graph.axes is None else graph.axes.parts,
             fitted=fitted,
+            choice=choice.without_values() if choice is not None and graph.errors else choice,
         )
 
 

@@ -1,4 +1,4 @@
-"""Finding the nodes of a network that onnxruntime cannot compute in 8-bit integers."""
+"""Finding the nodes of a network that onnxruntime cannot compute in 8-bit integers, and ranges for others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rankrl.errors import DefectError
 from rankrl.onnx.errors import ExportError
-from rankrl.onnx.export.int8 import quantise_onnx
+from rankrl.onnx.export.int8 import choose_ranges, quantise_onnx
+from rankrl.onnx.export.range_choice import RangeChoice
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
 from rankrl.onnx.graph.site import Site
@@ -60,3 +61,23 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
                 middle = len(names) // 2
                 waiting += [names[middle:], names[:middle]]
     return failing
+
+
+def chosen_ranges(
+    network: OnnxNetwork, names: Sequence[str], batches: Sequence[Feed], reduce_range: bool | None
+) -> RangeChoice:
+    """Return how ranges are found best when all nodes that can compute in integers (`choose_ranges`).
+
+    Args:
+        network: The network.
+        names: Names of these nodes.
+        batches: Calibration inputs.
+        reduce_range: As in `quantise_onnx`.
+    """
+    weights = {network.weight_inputs[name] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "plain.onnx"
+        network.save(plain)
+        return choose_ranges(
+            plain, batches, weights=weights, partly=True, reduce_range=reduce_range, cut=network.axes.parts
+        )

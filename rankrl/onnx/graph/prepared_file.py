@@ -17,6 +17,7 @@ from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.foreign import foreign_reason, is_foreign
 from rankrl.onnx.graph.image_files import ImagePreprocessing
 from rankrl.onnx.graph.inputs import HELDOUT, Batches, SplitInputs, read_inputs, split_inputs
+from rankrl.onnx.graph.integers import without_integers
 from rankrl.onnx.graph.look_up import with_look_ups
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
 from rankrl.onnx.graph.positions import PositionsByNode, with_several_positions
@@ -129,6 +130,11 @@ class PreparedFile:
                 f"({reasons or 'no Conv, Gemm or MatMul with a constant weight'})"
             )
         return sites
+
+    @cached_property
+    def unrounded(self) -> list[str]:
+        """Names of usable nodes that cannot compute in integers (`without_integers`)."""
+        return without_integers(self.network, self.usable, self.split.calibration[0])
 
     @cached_property
     def foreign(self) -> str | None:

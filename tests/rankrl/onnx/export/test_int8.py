@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from rankrl.onnx.errors import ExportError
-from rankrl.onnx.export import export_onnx, quantise_onnx
+from rankrl.onnx.export import export_onnx, quantise_onnx, static_quantiser
+from rankrl.onnx.export.int8 import choose_ranges
 from rankrl.onnx.export.static_quantiser import output_error
 from rankrl.onnx.export.weight_range import sums_overflow
 
@@ -174,3 +175,24 @@ def test_an_error_of_outputs_is_none_for_the_same_and_one_for_their_mean(probabl
     assert output_error([np.full_like(exact, exact.mean())], [exact]) == pytest.approx(1)
     assert output_error([0.9 * exact, other], [exact, other]) == output_error([0.9 * exact], [exact]) / 2 > 0
     assert output_error([other], [np.ones_like(other)]) == 0  # an output that never changes
+
+
+def test_a_choice_serves_files_with_fewer_integers_without_a_pass(
+    float_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [each.name for each in onnx.load(float_file).graph.initializer if len(each.dims) > 1]
+    choice = choose_ranges(float_file, batches(), weights=weights)
+    own = quantise_onnx(float_file, tmp_path / "own.onnx", batches(), weights=weights)
+    monkeypatch.setattr(static_quantiser, "collect_spreads", None)
+    monkeypatch.setattr(static_quantiser, "mean_moves", None)
+    for count in (3, 2, 1):
+        target = tmp_path / f"{count}.onnx"
+        quantise_onnx(float_file, target, batches(), weights=weights[:count], choice=choice)
+        assert error(target, float_file, np.concatenate(batches())) < 3e-3
+    assert (tmp_path / "3.onnx").read_bytes() == own.read_bytes()
+
+
+def test_a_choice_says_how_ranges_of_other_weights_are_found(float_file: Path, tmp_path: Path) -> None:
+    choice = choose_ranges(float_file, batches()).without_values()
+    again = quantise_onnx(float_file, tmp_path / "again.onnx", batches(), choice=choice)
+    assert again.read_bytes() == quantise_onnx(float_file, tmp_path / "own.onnx", batches()).read_bytes()

@@ -85,7 +85,7 @@ def test_ends_are_those_of_onnxruntimes_calibrator_to_the_bit(path: Path, tmp_pa
     singly = calibrated(path, [part for feed in feeds(model) for part in cut(feed, 1)], tmp_path)
     together = calibrated(path, feeds(model), tmp_path)
     before = model.SerializeToString()
-    spreads = collect_spreads(model, list(singly), feeds(model), cut)
+    spreads = collect_spreads(model, list(singly), [part for feed in feeds(model) for part in cut(feed, 1)])
     ends = {name: spread.ends for name, spread in spreads.items()}
     assert model.SerializeToString() == before
     assert len(ends) > 5
@@ -117,8 +117,7 @@ def test_the_least_square_is_less_than_that_of_other_ranges(kind: str, path: Pat
     elif kind == "negative":
         values = -np.abs(values)
     spread = Spread()
-    spread.stretch(values)
-    spread.count(values)
+    spread.add(values)
 
     def error(ends: tuple[np.float32, np.float32]) -> float:
         return float(np.mean((rounded(values, ends) - values) ** 2))
@@ -137,9 +136,7 @@ def test_percentiles_are_those_of_numpy_but_for_the_width_of_a_part(share: float
     values = np.random.default_rng(0).standard_normal(50_000, dtype=np.float32)
     spread = Spread()
     for part in np.split(values, 5):
-        spread.stretch(part)
-    for part in np.split(values, 5):
-        spread.count(part)
+        spread.add(part)
     width = (spread.highest - spread.lowest) / 2048
     expected = np.quantile(values, [share, 1 - share])
     np.testing.assert_allclose(spread.percentile(share), expected, atol=2 * width)
@@ -148,6 +145,5 @@ def test_percentiles_are_those_of_numpy_but_for_the_width_of_a_part(share: float
 def test_a_tensor_that_never_changes_keeps_its_value() -> None:
     spread = Spread()
     assert spread.ends == (0, 0)
-    spread.stretch(np.full(3, 2, np.float32))
-    spread.count(np.full(3, 2, np.float32))
+    spread.add(np.full(3, 2, np.float32))
     assert spread.least_square() == spread.percentile(1e-4) == (2, 2)
