@@ -282,12 +282,17 @@ class GraphNetwork:
 
     @cached_property
     def _range_choice(self) -> RangeChoice | None:
-        """How integers are chosen in all files that become of the network, whichever is written first."""
-        file = self.file
+        """How integers are chosen in all files that become of the network, whichever is written first.
+
+        Inputs that plans are scored on take part, too: the file at the end is fitted to all of them.
+        """
+        file, split = self.file, self.file.split
         names = [site.name for site in file.usable if site.name not in file.unrounded]
         if not names:
             return None
-        return chosen_ranges(file.network, names, file.split.calibration, self.timing.reduce_range)
+        return chosen_ranges(
+            file.network, names, [*split.calibration, *split.scored], self.timing.reduce_range
+        )
 
     @cached_property
     def _compared(self) -> OnnxScoring:

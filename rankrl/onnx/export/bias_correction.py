@@ -6,10 +6,9 @@ measured node by node, on the inputs that the node has in floating point, and su
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from rankrl.onnx.export.ranges import Array, Feed, tensors_of
@@ -22,7 +21,7 @@ _GIVEN = "_given"
 _LIMITS = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
-def mean_moves(plain: onnx.ModelProto, quantised: ir.Model, inputs: Iterable[Feed]) -> dict[str, Array]:
+def mean_moves(plain: ir.Model, quantised: ir.Model, inputs: Iterable[Feed]) -> dict[str, Array]:
     """Return how far integers move the mean of every output channel, by the names of nodes' outputs.
 
     Args:
@@ -31,14 +30,13 @@ def mean_moves(plain: onnx.ModelProto, quantised: ir.Model, inputs: Iterable[Fee
             names that they have there.
         inputs: Calibration inputs, one by one.
     """
-    outputs = {node.name: node.output[0] for node in plain.graph.node}
     cut = quantised.clone()
-    nodes = {outputs[str(node.name)]: node for node in _corrected_nodes(cut.graph)}
+    nodes = _corrected_nodes(plain.graph, cut.graph)
     if not nodes:
         return {}
     part, taken = _cut_before_rounding(cut, list(nodes.values()))
     session = inference_session(to_proto(part).SerializeToString())
-    run = tensors_of(plain, dict.fromkeys([*taken, *nodes]))
+    run = tensors_of(to_proto(plain), dict.fromkeys([*taken, *nodes]))
     sums: dict[str, Array | float] = dict.fromkeys(nodes, 0.0)
     count = 0
     for feed in inputs:
@@ -58,10 +56,9 @@ def correct_biases(plain: ir.Model, quantised: ir.Model, moves: Mapping[str, Arr
         quantised: The same in integers; changed in place.
         moves: How far means of channels move (`mean_moves`); nodes that it lacks keep their biases.
     """
-    outputs = {node.name: str(node.outputs[0].name) for node in plain.graph}
-    for node in list(_corrected_nodes(quantised.graph)):
-        if (move := moves.get(outputs.get(node.name, ""))) is not None:
-            _subtract(quantised.graph, node, move)
+    for name, node in _corrected_nodes(plain.graph, quantised.graph).items():
+        if name in moves:
+            _subtract(quantised.graph, node, moves[name])
 
 
 def _subtract(graph: ir.Graph, node: ir.Node, move: Array) -> None:
@@ -83,19 +80,22 @@ def _subtract(graph: ir.Graph, node: ir.Node, move: Array) -> None:
     node.replace_input_with(2, turned.outputs[0])
 
 
-def _corrected_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
-    """Yield the nodes with a bias that compute in integers."""
-    for node in graph:
-        if is_standard(node, "Conv", "Gemm") and len(node.inputs) > 2 and _rounding(node) is not None:
-            bias = node.inputs[2]
-            producer = None if bias is None else bias.producer()
-            if stored(bias if producer is None else producer.inputs[0]) is not None:
-                yield node
+def _corrected_nodes(plain: ir.Graph, quantised: ir.Graph) -> dict[str, ir.Node]:
+    """Return the nodes with a bias that compute in integers, by the names of their outputs in floats."""
+    integer = {node.name: node for node in quantised if _rounding(node) is not None}
+    return {
+        str(node.outputs[0].name): integer[node.name]
+        for node in plain
+        if is_standard(node, "Conv", "Gemm")
+        and len(node.inputs) > 2
+        and stored(node.inputs[2]) is not None
+        and node.name in integer
+    }
 
 
 def _rounding(node: ir.Node) -> ir.Node | None:
     """Return the node that rounds what a node takes, `None` where it takes floats."""
-    back = node.inputs[0].producer() if node.inputs[0] is not None else None
+    back = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     if back is None or not dequantises(back) or back.inputs[0] is None:
         return None
     rounding = back.inputs[0].producer()

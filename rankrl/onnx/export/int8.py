@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes import common as passes
 
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import unpad_channels
@@ -128,9 +129,10 @@ def _prepared(
 ) -> tuple[QuantiserCopy, StaticQuantiser]:
     session = open_session(path)
     model = _checked_model(path, partly=partly and weights is not None)
+    passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     unpad_channels(model)
     pool_means(model)
-    store_selections(model)  # the quantiser takes constants alone for weights
+    store_selections(model)  # the quantiser takes stored constants alone for weights and biases
     computing = None if weights is None else integer_nodes(model.graph, weights)
     before = list(model.graph)
     copy = QuantiserCopy(model)

@@ -90,7 +90,7 @@ class StaticQuantiser:
         best = min(errors, key=lambda way: errors[way])
         if not np.isfinite(errors[best]):
             return choices[best]
-        moves = mean_moves(self._model, networks[best], judged)
+        moves = mean_moves(self._plain, networks[best], judged)
         correct_biases(self._plain, networks[best], moves)
         error = self._error(networks[best], judged, exact)
         log.debug("with corrected biases: %s", error)
@@ -110,7 +110,7 @@ class StaticQuantiser:
         network = self._written(ranges)
         if choice.corrected:
             if not known:
-                moves = mean_moves(self._model, network, self._sorted_inputs[:_JUDGED])
+                moves = mean_moves(self._plain, network, self._sorted_inputs[:_JUDGED])
             correct_biases(self._plain, network, moves)
         return network
 

@@ -14,7 +14,7 @@ from torch import nn
 from rankrl.onnx.export import export_onnx, quantise_onnx
 from rankrl.onnx.export.bias_correction import correct_biases, mean_moves
 from rankrl.onnx.export.ranges import Feed
-from rankrl.onnx.protobuf import load_model, save_model, to_proto
+from rankrl.onnx.protobuf import load_model, save_model
 
 SHAPE = (3, 8, 8)
 
@@ -43,8 +43,8 @@ def test_the_mean_of_every_channel_is_that_in_floating_point(kind: str, tmp_path
     feed = {load_model(plain).graph.inputs[0].name or "": images}
     quantise_onnx(plain, integers, [feed], fitted=False, reduce_range=True)
     quantised = load_model(integers)
-    moves = mean_moves(to_proto(load_model(plain)), quantised, cut(feed, 1))
-    correct_biases(load_model(plain), quantised, moves)
+    network = load_model(plain)
+    correct_biases(network, quantised, mean_moves(network, quantised, cut(feed, 1)))
     save_model(quantised, corrected)
     exact = means(plain, feed)
     before, after = (np.abs(means(path, feed) - exact) for path in (integers, corrected))
