@@ -35,7 +35,7 @@ def mean_moves(plain: ir.Model, quantised: ir.Model, inputs: Iterable[Feed]) -> 
     if not nodes:
         return {}
     part, taken = _cut_before_rounding(cut, list(nodes.values()))
-    session = inference_session(to_proto(part).SerializeToString())
+    session = inference_session(to_proto(part).SerializeToString(), 1)
     run = tensors_of(to_proto(plain), dict.fromkeys([*taken, *nodes]))
     sums: dict[str, Array | float] = dict.fromkeys(nodes, 0.0)
     count = 0

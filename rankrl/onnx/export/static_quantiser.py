@@ -187,7 +187,7 @@ def _divergence(found: Array, right: Array) -> float:
 
 def _outputs(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[Array]:
     """Return the float outputs of a network, the numbers of all inputs one after the other."""
-    session = inference_session(model.SerializeToString())
+    session = inference_session(model.SerializeToString(), 1)
     runs = [
         session.run(None, {name: np.asarray(array, order="C") for name, array in feed.items()})
         for feed in feeds
