@@ -6,7 +6,7 @@ precision, and the time of these, with the conversions at the ends, is subtracte
 
     time = t(before, layer, after) - (t(before, before) + t(after, after)) / 2
 
-All sandwiches of a layer and precision stand in one graph, which is traced and quantised once and cut into
+All sandwiches of a layer and precision stand in one graph, which is written and quantised once and cut into
 one graph each.
 """
 
@@ -28,10 +28,10 @@ from decomposition.network.surgery import copied
 from decomposition.operations import Operation
 from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.int8 import quantise_onnx
-from rankrl.onnx.export.onnx_file import export_onnx
 from rankrl.onnx.graph_edits import part_of
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import Session, open_session
+from rankrl.timing.layer_files import SideBySide
 from rankrl.timing.passes import clock_for, timed_passes
 
 _WARM_UP = 6
@@ -158,7 +158,7 @@ class LayerTimer:
 
     def _time(self, networks: Sequence[nn.Module], shape: tuple[int, ...]) -> np.ndarray:
         """Return the median milliseconds of each network, timed in turns."""
-        network = _SideBySide(networks).eval()
+        network = SideBySide(networks).eval()
         for parameter in network.parameters():
             nn.init.normal_(parameter, std=0.1)
         weights = {f"{name}.weight" for name in integer_layers(network)}
@@ -166,8 +166,7 @@ class LayerTimer:
         inputs = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "layers.onnx"
-            sample = torch.zeros(shape)
-            export_onnx(network, path, shape[1:], sample=sample, dynamic_batch=False, progress=False)
+            network.save(path, shape)
             if weights:
                 quantise_onnx(path, path, [inputs], weights=weights, fitted=False)
             sessions = self._sessions(path)
@@ -190,23 +189,6 @@ class LayerTimer:
 
 def _stack(layers: Sequence[nn.Module | None]) -> nn.Sequential:
     return nn.Sequential(*(layer for layer in layers if layer is not None))
-
-
-class _SideBySide(nn.Module):
-    """Networks side by side, each with an output of its own."""
-
-    def __init__(self, networks: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.networks = nn.ModuleList(networks)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        outputs = []
-        for network in self.networks:
-            y = x
-            for layer in network.children():
-                y = torch.relu(layer(y))
-            outputs.append(y)
-        return tuple(outputs)
 
 
 class _Residual(nn.Module):
