@@ -84,7 +84,7 @@ class LatencyBudget:
 
     Args:
         network: The network.
-        sites: The candidates of its layers.
+        sites: The candidates of its layers, fitted or not.
         fraction: Fraction of the original's time to keep at most, in (0, 1].
         options: How time is measured.
         library: The fits of its layers.
@@ -113,6 +113,15 @@ class LatencyBudget:
     def fraction_of_original(self) -> float:
         """The fraction that the user asked for."""
         return round(self._ratio * self.fraction, 6)
+
+    def fit(self, fit: Callable[[Sequence[CandidateSet]], list[CandidateSet]]) -> None:
+        """Fit the candidates that are faster than their dense layer; the others are left out.
+
+        Args:
+            fit: Returns sites with the errors of their candidates.
+        """
+        table, sites = self._measured_sites
+        self._measured_sites = table, fit(sites)
 
     def problem(self, library: FitLibrary) -> SearchProblem:
         """Return the search problem whose budget holds for greedy's plan when it is exported and timed.

@@ -161,14 +161,14 @@ class SearchSession:
             asked = Workers(search.workers, search.cluster, search.worker_cpus, search.worker_gpus)
             self._cluster = open_cluster(asked)
             self._stack.callback(self._cluster.close)
-        sites = self._fitted(unfitted)
         self.latency = None
         if latency is None:
-            self.problem = problem_of(self.network, sites, goal, self.library)
+            self.problem = problem_of(self.network, self._fitted(unfitted), goal, self.library)
         else:
             self.latency = LatencyBudget(
-                self.network, sites, latency, goal.timing, self.library, counted=goal.budget.counted
+                self.network, unfitted, latency, goal.timing, self.library, counted=goal.budget.counted
             )
+            self.latency.fit(self._fitted)  # times do not depend on weights, and slow candidates need no fit
             bounded = goal.budget.drop is not None
             self.problem = (self.latency.unbounded if bounded else self.latency.problem)(self.library)
         self.reward = create_reward(
