@@ -66,18 +66,17 @@ def _file(network: Any, verb: str) -> Path | None:
 
 
 def _decomposition(
-    network: Any, names: str | Sequence[str] | DecompositionOptions | None
+    network: Any, names: str | Sequence[str] | DecompositionOptions | None, default: str = "tucker"
 ) -> DecompositionOptions:
     """Return what may become of layers, in float32 where formats alone are named."""
     if isinstance(names, DecompositionOptions):
         return names
+    precisions = None if names is None else ("float32",)
     if names is None:
-        names = writable_formats() if isinstance(network, str | Path) else "tucker"
+        names = writable_formats() if isinstance(network, str | Path) else default
     names = [names] if isinstance(names, str) else list(names)
     formats = None if len(names) == 1 else tuple(names)
-    return DecompositionOptions(
-        format=AUTO if formats else names[0], formats=formats, precisions=("float32",)
-    )
+    return DecompositionOptions(format=AUTO if formats else names[0], formats=formats, precisions=precisions)
 
 
 @renamed_arguments(_decomposition)
@@ -142,7 +141,8 @@ def compress(
             the four fractions, or two to be kept at once.
         decomposition: Name of a tensor format, names of several that every layer chooses from, or everything
             that may become of layers (`DecompositionOptions`). When omitted, Tucker for a module, and for a
-            file all formats that plain nodes can compute; all in float32.
+            file all formats that plain nodes can compute, in integers too where time or bytes count; formats
+            named alone stay in float32.
         selector: Name of what chooses. `greedy`, `energy`, `uniform` and `vbmf` need no search; `bayes`,
             `ddpg`, `tpe` and others score plans.
         selector_options: Its options.
@@ -294,9 +294,7 @@ def search(
         )
     budget, time = BudgetOptions(drop, minimise, params, macs, bytes, latency), _timing(timing, file)
     goal = SearchGoal(budget, search or SearchOptions(), time, reward, reward_options or {})
-    options = _decomposition(
-        network, "tensor_ring" if decomposition is None and file is None else decomposition
-    )
+    options = _decomposition(network, decomposition, "tensor_ring")
     request = Request(goal, options, selector, selector_options or {}, seed, _path(cache), progress)
     request = request.timed_in(request.cache, _path(folder))
     with nullcontext() if folder is None else locked(Path(folder)):

@@ -37,8 +37,10 @@ class CandidateLister:
         specs: The compressible layers.
         formats: Name of the format, or names of several that every layer may choose from.
         precisions: Names of what layers may compute with or be stored in (`PRECISIONS`); every candidate
-            comes in each of them. The dense layer in float32 is always a candidate.
+            comes in each of them, in `int8_weights` beside `int8` only where its layer cannot compute in
+            integers. The dense layer in float32 is always a candidate.
         unrounded: Names of layers that come in float32 alone, whatever the precisions.
+        floating: Names of layers that cannot compute in integers; their weights may be stored in them.
         tensorised: Split channel counts into small factors.
         multiple: Candidate ranks are multiples of it (`candidate_ranks`).
         narrowings: For layers that may read only some of their input channels: how many, and which layer
@@ -57,6 +59,7 @@ class CandidateLister:
         *,
         precisions: Sequence[str] = ("float32",),
         unrounded: Collection[str] = (),
+        floating: Collection[str] = (),
         tensorised: bool = False,
         multiple: int = 1,
         narrowings: Mapping[str, Narrowing] | None = None,
@@ -72,7 +75,8 @@ class CandidateLister:
             raise DecompositionError(f"{what}; choose from {', '.join(PRECISIONS)}")
         self.specs = {spec.name: spec for spec in specs}
         self.formats = tuple(get_format(name) for name in names)
-        self.precisions, self.unrounded = tuple(precisions), frozenset(unrounded)
+        self.precisions = tuple(precisions)
+        self.unrounded, self.floating = frozenset(unrounded), frozenset(floating)
         self.multiple = multiple
         self.narrowings, self.removals = dict(narrowings or {}), dict(removals or {})
         self._norm_parameters = dict(norm_parameters or {})
@@ -166,7 +170,7 @@ class CandidateLister:
     def _rounded(self, name: str, candidate: Candidate) -> list[Candidate]:
         """Return a candidate in every precision, and the dense layer in every precision that changes it."""
         spec, candidates = self.specs[name].narrowed(inputs=candidate.inputs), []
-        for precision in ("float32",) if name in self.unrounded else self.precisions:
+        for precision in self._precisions(name):
             rounding = PRECISIONS[precision]
             operations = (*candidate.operations, *rounding)
             contracted = any(
@@ -184,6 +188,16 @@ class CandidateLister:
                 replace(candidate, operations=operations, cost=cost, error=1.0, generator=generator)
             )
         return candidates
+
+    def _precisions(self, name: str) -> list[str]:
+        """Return what a layer may compute with or be stored in."""
+        if name in self.unrounded:
+            return ["float32"]
+        integer = [each for each in self.precisions if computes_in_integers([each])]
+        if not integer:
+            return list(self.precisions)
+        left_out = integer if name in self.floating else ["int8_weights"]  # as large, and slower
+        return [each for each in self.precisions if each not in left_out]
 
     def _narrowed(self, name: str) -> list[Candidate]:
         """Return the candidates that read only some input channels; fitting selects the channels."""

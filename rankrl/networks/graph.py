@@ -337,11 +337,8 @@ def fit_library(
         moments=moments,
         sensitivities=sensitivities,
         precisions=candidates.precisions,
-        unrounded=(
-            file.unrounded
-            if computes_in_integers(candidates.precisions)
-            else [site.name for site in usable if site.spread]
-        ),
+        unrounded=[site.name for site in usable if site.spread],
+        floating=file.unrounded if computes_in_integers(candidates.precisions) else (),
         multiple=candidates.multiple,
         options=replace(CHOOSING, iterations=candidates.iterations),
         folder=folder,

@@ -59,8 +59,8 @@ class DecompositionOptions(FittingOptions):
         formats: What every layer chooses from, with format auto.
         precisions: What every layer may compute with or be stored in: float32, int8 (weights and
             activations; int7, with weights of 7 bits, takes its place where export.reduce_range has it so),
-            int8_weights, int4_weights. None takes float32 and int8 for budget.latency, float32 and
-            int8_weights for budget.bytes, else float32.
+            int8_weights, int4_weights. None takes float32 and int8 for budget.latency and budget.bytes,
+            int8_weights for layers that cannot compute in integers within bytes, else float32.
         rank_multiple: Ranks are multiples of it: processors compute several channels at a time. None times
             a few for budget.latency and takes what suits this machine, else 1.
         final_iterations: L-BFGS iterations of the fit of each layer of the chosen plan.
@@ -102,8 +102,9 @@ class DecompositionOptions(FittingOptions):
 
 def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:
     """Return the precisions that lower what budgets in time and in bytes measure, after float32."""
-    finer = {"int8": budget.latency, "int8_weights": budget.bytes}
-    return ("float32", *(name for name, fraction in finer.items() if fraction is not None))
+    if budget.bytes is not None:
+        return ("float32", "int8", "int8_weights")
+    return ("float32", "int8") if budget.latency is not None else ("float32",)
 
 
 def check_precisions(names: Sequence[str] | None) -> None:
