@@ -132,7 +132,7 @@ class CandidateLister:
         spec = self.specs[name]
         choices = [
             rounded
-            for tensor_format in self.formats
+            for tensor_format in self._formats(name)
             for choice in self._choices(
                 name, tensor_format, limit, () if spectra is None else spectra(tensor_format)
             )
@@ -151,6 +151,13 @@ class CandidateLister:
             ),
             producer=None if narrowing is None else narrowing.producer,
         )
+
+    def _formats(self, name: str) -> list[TensorFormat]:
+        """Return the formats that differ in a layer: products of two matrices are taken once."""
+        if self.specs[name].kernel_elements > 1:
+            return list(self.formats)
+        plain = [each for each in self.formats if each.two_matrices and self.modes(name, each).plain]
+        return [each for each in self.formats if each not in plain[1:]]
 
     def _choices(
         self, name: str, tensor_format: TensorFormat, limit: int, spectra: Sequence[np.ndarray]

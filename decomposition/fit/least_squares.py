@@ -31,6 +31,9 @@ _LEAST_SHARE = 1 / 3
 # A start that knows the inputs is so near that fewer will do.
 _FULL_STEP_IN_METRIC = 1e8
 _LEAST_SHARE_IN_METRIC = 1 / 15
+# Ranks are chosen by errors to some percent, which the first iterations give.
+_FULL_COARSE_STEP = 2e8
+_LEAST_COARSE_SHARE = 1 / 7
 # Of an error that is wanted to no more than that, products in float32 lose nothing and take half as long.
 _COARSE = 1e-4
 _NOTHING_LEFT = 1e-15
@@ -180,14 +183,14 @@ class LeastSquares:
         inputs = len(self.metric.rows) * 2 if isinstance(self.metric, RowFactor) else columns
         return features * columns * (inputs + features + 3 * self.modes.out_channels)
 
-    def affordable(self, cores: Cores, iterations: int) -> int:
+    def affordable(self, cores: Cores, iterations: int, stop: Stop) -> int:
         """Return how many iterations the size of the problem leaves of those asked for."""
         step = self._step(*self.format.halves(cores, self.modes)[1].shape)
-        least, full = (
-            (_LEAST_SHARE_IN_METRIC, _FULL_STEP_IN_METRIC)
-            if self._starts_in_metric
-            else (_LEAST_SHARE, _FULL_STEP)
-        )
+        least, full = _LEAST_SHARE, _FULL_STEP
+        if self._starts_in_metric:
+            least, full = _LEAST_SHARE_IN_METRIC, _FULL_STEP_IN_METRIC
+        elif stop.tolerance >= _COARSE:
+            least, full = _LEAST_COARSE_SHARE, _FULL_COARSE_STEP
         return math.ceil(iterations * min(1.0, max(least, full / step)))
 
     def minimise(
@@ -240,7 +243,7 @@ class LeastSquares:
                 method="L-BFGS-B",
                 callback=flat_enough,
                 options={
-                    "maxiter": self.affordable(cores, iterations),
+                    "maxiter": self.affordable(cores, iterations, stop),
                     "maxcor": _HISTORY,
                     "ftol": 0.0,
                     "gtol": 1e-12,

@@ -38,6 +38,8 @@ class TensorFormat(ABC):
             two of them, as in a ring.
         starts_in_metric: Whether `starter` has a solution that knows the layer's inputs.
         cancels: Whether the terms of the best fit may grow and cancel one another.
+        two_matrices: Whether it is W = A B^T, in two stages, where there is no kernel: all such formats are
+            one there.
         splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
 
@@ -49,6 +51,7 @@ class TensorFormat(ABC):
     starts_in_metric: ClassVar[bool] = False
     splits_kernel: ClassVar[bool] = False
     cancels: ClassVar[bool] = False
+    two_matrices: ClassVar[bool] = False
 
     @abstractmethod
     def max_ranks(self, modes: WeightModes) -> Ranks:

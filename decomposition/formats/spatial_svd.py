@@ -28,6 +28,7 @@ class SpatialSVD(TensorFormat):
     name = "spatial_svd"
     description = "spatial SVD: a vertical convolution, then a horizontal one"
     splits_kernel = True
+    two_matrices = True
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
         """Return the smaller side of the unfolding (out * width, in * height)."""

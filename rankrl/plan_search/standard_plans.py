@@ -108,10 +108,11 @@ def _families(sites: Sequence[CandidateSet]) -> dict[tuple[str, bool], list[np.n
 def _members(site: CandidateSet, kind: tuple[str, bool]) -> np.ndarray:
     generator, integer = kind
     rest = next((j for j, each in enumerate(site.candidates) if integer and each.only_integers), site.dense)
+    alike = site.spec.kernel_elements == 1  # there formats that are two matrices stand under one name
     factorised = [
         index
         for index, each in enumerate(site.candidates)
-        if _factorised(each) and (each.generator, each.integer) == (generator, integer)
+        if _factorised(each) and each.integer == integer and (alike or each.generator == generator)
     ]
     return np.array([*factorised, rest])
 
