@@ -37,10 +37,9 @@ class CandidateLister:
         specs: The compressible layers.
         formats: Name of the format, or names of several that every layer may choose from.
         precisions: Names of what layers may compute with or be stored in (`PRECISIONS`); every candidate
-            comes in each of them, in `int8_weights` beside `int8` only where its layer cannot compute in
-            integers. The dense layer in float32 is always a candidate.
+            comes in each of them. The dense layer in float32 is always a candidate.
         unrounded: Names of layers that come in float32 alone, whatever the precisions.
-        floating: Names of layers that cannot compute in integers; their weights may be stored in them.
+        floating: Names of layers that cannot compute in integers; theirs become `int8_weights`.
         tensorised: Split channel counts into small factors.
         multiple: Candidate ranks are multiples of it (`candidate_ranks`).
         narrowings: For layers that may read only some of their input channels: how many, and which layer
@@ -200,11 +199,10 @@ class CandidateLister:
         """Return what a layer may compute with or be stored in."""
         if name in self.unrounded:
             return ["float32"]
-        integer = [each for each in self.precisions if computes_in_integers([each])]
-        if not integer:
+        if name not in self.floating:
             return list(self.precisions)
-        left_out = integer if name in self.floating else ["int8_weights"]  # as large, and slower
-        return [each for each in self.precisions if each not in left_out]
+        stored = ("int8_weights" if computes_in_integers([each]) else each for each in self.precisions)
+        return list(dict.fromkeys(stored))
 
     def _narrowed(self, name: str) -> list[Candidate]:
         """Return the candidates that read only some input channels; fitting selects the channels."""

@@ -60,7 +60,7 @@ class DecompositionOptions(FittingOptions):
         precisions: What every layer may compute with or be stored in: float32, int8 (weights and
             activations; int7, with weights of 7 bits, takes its place where export.reduce_range has it so),
             int8_weights, int4_weights. None takes float32 and int8 for budget.latency and budget.bytes,
-            int8_weights for layers that cannot compute in integers within bytes, else float32.
+            else float32. Nodes of a file that cannot compute in integers have int8_weights for int8.
         rank_multiple: Ranks are multiples of it: processors compute several channels at a time. None times
             a few for budget.latency and takes what suits this machine, else 1.
         final_iterations: L-BFGS iterations of the fit of each layer of the chosen plan.
@@ -102,9 +102,8 @@ class DecompositionOptions(FittingOptions):
 
 def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:
     """Return the precisions that lower what budgets in time and in bytes measure, after float32."""
-    if budget.bytes is not None:
-        return ("float32", "int8", "int8_weights")
-    return ("float32", "int8") if budget.latency is not None else ("float32",)
+    measured = budget.latency is not None or budget.bytes is not None
+    return ("float32", "int8") if measured else ("float32",)
 
 
 def check_precisions(names: Sequence[str] | None) -> None:

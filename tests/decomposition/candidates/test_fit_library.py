@@ -278,11 +278,12 @@ def test_several_formats_feed_one_set_each_with_what_it_proposes_alone(
     together = library_of(small_net, names, data=data)
     alone = {name: library_of(small_net, name, data=data) for name in names}
     assert [each.name for each in together.formats] == list(names)
+    matrices = [name for name in names if get_format(name).two_matrices]
     for site in together.all_candidates(limit=3):
-        own = [alone[name].candidates(site.name, limit=3) for name in names]
+        kept = [name for name in names if site.spec.kernel_elements > 1 or name not in matrices[1:]]
+        own = [alone[name].candidates(site.name, limit=3) for name in kept]
         assert site.candidates[:-1] == tuple(each for one in own for each in one.candidates[:-1])
-        assert len(site) > len(own[0])
-        assert site.mixed
+        assert (len(site) > len(own[0])) == (len(kept) > 1) == site.mixed
         assert not any(one.mixed for one in own)
         assert {one.importance for one in own} == {site.importance}
         assert all(one.candidates[-1] == site.candidates[-1] for one in own)
@@ -353,3 +354,18 @@ def test_a_layer_that_fails_in_a_process_is_named(small_net: nn.Module) -> None:
         small_net[3].weight[0, 0, 0, 0] = float("nan")  # type: ignore[index, union-attr, operator]
     with pytest.raises(DecompositionError, match="layer '3': the weight holds NaN"):
         library_of(small_net).all_candidates(limit=2, workers=2)
+
+
+def test_formats_that_are_two_matrices_are_one_without_a_kernel() -> None:
+    model = nn.Sequential(nn.Conv2d(12, 16, 1, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 9, 10))
+    names = [name for name in list_formats() if get_format(name).two_matrices]
+    assert set(names) == {"cp", "spatial_svd", "tucker"}
+    specs = compressible_layers(model, (12, 5, 5))
+    libraries = [FitLibrary(model, specs, name, options=QUICK) for name in names]
+    for site in libraries[0].all_candidates(limit=4):
+        sites = [library.candidates(site.name, limit=4) for library in libraries]
+        costs, errors = (
+            [[getattr(c, what) for c in each.candidates] for each in sites] for what in ("cost", "error")
+        )
+        assert costs[0] == costs[1] == costs[2]
+        np.testing.assert_allclose(errors[1:], [errors[0]] * 2, rtol=1e-6)

@@ -207,8 +207,7 @@ def test_layers_can_be_kept_from_rounding(small_net: nn.Module) -> None:
 
 def test_weights_are_stored_in_integers_where_nothing_computes_with_them(small_net: nn.Module) -> None:
     specs = compressible_layers(small_net, SHAPE)
-    precisions = ["float32", "int8", "int8_weights"]
-    library = FitLibrary(small_net, specs, "tucker", precisions=precisions, floating=["3"])
+    library = FitLibrary(small_net, specs, "tucker", precisions=["float32", "int8"], floating=["3"])
     for spec in specs:
         *changed, _ = library.unfitted(spec.name).candidates
         roundings = {each for one in changed for each in one.operations if isinstance(each, Quantise)}
