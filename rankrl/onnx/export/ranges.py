@@ -170,4 +170,4 @@ def _session(model: onnx.ModelProto, outputs: Sequence[str]) -> onnxruntime.Infe
     finally:
         del model.graph.output[:]
         model.graph.output.extend(own)
-    return inference_session(content, 1, optimised=False)
+    return inference_session(content, 1, optimised=False, arena=False)

@@ -38,6 +38,9 @@ WAYS: Mapping[str, Callable[[Spread], Range]] = {
 _LEAST = 1e-7
 """The least probability that is told from none."""
 
+_AT_ONCE = 2**18
+"""Numbers of outputs that are compared at once."""
+
 log = logging.getLogger(__name__)
 
 
@@ -165,24 +168,32 @@ def output_error(outputs: Sequence[Array], exact: Sequence[Array]) -> float:
     for probabilities, and it is their divergence (Kullback and Leibler) / that of their mean.
     """
     errors = []
-    for new, old in zip(outputs, exact, strict=True):
-        found, right = (np.asarray(each, np.float64) for each in (new, old))
+    for found, right in zip(outputs, exact, strict=True):
         if not right.size or right.min() == right.max():
             continue
-        probable = right.min() >= 0 and right.max() <= 1
-        error = _divergence if probable else _square_error
-        errors.append(error(found, right) / error(np.full_like(right, right.mean()), right))
+        term = _divergence if right.min() >= 0 and right.max() <= 1 else _square
+        mean = np.broadcast_to(right.mean(dtype=np.float64), right.shape)
+        errors.append(_total(term, found, right) / _total(term, mean, right))
     return float(np.mean(errors)) if errors else 0.0
 
 
-def _square_error(found: Array, right: Array) -> float:
-    return float(np.mean((found - right) ** 2))
+def _total(term: Callable[[Array, Array], Array], found: Array, right: Array) -> float:
+    """Return the sum of an error's terms, a part of the numbers at a time."""
+    found, right, total = found.reshape(-1), right.reshape(-1), 0.0
+    for start in range(0, right.size, _AT_ONCE):
+        parts = (each[start : start + _AT_ONCE].astype(np.float64) for each in (found, right))
+        total += float(term(*parts).sum())
+    return total
 
 
-def _divergence(found: Array, right: Array) -> float:
-    """Return the mean divergence of probabilities, each of one event and its opposite."""
+def _square(found: Array, right: Array) -> Array:
+    return np.asarray((found - right) ** 2)
+
+
+def _divergence(found: Array, right: Array) -> Array:
+    """Return the divergences of probabilities, each of one event and its opposite."""
     found, right = (each.clip(_LEAST, 1 - _LEAST) for each in (found, right))
-    return float(np.mean(right * np.log(right / found) + (1 - right) * np.log((1 - right) / (1 - found))))
+    return np.asarray(right * np.log(right / found) + (1 - right) * np.log((1 - right) / (1 - found)))
 
 
 def _outputs(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[Array]:
