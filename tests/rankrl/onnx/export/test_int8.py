@@ -196,3 +196,24 @@ def test_a_choice_says_how_ranges_of_other_weights_are_found(float_file: Path, t
     choice = choose_ranges(float_file, batches()).without_values()
     again = quantise_onnx(float_file, tmp_path / "again.onnx", batches(), choice=choice)
     assert again.read_bytes() == quantise_onnx(float_file, tmp_path / "own.onnx", batches()).read_bytes()
+
+
+def test_weights_and_biases_in_constant_nodes_are_what_they_are_elsewhere(
+    float_file: Path, tmp_path: Path
+) -> None:
+    model = onnx.load(float_file)
+    nodes = [
+        onnx.helper.make_node("Constant", [], [tensor.name], value=tensor)
+        for tensor in model.graph.initializer
+    ]
+    nodes += model.graph.node
+    del model.graph.initializer[:]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    path = tmp_path / "constants.onnx"
+    onnx.save(model, path)
+    found, expected = (
+        quantise_onnx(each, tmp_path / f"{each.stem}8.onnx", batches()) for each in (path, float_file)
+    )
+    (batch,) = batches(1, 7)
+    np.testing.assert_array_equal(outputs(found, batch), outputs(expected, batch))
