@@ -319,7 +319,7 @@ def fit_library(
         candidates: What may become of its nodes.
         folder: Where fits and sensitivities are kept for later runs, or None.
         seed: Seed of patches and perturbations.
-        measure: With `weigh_outputs`: scale the losses of candidates to measured ones (`GraphLibrary`).
+        measure: Scale the losses of candidates to measured ones (`GraphLibrary`).
 
     Raises:
         OnnxGraphError: No node can be compressed; the message gives the reasons.
@@ -327,9 +327,7 @@ def fit_library(
     usable, batches = file.usable, file.split.calibration
     moments = settled(collect_moments(file.network, usable, batches, seed=seed))
     sensitivities = measured_sensitivities(file, folder=folder, seed=seed) if candidates.weigh_outputs else {}
-    losses = None
-    if candidates.weigh_outputs and measure:
-        losses = NodeLosses(file.network, usable, batches, folder)
+    losses = NodeLosses(file.network, usable, batches, folder) if measure else None
     return GraphLibrary(
         SiteModules({site.name: site.module(MARKED) for site in usable}),
         [site.spec for site in usable],

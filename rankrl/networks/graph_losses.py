@@ -32,11 +32,11 @@ from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, names_in, new_name, set_types
 from rankrl.onnx.operators import is_standard
 
-INPUTS = (8, 64)
+INPUTS = (4, 64)
 """Inputs that losses are measured on: fewest and most."""
-_EFFORT = 1e12
-"""Multiply-accumulates of these passes, about, which decide between them: some 20 seconds of one core."""
-_METHOD = 1
+_EFFORT, _PASSES = 1e12, 6
+"""Multiply-accumulates that decide between them, some 20 seconds of one core, and passes for each node."""
+_METHOD = 2
 """Raised when losses are measured otherwise than before; part of the names of kept ones."""
 _STEPS = 255
 
@@ -166,7 +166,7 @@ class NodeLosses:
     def _feeds(self) -> list[Feed]:
         macs = sum(node.spec.macs for node in self.nodes)
         fewest, most = INPUTS
-        count = int(min(most, max(fewest, _EFFORT / max(1, macs * len(self.nodes)))))
+        count = int(min(most, max(fewest, _EFFORT / max(1, _PASSES * macs * len(self.nodes) // 2))))
         some = first_inputs(self.batches, count, self.network.axes)
         size = fitting_inputs(self.network, self.nodes, self.batches[0])
         return [part for feed in some for part in self.network.axes.parts(feed, size)]
