@@ -14,7 +14,7 @@ import onnxruntime
 import torch
 
 from decomposition import CompressionPlan, FitLibrary, LayerSpec
-from decomposition.calibration.moments import settled
+from decomposition.calibration.moments import PATCHES_PER_LAYER, settled
 from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
@@ -48,6 +48,9 @@ from rankrl.verify.agreement import OutputAgreement, agreement_score, agreement_
 from rankrl.verify.certificate import OWN_SCORE, Basis
 from rankrl.verify.collapse import collapse
 from rankrl.verify.layer_rows import layer_row
+
+_JUDGED_PATCHES = 2**14
+"""Patches that nodes are fitted to where plans are compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +154,8 @@ class GraphNetwork:
         return OnnxScoring(self.file.network, self.file.sites, scored, self.judge, self.term, single)
 
     def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> WrittenGraph:
-        """Return the network that a plan becomes, as it is written."""
-        return self.written(plan, self.file.split.calibration, library.sensitivities)
+        """Return the network that a plan becomes, as it is written, fitted to fewer patches than a result."""
+        return self.written(plan, self.file.split.calibration, library.sensitivities, _JUDGED_PATCHES)
 
     def finished(self, plan: CompressionPlan, sensitivities: Mapping[str, torch.Tensor]) -> WrittenGraph:
         """Return the same fitted to the inputs that plans were scored on, too: they have done their work."""
@@ -160,7 +163,11 @@ class GraphNetwork:
         return self.written(plan, [*split.calibration, *split.scored], sensitivities)
 
     def written(
-        self, plan: CompressionPlan, batches: Sequence[Feed], sensitivities: Mapping[str, torch.Tensor]
+        self,
+        plan: CompressionPlan,
+        batches: Sequence[Feed],
+        sensitivities: Mapping[str, torch.Tensor],
+        patches: int = PATCHES_PER_LAYER,
     ) -> WrittenGraph:
         """Return the network that a plan becomes, its nodes fitted one after the other (`refitted_graph`).
 
@@ -168,6 +175,7 @@ class GraphNetwork:
             plan: What becomes of the nodes.
             batches: Inputs that they are fitted on, and that set ranges of activations.
             sensitivities: G (out, out) of the nodes' outputs, by name.
+            patches: Patches of a node's input at most that it is fitted to.
         """
         with progress_bar("refit nodes", total=len(self.file.sites)) as bar:
             graph = refitted_graph(
@@ -177,6 +185,7 @@ class GraphNetwork:
                 batches,
                 sensitivities=sensitivities,
                 options=self.options.final_fit(),
+                patches=patches,
                 seed=self.seed,
                 progress=lambda _: bar.advance(),
             )

@@ -26,7 +26,8 @@ class FittingOptions:
         candidates: Candidate ranks a layer and format at most.
         iterations: L-BFGS iterations of each fit.
         weigh_outputs: Whether channels and layers count by what the network's output makes of them (one
-            backward pass, no labels; forward passes of some minutes for a file).
+            backward pass, no labels; forward passes of some minutes for a file, of which layers count by
+            measured losses in any case).
         channels: Fractions of the channels between two layers that may be kept, for example [0.75, 0.5]: the
             first layer loses the others, where the second alone reads them. Empty keeps all of them.
         blocks: Whether whole residual blocks may be removed.

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 REFITS = 10
 """Plans that are carried out by bisection, at most."""
-_SPARED_REFITS = 4
+_SPARED_REFITS = 6
 """Of these, those that find how many sensitive layers stay in floating point."""
 _CLOSE = 0.03
 """Bisection ends where the fractions that keep the loss and exceed it differ by this share."""
@@ -66,7 +66,10 @@ def _cheapest(measure: PlanMeter, drop: float) -> MeasuredPlan:
 
 
 def _spared(problem: SearchProblem, measure: PlanMeter, drop: float) -> int:
-    """Bisect how many layers have to stay in floating point, the most sensitive first; return the refits."""
+    """Find how many layers have to stay in floating point, the most sensitive first; return the refits.
+
+    One or two are most often enough, so that numbers are doubled until the loss is kept, and bisected then.
+    """
     in_integers = without_most_sensitive(problem.sites, 0)
     first = measure.plans.get(in_integers)
     if first is None or first.loss <= drop:
@@ -75,7 +78,8 @@ def _spared(problem: SearchProblem, measure: PlanMeter, drop: float) -> int:
     too_few, enough = 0, count
     refits = 0
     while enough - too_few > 1 and refits < _SPARED_REFITS:
-        spared = (too_few + enough) // 2
+        doubled = max(1, 2 * too_few)
+        spared = doubled if enough == count and doubled < count else (too_few + enough) // 2
         key = without_most_sensitive(problem.sites, spared)
         refits += key not in measure.plans
         plan = measure(f"{ALL_INT8} but {spared}", key)

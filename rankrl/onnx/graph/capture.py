@@ -35,10 +35,10 @@ _NARROW, _NARROW_ELEMENTS = 1024, 2**25
 matter for."""
 
 
-def most_patches(site: Site, elements: int) -> int:
+def most_patches(site: Site, elements: int, patches: int = PATCHES_PER_LAYER) -> int:
     """Return how many patches of a node's input are looked at, `elements` numbers where they are large."""
     width = site.weight[0].numel()
-    return max(1, min(PATCHES_PER_LAYER, (_NARROW_ELEMENTS if width <= _NARROW else elements) // width))
+    return max(1, min(patches, (_NARROW_ELEMENTS if width <= _NARROW else elements) // width))
 
 
 def collect_moments(

@@ -22,6 +22,7 @@ from decomposition import (
     without_rounding,
 )
 from decomposition.apply.apply import fitted_layer
+from decomposition.calibration.moments import PATCHES_PER_LAYER
 from decomposition.calibration.shrinkage import labels_or_single
 from decomposition.fit.lockstep import Refit, RefitProblem, refit_to_patches, solved
 from decomposition.formats.factorised import FactorisedLayer
@@ -134,6 +135,7 @@ def refitted_graph(
     *,
     sensitivities: Mapping[str, torch.Tensor],
     options: FitOptions = FINAL,
+    patches: int = PATCHES_PER_LAYER,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> CompressedGraph:
@@ -151,6 +153,7 @@ def refitted_graph(
         batches: Calibration inputs.
         sensitivities: G (out, out) by name; nodes without one count their channels alike.
         options: How much work each fit may do.
+        patches: Patches of a node's input at most that it is fitted to.
         seed: Seed of the patch positions.
         progress: Called with each node's name when it is done.
     """
@@ -177,7 +180,7 @@ def refitted_graph(
             result = refit_to_patches(
                 site.module(),
                 refit,
-                *_arriving_patches(before, after, site, sizes, seed),
+                *_arriving_patches(before, after, site, sizes, patches, seed),
                 mean_absorbed=site.absorber is not None,
             )
             shift = result.shift if site.absorber is not None else None
@@ -249,7 +252,7 @@ def _refit(site: Site, entry: LayerPlan, sensitivity: torch.Tensor | None, optio
 
 
 def _arriving_patches(
-    before: GraphWalk, after: GraphWalk, site: Site, sizes: Sequence[int], seed: int
+    before: GraphWalk, after: GraphWalk, site: Site, sizes: Sequence[int], most: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw what a node receives in both graphs.
 
@@ -258,6 +261,7 @@ def _arriving_patches(
         after: The compressed graph.
         site: The node.
         sizes: Inputs in each batch.
+        most: Patches at most.
         seed: Seed of the positions.
 
     Returns:
@@ -272,7 +276,7 @@ def _arriving_patches(
     for start, size, *received in zip(
         starts, sizes, before.inputs_of(site), after.inputs_of(site), strict=True
     ):
-        share = max(1, most_patches(site, FINAL_ELEMENTS) * size // total // len(layers))
+        share = max(1, most_patches(site, FINAL_ELEMENTS, most) * size // total // len(layers))
         for node, layer in zip(site.nodes, layers, strict=True):
             values = [inputs[node.input_name] for inputs in received]
             drawn, label = drawn_patches(node, layer, values, share, generator, size)

@@ -142,7 +142,15 @@ def test_losses_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert opened == [site.name for site in file.usable]
 
 
-def test_without_weights_of_outputs_nothing_is_measured(tmp_path: Path) -> None:
+def test_losses_are_measured_without_weights_of_channels_too(tmp_path: Path) -> None:
     file = prepared("convolutions", tmp_path)
-    library = fit_library(file, CandidateOptions(("tucker",), candidates=3, weigh_outputs=False))
-    assert all(site.importance == 1 for site in library.all_candidates(limit=3))
+    options = CandidateOptions(("tucker",), candidates=3, weigh_outputs=False)
+    plain = fit_library(file, options, measure=False)
+    assert all(site.importance == 1 for site in plain.all_candidates(limit=3))
+    library = fit_library(file, options)
+    assert not library.sensitivities
+    losses = NodeLosses(file.network, file.usable, file.split.calibration)
+    for site in library.all_candidates(limit=3):
+        weights = [library.weight(site.name, each.operations) for each in site.candidates[:-1]]
+        measured = losses.of(library, site.name, weights, [False] * len(weights))
+        assert any(np.isclose(measured, site.losses[:-1], rtol=1e-3))
