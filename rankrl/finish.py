@@ -68,6 +68,12 @@ def finish(
     file = network.write(last, path, notes(plan, measured))
     for output in file.outputs:
         log.info("agreement of %r is %s, since %s", output.name, SCORES[output.kind], output.reason)
+    if file.latency.ratio_high < 1:
+        log.warning(
+            "the file takes %.3f of the original's time: it is smaller, but slower. With budget.latency, or "
+            "drop and minimise=latency, it is faster, too",
+            1 / file.latency.ratio,
+        )
     drop = budget.drop
     certificate = _certified(network, last, drop)
     latency = budget.latency if drop is None else None

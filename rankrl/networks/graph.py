@@ -151,7 +151,8 @@ class GraphNetwork:
         split = self.file.split
         # A rule's plan is one, so that no input chooses it.
         scored, single = split.scored or split.heldout, split.scored or split.calibration
-        return OnnxScoring(self.file.network, self.file.sites, scored, self.judge, self.term, single)
+        others = split.calibration if split.scored else ()
+        return OnnxScoring(self.file.network, self.file.sites, scored, self.judge, self.term, single, others)
 
     def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> WrittenGraph:
         """Return the network that a plan becomes, as it is written, fitted to fewer patches than a result."""

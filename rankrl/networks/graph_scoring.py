@@ -36,7 +36,7 @@ from rankrl.verify.agreement import (
     constant_agreement,
     output_scores,
 )
-from rankrl.verify.output_scores import OutputScore
+from rankrl.verify.output_scores import OutputScore, expected_changes, log_probabilities
 from rankrl.workers.base import WorkerCluster
 
 FileTerm = Literal["agreement", "soft_agreement"]
@@ -138,6 +138,7 @@ class OnnxScoring:
         feeds: Batches of inputs that nothing is fitted to.
         single: Batches on which single nodes are looked at (`OnnxPlanEvaluator.divergences`); none that
             results are compared on.
+        others: Other batches, on which the original alone says how near classes are to one another.
         score: The user's score, or None for the agreement with the original on `feeds`.
         term: `agreement`: how often an output of classes has the original's, the explained share of the
             variation of any other (`rankrl.verify.output_scores`), averaged over the outputs;
@@ -151,6 +152,7 @@ class OnnxScoring:
     score: SessionScore | None = None
     term: FileTerm = "soft_agreement"
     single: Sequence[Feed] = ()
+    others: Sequence[Feed] = ()
 
     def __post_init__(self) -> None:
         if self.term not in get_args(FileTerm):
@@ -186,9 +188,30 @@ class OnnxScoring:
         return self.of_session(open_session(self.network.model, self.network.source), "the original network")
 
     def losses(self) -> Callable[[Any], float]:
-        """Return what says how much of the original's score a network loses that is written."""
-        score, original = replace(self, term="agreement"), self.of_original()
-        return lambda written: original - score.of_session(written.session, "the compressed network")
+        """Return what says how much of the original's score a network loses that is written.
+
+        Classes that change are counted, or expected (`expected_changes`) where that says more.
+        """
+        if self.score is None:
+            return lambda written: self._lost(written.session)
+        original = self.of_original()
+        return lambda written: original - self.of_session(written.session, "the compressed network")
+
+    def _lost(self, session: onnxruntime.InferenceSession) -> float:
+        answers = _Remembered.of(
+            _Numbered(GraphSession(session, self.network.source), self.feeds, self.network.axes)
+        )
+        losses = []
+        for index, output in enumerate(agreement(self._original, answers, self._numbers, self.output_scores)):
+            losses.append(1 - output.score)
+            if output.kind == "classes":
+                probabilities = self.output_scores[index].probabilities
+                rows = [
+                    log_probabilities(each.rows(index), probabilities)
+                    for each in (self._known_answers, self._original, answers)
+                ]
+                losses[-1] = max(losses[-1], expected_changes(*rows))
+        return checked_score(float(np.mean(losses)), "the compressed network")
 
     def of_session(self, session: onnxruntime.InferenceSession, what: str) -> float:
         """Return the score of an open network.
@@ -235,8 +258,13 @@ class OnnxScoring:
 
     @cached_property
     def _original(self) -> _Remembered:
-        answers = _Numbered(self.network.session(), self.feeds, self.network.axes)
-        return _Remembered(answers.output_names, [answers.run(number) for number in self._numbers])
+        return _Remembered.of(_Numbered(self.network.session(), self.feeds, self.network.axes))
+
+    @cached_property
+    def _known_answers(self) -> _Remembered:
+        """The original's answers to all inputs."""
+        feeds = [*self.feeds, *self.others]
+        return _Remembered.of(_Numbered(self.network.session(), feeds, self.network.axes))
 
 
 class OnnxPlanEvaluator(RememberingEvaluator):
@@ -305,6 +333,15 @@ class _Remembered:
 
     output_names: list[str]
     answers: list[list[Array]]
+
+    @classmethod
+    def of(cls, answers: _Numbered) -> _Remembered:
+        """Let a network answer all of its batches."""
+        return cls(answers.output_names, [answers.run(number) for number in range(len(answers.feeds))])
+
+    def rows(self, index: int) -> Array:
+        """Return the answers of one output to all batches, inputs on the first axis."""
+        return np.concatenate([each[index] for each in self.answers])
 
     def run(self, number: int, /) -> list[Array]:
         return self.answers[number]

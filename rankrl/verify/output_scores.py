@@ -77,7 +77,7 @@ class OutputScore:
         if self.kind == "labels":
             return _by_input(before == after)
         if self.kind == "distribution":
-            known, found = (_log_probabilities(each, self.probabilities) for each in (before, after))
+            known, found = (log_probabilities(each, self.probabilities) for each in (before, after))
             return 1 - (np.exp(known) * (known - found)).sum(1) / self.spread[0]
         lost = np.square(after.astype(np.float64) - before)
         if self.units is None:
@@ -120,15 +120,34 @@ def output_score(name: str, answers: Sequence[Array]) -> OutputScore:
         return _of_values(name, rows, "it is no scores of classes, one row for each input")
     if not _scores_classes(rows):
         return _of_values(name, rows, "its numbers are neither probabilities nor logits of classes")
-    if len(np.unique(rows.argmax(1))) > 1:
-        return OutputScore(name, "classes", "its class varies with the inputs")
     probabilities = _are_probabilities(rows)
-    known = _log_probabilities(rows, probabilities)
+    if len(np.unique(rows.argmax(1))) > 1:
+        return OutputScore(name, "classes", "its class varies with the inputs", probabilities=probabilities)
+    known = log_probabilities(rows, probabilities)
     mean = np.log(np.exp(known).mean(0))
     divergence = float((np.exp(known) * (known - mean)).sum(1).mean()) * len(rows) / max(1, len(rows) - 1)
     spread = divergence if divergence > _LEAST_DIVERGENCE else math.log(rows.shape[1])
     reason = "all inputs have one class there"
     return OutputScore(name, "distribution", reason, np.array([spread]), probabilities=probabilities)
+
+
+def expected_changes(margins: Array, before: Array, after: Array) -> float:
+    """Return the share of inputs whose class is expected to change.
+
+    On n inputs the share that did change moves in steps of 1/n: twenty inputs say nothing of a loss of half a
+    point. Which answer meets which error is chance, though, so that every error is added to every answer,
+    classes in the order of their scores.
+
+    Args:
+        margins: Scores of classes that the original gives, (M, classes), logits or logarithms: those of
+            inputs that nothing else is known of are welcome.
+        before: What it gives of some inputs, (N, classes).
+        after: What a compressed network gives of these.
+    """
+    order = np.argsort(-before, axis=1)
+    errors = np.take_along_axis(after - before, order, 1)
+    sorted_margins = -np.sort(-margins, axis=1)
+    return float(np.mean([((sorted_margins + error).argmax(1) != 0).mean() for error in errors]))
 
 
 def _scores_classes(rows: Array) -> bool:
@@ -143,7 +162,7 @@ def _are_probabilities(rows: Array) -> bool:
     return bool((rows >= 0).all() and np.abs(rows.sum(1) - 1).max() < _SUM_TOLERANCE)
 
 
-def _log_probabilities(rows: Array, probabilities: bool) -> Array:
+def log_probabilities(rows: Array, probabilities: bool) -> Array:
     """Return logarithms of class probabilities, shape (N, classes), of probabilities or logits."""
     rows = rows.astype(np.float64)
     if probabilities:

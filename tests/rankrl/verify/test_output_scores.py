@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 
 from rankrl.verify.agreement import OutputAgreement, agreement, agreement_score, agreement_values
-from rankrl.verify.output_scores import Array, output_score
+from rankrl.verify.output_scores import Array, expected_changes, output_score
 
 DRAWN = np.random.default_rng(1)
 
@@ -166,3 +166,24 @@ def test_scores_are_one_for_the_original_and_one_at_most(
             assert same.values == pytest.approx(np.ones(count))
             (found,) = compared([each], [each + noise * drawn.standard_normal(shape)])
             assert (found.values <= 1 + 1e-9).all()
+
+
+def test_expected_changes_are_those_of_many_inputs() -> None:
+    generator = np.random.default_rng(0)
+    logits = generator.normal(0, 3, (20_000, 10))
+    noisy = logits + generator.normal(0, 0.05, logits.shape)
+    true = float((logits.argmax(1) != noisy.argmax(1)).mean())
+    assert 0.005 < true < 0.05
+    parts = [slice(start, start + 24) for start in range(0, 2400, 24)]
+    counted = np.array([(logits[part].argmax(1) != noisy[part].argmax(1)).mean() for part in parts])
+    known = np.array([expected_changes(logits[:120], logits[part], noisy[part]) for part in parts])
+    assert np.abs(known - true).mean() < 0.5 * np.abs(counted - true).mean()
+    fresh = [expected_changes(logits[part], logits[part], noisy[part]) for part in parts]
+    assert float(np.mean(fresh)) == pytest.approx(true, rel=0.2)  # on average over the inputs
+
+
+def test_expected_changes_follow_the_order_of_the_classes() -> None:
+    before = np.array([[3.0, 1.0, 0.0], [0.0, 5.0, 1.0]])
+    assert expected_changes(before, before, before) == 0
+    after = before + np.array([[-3.0, 0.0, 0.0], [0.0, -3.0, 0.0]])  # the first of each loses three
+    assert expected_changes(before, before, after) == 0.5  # 3 against 1 falls, 5 against 1 does not
