@@ -96,7 +96,7 @@ def test_ranks_for_a_budget_in_time_fill_the_processor_s_lanes(overrides, multip
     [
         ((), ("float32",)),
         (("budget.latency=0.6", "decomposition.rank_multiple=8"), ("float32", "int8")),
-        (("budget.bytes=0.2",), ("float32", "int8_weights")),
+        (("budget.bytes=0.2",), ("float32", "int8")),
         (("decomposition.precisions=[int8,int4_weights]",), ("int8", "int4_weights")),
         (("budget.latency=0.6", "export.reduce_range=true"), ("float32", "int7")),
     ],
