@@ -70,8 +70,8 @@ def finish(
         log.info("agreement of %r is %s, since %s", output.name, SCORES[output.kind], output.reason)
     if file.latency.ratio_high < 1:
         log.warning(
-            "the file takes %.3f of the original's time: it is smaller, but slower. With budget.latency, or "
-            "drop and minimise=latency, it is faster, too",
+            "the file takes %.3f of the original's time: it is slower. For a faster one set "
+            "budget.latency, or budget.drop with budget.minimise=latency",
             1 / file.latency.ratio,
         )
     drop = budget.drop

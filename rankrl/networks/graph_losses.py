@@ -34,8 +34,8 @@ from rankrl.onnx.operators import is_standard
 
 INPUTS = (4, 64)
 """Inputs that losses are measured on: fewest and most."""
-_EFFORT, _PASSES = 1e12, 6
-"""Multiply-accumulates that decide between them, some 20 seconds of one core, and passes for each node."""
+_EFFORT, _PASSES = 1e12, 3
+"""Multiply-accumulates that decide between them, some 20 seconds of one core, and whole passes for a node."""
 _METHOD = 2
 """Raised when losses are measured otherwise than before; part of the names of kept ones."""
 _STEPS = 255
@@ -166,7 +166,7 @@ class NodeLosses:
     def _feeds(self) -> list[Feed]:
         macs = sum(node.spec.macs for node in self.nodes)
         fewest, most = INPUTS
-        count = int(min(most, max(fewest, _EFFORT / max(1, _PASSES * macs * len(self.nodes) // 2))))
+        count = int(min(most, max(fewest, _EFFORT / max(1, _PASSES * macs * len(self.nodes)))))
         some = first_inputs(self.batches, count, self.network.axes)
         size = fitting_inputs(self.network, self.nodes, self.batches[0])
         return [part for feed in some for part in self.network.axes.parts(feed, size)]

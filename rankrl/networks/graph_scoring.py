@@ -198,19 +198,17 @@ class OnnxScoring:
         return lambda written: original - self.of_session(written.session, "the compressed network")
 
     def _lost(self, session: onnxruntime.InferenceSession) -> float:
-        answers = _Remembered.of(
-            _Numbered(GraphSession(session, self.network.source), self.feeds, self.network.axes)
-        )
+        answers = _Remembered.of(self._answers(GraphSession(session, self.network.source), self.feeds))
         losses = []
         for index, output in enumerate(agreement(self._original, answers, self._numbers, self.output_scores)):
             losses.append(1 - output.score)
             if output.kind == "classes":
                 probabilities = self.output_scores[index].probabilities
-                rows = [
+                known, before, after = (
                     log_probabilities(each.rows(index), probabilities)
-                    for each in (self._known_answers, self._original, answers)
-                ]
-                losses[-1] = max(losses[-1], expected_changes(*rows))
+                    for each in (self._known, self._original, answers)
+                )
+                losses[-1] = max(losses[-1], expected_changes(known, before, after))
         return checked_score(float(np.mean(losses)), "the compressed network")
 
     def of_session(self, session: onnxruntime.InferenceSession, what: str) -> float:
@@ -234,7 +232,7 @@ class OnnxScoring:
 
     def agreement(self, session: onnxruntime.InferenceSession) -> list[OutputAgreement]:
         """Compare the outputs of an open network with those of the original."""
-        answers = _Numbered(GraphSession(session, self.network.source), self.feeds, self.network.axes)
+        answers = self._answers(GraphSession(session, self.network.source), self.feeds)
         return agreement(self._original, answers, self._numbers, self.output_scores)
 
     def constant_agreement(self) -> list[OutputAgreement]:
@@ -258,13 +256,16 @@ class OnnxScoring:
 
     @cached_property
     def _original(self) -> _Remembered:
-        return _Remembered.of(_Numbered(self.network.session(), self.feeds, self.network.axes))
+        return _Remembered.of(self._answers(self.network.session(), self.feeds))
 
     @cached_property
-    def _known_answers(self) -> _Remembered:
+    def _known(self) -> _Remembered:
         """The original's answers to all inputs."""
-        feeds = [*self.feeds, *self.others]
-        return _Remembered.of(_Numbered(self.network.session(), feeds, self.network.axes))
+        others = _Remembered.of(self._answers(self.network.session(), self.others))
+        return replace(self._original, answers=[*self._original.answers, *others.answers])
+
+    def _answers(self, session: GraphSession, feeds: Sequence[Feed]) -> _Numbered:
+        return _Numbered(session, feeds, self.network.axes)
 
 
 class OnnxPlanEvaluator(RememberingEvaluator):

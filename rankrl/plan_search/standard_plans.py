@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from decomposition import CandidateSet
+from decomposition import CandidateSet, get_format, list_formats
 from decomposition.candidates.candidates import Candidate
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
@@ -108,13 +108,20 @@ def _families(sites: Sequence[CandidateSet]) -> dict[tuple[str, bool], list[np.n
 def _members(site: CandidateSet, kind: tuple[str, bool]) -> np.ndarray:
     generator, integer = kind
     rest = next((j for j, each in enumerate(site.candidates) if integer and each.only_integers), site.dense)
-    alike = site.spec.kernel_elements == 1  # there formats that are two matrices stand under one name
     factorised = [
         index
         for index, each in enumerate(site.candidates)
-        if _factorised(each) and each.integer == integer and (alike or each.generator == generator)
+        if _factorised(each) and each.integer == integer and _of_format(site, each.generator, generator)
     ]
     return np.array([*factorised, rest])
+
+
+def _of_format(site: CandidateSet, name: str, wanted: str) -> bool:
+    """Tell whether a site's candidates of a format are those of another, which may stand under its name."""
+    if name == wanted or site.spec.kernel_elements > 1:
+        return name == wanted
+    matrices = [each for each in list_formats() if get_format(each).two_matrices]
+    return name in matrices and wanted in matrices  # others are formats, or precisions of dense weights
 
 
 def _factorised(candidate: Candidate) -> bool:

@@ -127,6 +127,7 @@ def _prepared(
     reduce_range: bool | None,
     cut: Cut | None,
 ) -> tuple[QuantiserCopy, StaticQuantiser]:
+    """Read and check a file; return the copy that is quantised of it, and what quantises that."""
     session = open_session(path)
     model = _checked_model(path, partly=partly and weights is not None)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)

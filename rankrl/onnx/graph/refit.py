@@ -167,9 +167,7 @@ def refitted_graph(
         GraphWalk(model, usable, parts, network.source) for model in (network.graph_model(), graph.model)
     )
     touched = False
-    for site in sites:
-        if site.spec.refusal is not None:
-            continue
+    for site in usable:
         entry = without_growth(plan[site.name], site.spec)
         # What stays as it is and receives what it always did needs no fit.
         touched = touched or any(map(_loses, entry.layer_operations))

@@ -16,6 +16,7 @@ from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost
 from rankrl.errors import ConfigError
 from rankrl.options.budget import BudgetOptions
+from rankrl.plan_search import standard_plans as standard_plans_module
 from rankrl.plan_search.bounded_loss import REFITS, within_loss
 from rankrl.plan_search.measured_plans import MeasuredPlan, PlanMeter, undominated
 from rankrl.plan_search.space.problem import SearchProblem
@@ -181,3 +182,16 @@ def test_options_that_cannot_be_right_are_refused(options: dict[str, float], mes
 def test_a_bounded_loss_begins_with_everything() -> None:
     assert BudgetOptions(drop=0.01).fractions == {"latency": 1.0}
     assert BudgetOptions(drop=0.01, minimise="bytes").counted == {"params": None, "macs": None, "bytes": 1.0}
+
+
+def test_a_uniform_plan_takes_other_formats_only_where_they_are_the_same_product() -> None:
+    spec = LayerSpec("layer", 0, "conv2d", 10, 10, (), (), 1, False)
+    kernel = LayerSpec("kernel", 1, "conv2d", 10, 10, (3, 3), (1, 1), 1, False)
+    cost = Cost(50, 50, 200)
+    for name, alike in (("cp", True), ("tensor_ring", False)):
+        candidate = Candidate((Factorise(name, (2,)),), cost, 0.1, name)
+        one = CandidateSet(spec, (candidate, Candidate((), DENSE, 0.0)))
+        tucker = Candidate((Factorise("tucker", (2, 2)),), cost, 0.2, "tucker")
+        two = CandidateSet(kernel, (tucker, Candidate((), DENSE, 0.0)))
+        members = standard_plans_module._families([one, two])["tucker", False]
+        assert [indices.tolist() for indices in members] == [[0, 1] if alike else [1], [0, 1]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import rankrl
 from decomposition import CompressionPlan, DecompositionError, Factorise, Quantise
 from rankrl import file_compression as compress
 from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.networks import graph
 from rankrl.onnx.export.network_file import INT4_OPSET
 from rankrl.onnx.graph import OnnxGraphError
 from rankrl.options.timing import LatencyOptions
@@ -251,3 +254,19 @@ def test_inputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     given[:, 0, 0, 0] = np.nan
     with pytest.raises(OnnxGraphError, match=r"node 'first'.*NaN or infinite"):
         compressed(convolutions(), given, tmp_path, params=0.5)
+
+
+@pytest.mark.parametrize("ratio", [0.8, 1.2])
+def test_a_file_that_is_slower_than_the_original_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ratio: float
+) -> None:
+    timed = graph.compared_with_original
+
+    def measured(*arguments: Any) -> Any:
+        times = timed(*arguments)
+        return dataclasses.replace(times, ratio=ratio, ratio_low=0.95 * ratio, ratio_high=1.05 * ratio)
+
+    monkeypatch.setattr(graph, "compared_with_original", measured)
+    with caplog.at_level(logging.WARNING):
+        compressed(convolutions(), images(30), tmp_path, params=0.6, selector="greedy")
+    assert ("the file takes 1.250 of the original's time" in caplog.text) == (ratio < 1)
