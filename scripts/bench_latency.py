@@ -269,7 +269,7 @@ def predictions_row(name: str, model: nn.Module, data: ImageData, chosen: argpar
         for share in np.linspace(*_SHARES, chosen.predictions):
             choices = spend_at_random(sites, dataclasses.replace(budget, fraction=float(share)), generator)
             expected = budget.spent(sites, choices) / budget.total
-            off.append(abs(timed.measured(session.problem.plan(choices, "random")) / expected - 1))
+            off.append(abs(timed.measured(session.problem.plan(choices, "random")).share / expected - 1))
     return f"| {name} | {chosen.predictions} | {np.mean(off):.1%} | {np.median(off):.1%} | {max(off):.1%} |"
 
 

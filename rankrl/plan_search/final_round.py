@@ -47,8 +47,9 @@ class SearchCall:
 def best_of_standard_plans(session: SearchSession, result: SearchResult, call: SearchCall) -> SearchResult:
     """Return the best of a search's plan and those that anyone would write, all carried out and measured.
 
-    They are compared within budgets in time and in bytes, where they are the rivals. A plan that is at least
-    as good as another in score and cost, and better in one of them, is taken in its place.
+    They are compared within budgets in time and in bytes, where they are the rivals: those that keep the
+    budget, in time with a margin. A plan that is at least as good as another in score and cost, and better in
+    one of them, is taken in its place.
 
     Args:
         session: The session of the search.
@@ -65,8 +66,9 @@ def best_of_standard_plans(session: SearchSession, result: SearchResult, call: S
     measure = _meter(session, lambda plan: original - session.network_score(plan), call)
     chosen = measure("the plan of the search", result.row.key, result.plan.chosen_by)
     limit = 1.0 if session.latency is None else session.latency.fraction_of_original
-    measured = [measure(name, key) for name, key in rivals.items()]
-    keeping = [chosen, *(plan for plan in measured if plan.cost <= max(limit, chosen.cost))]
+    measured = [chosen, *(measure(name, key) for name, key in rivals.items())]
+    keeping = [plan for plan in measured if plan.keeps(limit) or plan.cost <= min(limit, chosen.cost)]
+    keeping = keeping or [plan for plan in measured if plan.cost <= chosen.cost]
     best = undominated(min(keeping, key=lambda plan: (plan.loss, plan.cost)), keeping)
     plans = tuple(measure.plans.values())
     if best is chosen:

@@ -31,7 +31,7 @@ from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.timing.correction import Trial, corrected, correction
-from rankrl.timing.latency import SMALLEST_CHANGE
+from rankrl.timing.latency import SMALLEST_CHANGE, RelativeTime
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,9 @@ _SHARES = (0.15, 0.35, 0.6, 0.85)
 _ADJUSTMENTS = 9
 # A greedy plan that takes at least this share of the time allowed leaves little unused.
 _CLOSE = 0.95
-# The next plan is to take a little less than the budget, and by a step less where it was tried before.
-_SAFE, _STEP = 0.985, 1.02
+# The next plan is to take less than the budget by the margin that a timing needs, and by a step less where it
+# was tried before.
+_SAFE, _STEP = 1 - SMALLEST_CHANGE, 1.02
 _PLANS_TRIED = 20
 # A plan that is slower than the budget by no more than this may keep it when it is measured again.
 _HAIR = 1 + SMALLEST_CHANGE
@@ -67,13 +68,13 @@ class _TimedPlan:
     """A plan of greedy's that was exported and timed.
 
     Attributes:
-        kept: Its time as a fraction of the dense network's.
+        time: Its time as a fraction of the dense network's.
         loss: The sum of its candidates' losses.
         budget: The fraction that greedy kept within.
         table: The times that greedy counted with.
     """
 
-    kept: float
+    time: RelativeTime
     loss: float
     budget: float
     table: LatencyTable
@@ -106,7 +107,7 @@ class LatencyBudget:
         fractions = network.fractions(counted or {})
         self.counted = {name: value for name, value in fractions.items() if value is not None}
         self._timer = network.timer(options, library)
-        self._timed: dict[tuple[LayerPlan, ...], float] = {}
+        self._timed: dict[tuple[LayerPlan, ...], RelativeTime] = {}
         self._ratio = network.time_of_original  # a user knows fractions of the original's time
 
     @property
@@ -153,9 +154,10 @@ class LatencyBudget:
         fitted = corrected(table, sites, correction(table, self._trials(table)))
         return self._problem(fitted, 1.0, library)
 
-    def share_of_original(self, plan: CompressionPlan) -> float:
+    def share_of_original(self, plan: CompressionPlan) -> RelativeTime:
         """Return the time of the network under a plan / the original's; a plan is timed once."""
-        return self._ratio * self._once(plan)
+        time = self._once(plan)
+        return RelativeTime(self._ratio * time.share, self._ratio * time.width)
 
     def _adjusted(self, table: LatencyTable, library: FitLibrary) -> tuple[float, LatencyTable]:
         """Return a fraction and a table with which greedy's plan keeps the budget."""
@@ -171,39 +173,40 @@ class LatencyBudget:
                 last = later[-1]
                 scale = _SAFE * float(np.dot(factors, last.parts)) / fitted.total / last.time
             elif timed:
-                scale *= _STEP if timed[-1].kept < self.fraction else 1 / _STEP
+                scale *= _STEP if timed[-1].time.keeps(self.fraction) else 1 / _STEP
             least = least_fraction(fitted.attach(sites), fitted.budget(1.0, sites))
             budget = min(1.0, max(scale * self.fraction, least * _ROUNDING))
             problem = self._problem(fitted, budget, library)
             plan = problem.plan(problem.preset, "greedy")
             choices = list(zip(problem.sites, problem.preset, strict=True))
-            new, kept = plan.layers not in tried, self._once(plan)
+            new, time = plan.layers not in tried, self._once(plan)
             if new:
                 tried.add(plan.layers)
-                later.append(Trial.of(table, sites, [site.candidates[j] for site, j in choices], kept))
-            fractions = (self._ratio * fraction for fraction in (self.fraction, budget, kept))
+                later.append(Trial.of(table, sites, [site.candidates[j] for site, j in choices], time.share))
+            fractions = (self._ratio * fraction for fraction in (self.fraction, budget, time.share))
             log.info("latency: %.3f asked, %.3f expected, %.3f measured", *fractions)
             loss = sum(float(site.losses[j]) for site, j in choices)
-            timed.append(_TimedPlan(kept, loss, budget, fitted))
-            at_an_end = budget == 1 if kept <= self.fraction else not new and budget <= least * _ROUNDING
-            if at_an_end or self.fraction * _CLOSE <= kept <= self.fraction:
+            timed.append(_TimedPlan(time, loss, budget, fitted))
+            keeps = time.keeps(self.fraction)
+            at_an_end = budget == 1 if keeps else not new and budget <= least * _ROUNDING
+            if at_an_end or (keeps and time.share >= self.fraction * _CLOSE):
                 break
         best = self._best(timed, table.conditions)
         return best.budget, best.table
 
     def _best(self, timed: Sequence[_TimedPlan], conditions: str) -> _TimedPlan:
-        """Return the plan with the least loss among those that keep the budget.
+        """Return the plan with the least loss among those that keep the budget with a margin.
 
-        Not the slowest one: timings of whole networks differ by several percent from one time to another.
+        Where none does, the fastest one, if it misses the budget by a hair at most.
         """
-        fastest = min(timed, key=lambda plan: plan.kept)
-        keeping = [plan for plan in timed if plan.kept <= self.fraction]
-        if not keeping and fastest.kept <= self.fraction * _HAIR:
+        fastest = min(timed, key=lambda plan: plan.time.share)
+        keeping = [plan for plan in timed if plan.time.keeps(self.fraction)]
+        if not keeping and fastest.time.share <= self.fraction * _HAIR:
             keeping = [fastest]
         if not keeping:
             raise DecompositionError(
                 f"budget.latency={self.fraction_of_original} cannot be reached: the fastest plan takes "
-                f"{self._ratio * fastest.kept:.3f} of the dense network's time ({conditions}). Ask for "
+                f"{self._ratio * fastest.time.share:.3f} of the dense network's time ({conditions}). Ask for "
                 "that, or try another format"
             )
         return min(keeping, key=lambda plan: plan.loss)
@@ -215,9 +218,8 @@ class LatencyBudget:
         specs, shape = self.network.specs, self.network.input_shape
 
         def measured(sites: Sequence[CandidateSet], choices: np.ndarray) -> float:
-            return self.measured(
-                plan_from_choices(sites, choices, specs, shape, "a trial", keep=KeepChannels)
-            )
+            plan = plan_from_choices(sites, choices, specs, shape, "a trial", keep=KeepChannels)
+            return self._once(plan).share
 
         def trials() -> list[list[Any]]:
             _, sites = self._measured_sites
@@ -226,20 +228,22 @@ class LatencyBudget:
         kept = Cache(self.options.folder).value("trials", self._key(table), trials)
         return [Trial(tuple(parts), time) for parts, time in kept]
 
-    def _once(self, plan: CompressionPlan) -> float:
+    def _once(self, plan: CompressionPlan) -> RelativeTime:
         """Return the first time that `measured` gave for a plan: a second one differs by chance alone."""
         if plan.layers not in self._timed:
             self._timed[plan.layers] = self.measured(plan)
         return self._timed[plan.layers]
 
-    def measured(self, plan: CompressionPlan) -> float:
+    def measured(self, plan: CompressionPlan) -> RelativeTime:
         """Return the time of the network under a plan / that without one, timed in turns."""
         return self._timer.whole(plan)
 
     def timed_plans(
         self, problem: SearchProblem, result: SearchResult, count: int, *, folder: Path | None = None
     ) -> TimedPlans:
-        """Export and time the best plans of a search, until enough of them keep the budget.
+        """Export and time the best plans of a search, until enough of them keep the budget with a margin.
+
+        Where none does, the fastest is taken.
 
         Args:
             problem: What was searched over.
@@ -250,23 +254,27 @@ class LatencyBudget:
         """
         tried = best_rows(result.rows, max(_PLANS_TRIED, count))
 
-        def times() -> list[float]:
-            measured: list[float] = []
+        def times() -> list[tuple[float, float]]:
+            measured: list[RelativeTime] = []
             for row in tried:
                 measured.append(self._once(problem.plan(row.key, result.plan.chosen_by)))
-                if sum(time <= self.fraction for time in measured) == count:
+                if sum(time.keeps(self.fraction) for time in measured) == count:
                     break
-            return measured
+            return [(time.share, time.width) for time in measured]
 
         key = digest(problem.fingerprint, [row.key for row in tried], self.fraction, count)
-        kept = Cache(folder).value("plan-times", key, times)
-        rows = [row for row, time in zip(tried, kept, strict=False) if time <= self.fraction]
+        kept = [RelativeTime(*time) for time in Cache(folder).value("plan-times", key, times)]
+        rows = [row for row, time in zip(tried, kept, strict=False) if time.keeps(self.fraction)]
         if rows:
             return TimedPlans(rows)
+        shares = [time.share for time in kept]
+        fastest = [tried[int(np.argmin(shares))]]
+        if min(shares) <= self.fraction:
+            return TimedPlans(fastest)
         return TimedPlans(
-            [tried[int(np.argmin(kept))]],
+            fastest,
             f"budget.latency={self.fraction_of_original} is missed: {_none_of(len(tried))} that fast when it "
-            f"is exported. The fastest was taken; it keeps {self._ratio * min(kept):.3f} of the dense "
+            f"is exported. The fastest was taken; it keeps {self._ratio * min(shares):.3f} of the dense "
             "network's time. Ask for a little less, measure on a quiet machine, or raise search.episodes",
         )
 

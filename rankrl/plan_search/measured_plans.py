@@ -11,6 +11,7 @@ from typing import Any
 from decomposition import CompressionPlan
 from decomposition.cache import Cache, digest
 from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.timing.latency import RelativeTime
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class MeasuredPlan:
         measure: What that is: `latency`, `bytes`, `macs` or `params`.
         expected_loss: What the sum of its layers' losses says, without a unit.
         expected_cost: What the sum of its layers' costs says, as a fraction of the original's.
+        width: Of the 95 % interval of a measured time; None where the cost is exact.
     """
 
     name: str
@@ -39,6 +41,13 @@ class MeasuredPlan:
     measure: str
     expected_loss: float
     expected_cost: float
+    width: float | None = None
+
+    def keeps(self, fraction: float) -> bool:
+        """Tell whether the plan costs at most so much of the original, a measured time with a margin."""
+        if self.width is None:
+            return self.cost <= fraction
+        return RelativeTime(self.cost, self.width).keeps(fraction)
 
     def dominates(self, other: MeasuredPlan) -> bool:
         """Tell whether the plan is at least as good in both, and better in one of them."""
@@ -62,7 +71,7 @@ class PlanMeter:
         self,
         problem: SearchProblem,
         loss: Callable[[CompressionPlan], float],
-        time: Callable[[CompressionPlan], float] | None,
+        time: Callable[[CompressionPlan], RelativeTime] | None,
         *,
         identity: str,
         folder: Path | None = None,
@@ -84,22 +93,26 @@ class PlanMeter:
             plan = self.problem.plan(choices, chosen_by or name)
             operations = [[each.to_dict() for each in layer.operations] for layer in plan]
             known = digest(self._identity, self.problem.fingerprint, operations)
-            loss, cost = self._cache.value("measured", known, lambda: self._measured(plan, choices))
+            kept = self._cache.value("measured-plan", known, lambda: self._measured(plan, choices))
+            loss, cost, width = kept
             problem = self.problem
             expected = sum(
                 float(site.losses[choice]) for site, choice in zip(problem.sites, choices, strict=True)
             )
             measured = MeasuredPlan(
-                name, choices, loss, cost, problem.measure, expected, spent(problem, choices)
+                name, choices, loss, cost, problem.measure, expected, spent(problem, choices), width
             )
             log.info("%s: %.4f lost at %.3f of the %s", name, loss, cost, problem.measure)
             self.plans[choices] = measured
         return self.plans[choices]
 
-    def _measured(self, plan: CompressionPlan, choices: Choices) -> tuple[float, float]:
-        cost = spent(self.problem, choices) if self._time is None else self._time(plan)
-        dense = all(j == site.dense for site, j in zip(self.problem.sites, choices, strict=True))
-        return (0.0 if dense else self._loss(plan)), (1.0 if dense else cost)
+    def _measured(self, plan: CompressionPlan, choices: Choices) -> tuple[float, float, float | None]:
+        if all(j == site.dense for site, j in zip(self.problem.sites, choices, strict=True)):
+            return 0.0, 1.0, None
+        if self._time is None:
+            return self._loss(plan), spent(self.problem, choices), None
+        time = self._time(plan)
+        return self._loss(plan), time.share, time.width
 
 
 def spent(problem: SearchProblem, choices: Sequence[int]) -> float:

@@ -56,6 +56,26 @@ class Latency:
 
 
 @dataclass(frozen=True)
+class RelativeTime:
+    """Time of a network / that of the original.
+
+    Attributes:
+        share: The fraction.
+        width: Of its 95 % interval.
+    """
+
+    share: float
+    width: float = 0.0
+
+    def keeps(self, fraction: float) -> bool:
+        """Tell whether a second timing of the network would stay within a fraction of the time, too.
+
+        The margin is the width of the interval, and at least half of what two sessions of one file differ by.
+        """
+        return self.share + max(self.width, self.share * SMALLEST_CHANGE / 2) <= fraction
+
+
+@dataclass(frozen=True)
 class LatencyComparison:
     """Two models timed in turns.
 
@@ -75,6 +95,11 @@ class LatencyComparison:
     ratio_low: float
     ratio_high: float
     busy: str | None
+
+    @property
+    def share(self) -> RelativeTime:
+        """Time of the second model / that of the first, with the width of its interval."""
+        return RelativeTime(1 / self.ratio, 1 / self.ratio_low - 1 / self.ratio_high)
 
     @property
     def unchanged(self) -> bool:

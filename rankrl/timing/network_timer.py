@@ -16,7 +16,7 @@ from decomposition.network.input_specs import InputShape
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
-from rankrl.timing.latency import compare_latency, measure_latency
+from rankrl.timing.latency import RelativeTime, compare_latency, measure_latency
 from rankrl.timing.layer_latency import geometry, time_sites
 from rankrl.timing.layer_timing import LayerTimer
 from rankrl.timing.passes import measuring_conditions
@@ -119,11 +119,10 @@ class NetworkTimer:
             in_integers = self._milliseconds(self._file("integers", self._in_integers(sites)))
         return times.table(sites, whole, in_integers, measuring_conditions(options.batch, options.threads))
 
-    def whole(self, plan: CompressionPlan) -> float:
+    def whole(self, plan: CompressionPlan) -> RelativeTime:
         """Return the time of the network under a plan / that of the dense one, timed in turns."""
         path = self._file("compressed", plan)
-        times = compare_latency(self._dense, path, **self.options.timing, inputs=self.files.feed)
-        return 1 / times.ratio
+        return compare_latency(self._dense, path, **self.options.timing, inputs=self.files.feed).share
 
     def _in_integers(self, sites: Sequence[CandidateSet]) -> CompressionPlan:
         """Return the plan under which all layers that can compute in integers, and nothing else changes."""

@@ -19,6 +19,7 @@ from rankrl.cli.config.resuming import resumed_arguments
 from rankrl.errors import ConfigError, FolderInUseError
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.runs.run_lock import locked
+from rankrl.timing.latency import RelativeTime
 from rankrl.timing.network_timer import NetworkTimer
 
 IMAGES = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -85,7 +86,7 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> np.random.Generator:
         return LatencyTable(times, rest=1.0, conditions="drawn")
 
     monkeypatch.setattr(NetworkTimer, "measured", table)
-    monkeypatch.setattr(LatencyBudget, "measured", lambda *_: drawn.uniform(0.75, 0.85))
+    monkeypatch.setattr(LatencyBudget, "measured", lambda *_: RelativeTime(drawn.uniform(0.75, 0.85)))
     return drawn
 
 

@@ -25,6 +25,7 @@ from rankrl.onnx.export import verify_onnx
 from rankrl.onnx.export.feeds import random_feed
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.timing import measure_latency
+from rankrl.timing.latency import RelativeTime
 
 TOKENS = torch.randint(1, WORDS, (40, LENGTH), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -146,10 +147,10 @@ def test_budget_in_time(case: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyP
     measured = LatencyBudget.measured
     plans = []
 
-    def quick(self: LatencyBudget, plan: decomposition.CompressionPlan) -> float:
-        assert measured(self, plan) > 0
+    def quick(self: LatencyBudget, plan: decomposition.CompressionPlan) -> RelativeTime:
+        assert measured(self, plan).share > 0
         plans.append(plan)
-        return 0.9  # so small a network gets no faster
+        return RelativeTime(0.9)  # so small a network gets no faster
 
     monkeypatch.setattr(LatencyBudget, "measured", quick)
     found = rankrl.search(

@@ -16,6 +16,7 @@ from rankrl.cli.app import BUDGET_MISSED, COLLAPSED
 from rankrl.data import load_dataset
 from rankrl.models import load_checkpoint, save_checkpoint
 from rankrl.plan_search.latency_budget import LatencyBudget
+from rankrl.timing.latency import RelativeTime
 from rankrl.training import TrainingRecipe, train
 
 Command = Callable[..., None]
@@ -158,7 +159,7 @@ def test_a_missed_budget_in_time_leaves_the_nearest_plan_and_an_exit_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # By what two timings of one file differ: near enough to search, not near enough to keep the promise.
-    monkeypatch.setattr(LatencyBudget, "measured", lambda self, plan: 1.001 * self.fraction)
+    monkeypatch.setattr(LatencyBudget, "measured", lambda self, plan: RelativeTime(1.001 * self.fraction))
     folder = tmp_path / "run"
     command = (*SHORT, "task=search", dense, "budget.latency=0.9", f"hydra.run.dir={folder}")
     with pytest.raises(SystemExit) as stopped:

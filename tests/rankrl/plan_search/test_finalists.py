@@ -22,6 +22,7 @@ from rankrl.plan_search.scores.rewards import create_reward
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.selectors import SelectorEntry, create_selector
 from rankrl.plan_search.session import SearchSession
+from rankrl.timing.latency import RelativeTime
 from rankrl.training import predict_logits
 
 
@@ -133,9 +134,9 @@ class Clock(LatencyBudget):
     def __init__(self, fraction, times) -> None:
         self.fraction, self.times, self.timed, self._timed, self._ratio = fraction, times, [], {}, 1.0
 
-    def measured(self, plan) -> float:
+    def measured(self, plan) -> RelativeTime:
         self.timed.append(plan)
-        return self.times[len(self.timed) - 1]
+        return RelativeTime(self.times[len(self.timed) - 1])
 
 
 @pytest.fixture

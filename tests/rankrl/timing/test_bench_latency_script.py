@@ -11,6 +11,7 @@ from torch import nn
 
 from rankrl.data import Images
 from rankrl.plan_search.latency_budget import LatencyBudget
+from rankrl.timing.latency import RelativeTime
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def small() -> nn.Module:
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole networks are as fast as the test needs them, and small."""
     monkeypatch.setattr(bench_latency, "create_model", lambda name, **_: small())
-    monkeypatch.setattr(LatencyBudget, "measured", lambda budget, plan: 0.9)
+    monkeypatch.setattr(LatencyBudget, "measured", lambda budget, plan: RelativeTime(0.9))
 
 
 def test_a_row_holds_the_measured_fraction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

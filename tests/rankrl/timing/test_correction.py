@@ -17,6 +17,7 @@ from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.latency_budget import LatencyBudget, first_trials
 from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.timing.correction import Trial, corrected, correction
+from rankrl.timing.latency import RelativeTime
 
 DENSE = Cost(100, 100, 400)
 
@@ -86,10 +87,9 @@ def test_a_budget_beside_the_time_is_kept_too() -> None:
             times = {each.name: tuple(each.params.astype(float).tolist()) for each in sites}
             return LatencyTable(times, 1.0, "a test")
 
-        def measured(self, plan: CompressionPlan) -> float:
-            return sum(layer.cost(library.specs[layer.name]).params for layer in plan) / sum(
-                spec.params for spec in library.specs.values()
-            )
+        def measured(self, plan: CompressionPlan) -> RelativeTime:
+            kept = sum(layer.cost(library.specs[layer.name]).params for layer in plan)
+            return RelativeTime(kept / sum(spec.params for spec in library.specs.values()))
 
     problem = Timed(
         ModuleNetwork(model, (3, 12, 12)), sites, 0.9, LatencyOptions(), counted={"bytes": 0.7, "macs": None}
@@ -115,13 +115,13 @@ def test_what_was_measured_to_be_slow_does_not_come_back_when_its_kind_is_correc
         def _table(self) -> LatencyTable:
             return table
 
-        def measured(self, plan: CompressionPlan) -> float:
+        def measured(self, plan: CompressionPlan) -> RelativeTime:
             total = table.rest
             for each in sites:
                 operations = [candidate.operations for candidate in each.candidates]
                 index = operations.index(plan[each.name].operations)
                 total += times[each.name][index] * (0.5 if operations[index] else 1.0)
-            return float(total) / table.total
+            return RelativeTime(float(total) / table.total)
 
     problem = Halved(ModuleNetwork(model, (3, 12, 12)), sites, 0.8, LatencyOptions()).problem(library)
     found = [each.operations for each in problem.sites[1].candidates]

@@ -32,7 +32,7 @@ from rankrl.onnx.graph.sites import find_sites
 from rankrl.onnx.protobuf import to_proto
 from rankrl.options.timing import LatencyOptions
 from rankrl.timing import positions
-from rankrl.timing.latency import Latency, TimedTurns
+from rankrl.timing.latency import Latency, RelativeTime, TimedTurns
 from rankrl.timing.positions import faster_positions
 
 GROUP = 16
@@ -263,7 +263,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.Compression:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rankrl.file_compression.faster_positions", lambda *_: found)
         patch.setattr("rankrl.file_compression.relative_time", lambda *_: 1.1)
-        patch.setattr("rankrl.timing.network_timer.NetworkTimer.whole", lambda *_: 0.7)
+        patch.setattr("rankrl.timing.network_timer.NetworkTimer.whole", lambda *_: RelativeTime(0.7))
         return rankrl.compress(
             folder / "net.onnx",
             x,
