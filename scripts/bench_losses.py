@@ -26,13 +26,14 @@ import onnx_ir as ir
 import torch
 from scipy.stats import spearmanr
 
-from decomposition import CandidateSet
+from decomposition import CandidateSet, Quantise
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import fit_library
 from rankrl.networks.graph_losses import GraphLibrary
 from rankrl.networks.graph_scoring import constants_of
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile
+from rankrl.onnx.graph.dynamic_lstm import quantise_lstms
 from rankrl.onnx.graph.rewrite import open_constants
 from rankrl.onnx.protobuf import save_model
 
@@ -77,15 +78,19 @@ class Measured:
     def __call__(self, plan: Choices) -> float:
         """Return the squared relative error of the outputs, averaged over them."""
         model = self._file.network.graph_model()
-        nodes = {node.name: node for node in self._file.usable}
-        integers = []
+        nodes = {node.name: node for node in self._file.changing}
+        integers, lstms = [], []
         for site, choice in zip(self._sites, plan, strict=True):
             node, candidate = nodes[site.name], site.candidates[choice]
             opened = open_constants(model, node)
             weight = self._library.weight(site.name, candidate.operations)
             for name, array in constants_of(self._library, node, opened, weight).items():
                 model.graph.initializers[name].const_value = ir.tensor(array, name=name)
-            if candidate.only_integers:
+            if candidate.only_integers and node.hidden:
+                lstms += [
+                    (node, each.weight_bits) for each in candidate.operations if isinstance(each, Quantise)
+                ]
+            elif candidate.only_integers:
                 integers.append(opened.weight)
         with tempfile.TemporaryDirectory() as folder:
             plain, rounded = Path(folder) / "plain.onnx", Path(folder) / "rounded.onnx"
@@ -94,7 +99,9 @@ class Measured:
             if integers:
                 quantise_onnx(plain, rounded, self._file.split.calibration[:1], weights=integers, partly=True)
                 path = rounded
-            session = OnnxNetwork.load(path).session()
+            network = OnnxNetwork.load(path)
+            quantise_lstms(network.model, lstms)
+            session = network.session()
             after = [session.run(feed) for feed in self._file.split.heldout]
         errors = []
         for outputs in zip(

@@ -47,6 +47,11 @@ class InputMoments:
     count: int
     shrinkage: float = 0.0
 
+    @classmethod
+    def even(cls, width: int) -> InputMoments:
+        """Return the moments of uncorrelated inputs of variance 1, in which errors of weights count alike."""
+        return cls(torch.zeros(width, dtype=torch.float64), torch.eye(width, dtype=torch.float64), width + 1)
+
     @property
     def second_moment(self) -> Metric:
         """E[x x'], shape (D, D)."""

@@ -56,6 +56,11 @@ class Candidate:
         return self.hands_on_integers or any(operation.integer for operation in self.operations)
 
     @property
+    def computes_integers(self) -> bool:
+        """Whether the site multiplies integers, or stands between neighbours in integers."""
+        return self.hands_on_integers or any(operation.computes_integers for operation in self.operations)
+
+    @property
     def removed(self) -> Operation | None:
         """The operation with which the site leaves the network; `None` where it stays."""
         return next((operation for operation in self.operations if operation.removes), None)
@@ -68,9 +73,8 @@ class Candidate:
     @property
     def only_integers(self) -> bool:
         """Whether the site is dense and in integers: rounded, and nothing else."""
-        return (
-            self.integer and len(self.operations) == 1 and self.reads is None and not self.hands_on_integers
-        )
+        rounded = len(self.operations) == 1 and self.reads is None and not self.hands_on_integers
+        return rounded and self.computes_integers
 
     def __str__(self) -> str:
         reads = [] if self.inputs is None else [f"reads {self.inputs} channels"]

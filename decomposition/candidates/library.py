@@ -277,7 +277,7 @@ class FitLibrary:
             squared = self.selection(name, len(reads)).error ** 2
         else:
             squared = sum(self.fit(name, operation).error ** 2 for operation in factors)
-        if candidate.integer:
+        if candidate.computes_integers:
             squared += ACTIVATION_NOISE**2 * (1 + sum(self._noise(name, operation) for operation in factors))
         return squared**0.5
 

@@ -18,12 +18,13 @@ from decomposition.formats.rank_grid import candidate_ranks
 from decomposition.network.inputs import ExampleInputs
 from decomposition.network.layers import LayerSpec, inspect_layers, skipping
 from decomposition.network.modes import WeightModes
+from decomposition.network.opaque import OPAQUE_KINDS
 from decomposition.network.wrappers import unwrapped
 from decomposition.operations import Cost, Factorise, dense_cost
 from decomposition.operations.base import FLOAT_BYTES
 from decomposition.operations.block_removal import Removal, whole_blocks
 from decomposition.operations.factorise import factors_of
-from decomposition.operations.quantise import PRECISIONS, computes_in_integers
+from decomposition.operations.quantise import DYNAMIC, PRECISIONS, computes_in_integers
 from decomposition.plan.layer_plan import total_cost
 
 # Singular values of a weight's unfoldings in a format, from which the format chooses a rank for each bond.
@@ -83,6 +84,7 @@ class CandidateLister:
             (spec.name, tensor_format.name): tensor_format.modes(spec, tensorised=tensorised)
             for spec in specs
             for tensor_format in self.formats
+            if spec.kind not in OPAQUE_KINDS
         }
 
     @classmethod
@@ -139,7 +141,10 @@ class CandidateLister:
         ]
         choices += self._rounded(name, Candidate((), dense_cost(spec), 0.0))
         choices += self._narrowed(name) + self._removed(name)
-        reason = "the plan saves in other layers instead" if choices else "no rank makes it smaller"
+        reason = "the plan saves in other layers instead"
+        if not choices:
+            smaller = "only integers make" if self._only_rounded(name) else "no rank makes"
+            reason = f"{smaller} it smaller"
         dense = Candidate((), dense_cost(spec), 0.0, reason=reason)
         narrowing = self.narrowings.get(name)
         return CandidateSet(
@@ -151,8 +156,14 @@ class CandidateLister:
             producer=None if narrowing is None else narrowing.producer,
         )
 
+    def _only_rounded(self, name: str) -> bool:
+        """Tell whether a layer is an LSTM, which no format replaces, but which may compute in integers."""
+        return self.specs[name].kind in OPAQUE_KINDS
+
     def _formats(self, name: str) -> list[TensorFormat]:
         """Return the formats that differ in a layer: products of two matrices are taken once."""
+        if self._only_rounded(name):
+            return []
         if self.specs[name].kernel_elements > 1:
             return list(self.formats)
         plain = [each for each in self.formats if each.two_matrices and self.modes(name, each).plain]
@@ -178,6 +189,8 @@ class CandidateLister:
         spec, candidates = self.specs[name].narrowed(inputs=candidate.inputs), []
         for precision in self._precisions(name):
             rounding = PRECISIONS[precision]
+            if self._only_rounded(name):
+                rounding = tuple(replace(each, activations=DYNAMIC) for each in rounding)
             operations = (*candidate.operations, *rounding)
             contracted = any(
                 isinstance(operation, Factorise)
@@ -199,6 +212,8 @@ class CandidateLister:
         """Return what a layer may compute with or be stored in."""
         if name in self.unrounded:
             return ["float32"]
+        if self._only_rounded(name):
+            return [each for each in self.precisions if computes_in_integers([each])]
         if name not in self.floating:
             return list(self.precisions)
         stored = ("int8_weights" if computes_in_integers([each]) else each for each in self.precisions)

@@ -76,7 +76,7 @@ class LatencyTable:
                 )
             limits = {False: own[-1], True: np.inf}
             for candidate, time in zip(site.candidates, own, strict=True):
-                if candidate.only_integers:
+                if candidate.integer and candidate.only_integers:
                     limits[True] = time
             kept = [
                 index

@@ -123,6 +123,11 @@ class Operation(ABC):
         """Whether the layer takes and gives integers afterwards."""
         return False
 
+    @property
+    def computes_integers(self) -> bool:
+        """Whether the layer multiplies integers afterwards, whatever it takes and gives."""
+        return self.integer
+
     @abstractmethod
     def check(self, spec: LayerSpec) -> None:
         """Refuse a layer that the operation cannot be applied to.

@@ -20,6 +20,7 @@ from decomposition.formats.factorised import FactorisedLayer
 from decomposition.formats.staged_layer import StagedLayer
 from decomposition.network.kinds import DecomposableModule, is_decomposable_module, weight_of
 from decomposition.network.layers import LayerSpec
+from decomposition.network.opaque import OPAQUE_KINDS
 from decomposition.network.rounding import REDUCED_BITS, round_activations, round_weights
 from decomposition.network.surgery import copied
 from decomposition.operations.base import (
@@ -31,12 +32,13 @@ from decomposition.operations.base import (
 )
 
 BITS = (8, REDUCED_BITS, 4)
-INTEGERS, FLOATS = "uint8", "float32"
+INTEGERS, FLOATS, DYNAMIC = "uint8", "float32", "dynamic"
 ACTIVATION_NOISE = 0.01
 """Approximate increase of a layer's relative output error by rounding one tensor to uint8: steps of a range
 of ten root mean squares have a standard deviation of 10 / 255 / sqrt(12) root mean squares."""
 _SCALE_BYTES = FLOAT_BYTES + 1
 """A scale in float32 and a zero point for each output channel of a weight."""
+_SUFFIXES = {INTEGERS: "", FLOATS: " weights", DYNAMIC: " dynamic"}
 
 
 @register_operation
@@ -50,7 +52,9 @@ class Quantise(LayerOperation):
         weight_bits: Bits of the weights, 8 or 4; 7, stored in 8, in layers that compute in integers, for
             processors whose sums of 8-bit products overflow.
         activations: `uint8` where inputs and outputs are integers too, so that the layer computes in
-            integers; `float32` where weights are stored in integers and computed with in float32.
+            integers; `float32` where weights are stored in integers and computed with in float32; `dynamic`
+            for an LSTM, which takes and gives floating point and rounds at every step, in ranges that it
+            finds there, to multiply integers.
     """
 
     weight_bits: int = 8
@@ -61,12 +65,17 @@ class Quantise(LayerOperation):
     stage: ClassVar[int] = 20
 
     def __str__(self) -> str:
-        return f"int{self.weight_bits}" + ("" if self.integer else " weights")
+        return f"int{self.weight_bits}{_SUFFIXES[self.activations]}"
 
     @property
     def integer(self) -> bool:
         """Whether the layer takes and gives integers."""
         return self.activations == INTEGERS
+
+    @property
+    def computes_integers(self) -> bool:
+        """Whether the layer multiplies integers."""
+        return self.activations != FLOATS
 
     def check(self, spec: LayerSpec) -> None:
         """Refuse a layer that cannot be replaced, and bits that no runtime computes with.
@@ -81,16 +90,21 @@ class Quantise(LayerOperation):
                 f"layer {spec.name!r}: weights of {self.weight_bits} bits; choose from "
                 f"{', '.join(map(str, BITS))}"
             )
-        if self.activations not in (INTEGERS, FLOATS):
+        if self.activations not in _SUFFIXES:
             raise PlanError(
                 f"layer {spec.name!r}: activations={self.activations!r}; choose {INTEGERS} or {FLOATS}"
             )
-        if not self.integer and self.weight_bits == REDUCED_BITS:
+        if (self.activations == DYNAMIC) != (spec.kind in OPAQUE_KINDS):
+            raise PlanError(
+                f"layer {spec.name!r} is a {spec.kind}: activations={self.activations!r}; choose {DYNAMIC} "
+                "for an LSTM, and for it alone"
+            )
+        if not self.computes_integers and self.weight_bits == REDUCED_BITS:
             raise PlanError(
                 f"layer {spec.name!r}: weights of {REDUCED_BITS} bits are for layers that compute in "
                 f"integers; take activations={INTEGERS!r}, or 8 bits"
             )
-        if self.integer and self.weight_bits not in (8, REDUCED_BITS):
+        if self.computes_integers and self.weight_bits not in (8, REDUCED_BITS):
             raise PlanError(
                 f"layer {spec.name!r}: with {self.weight_bits}-bit weights nothing computes in integers; "
                 "take activations='float32', or 8 bits"
@@ -101,7 +115,8 @@ class Quantise(LayerOperation):
         bias = spec.out_channels if spec.bias else 0
         bits = 4 if self.weight_bits == 4 else 8
         stored = math.ceil((before.params - bias) * bits / 8)
-        size = stored + FLOAT_BYTES * bias + _SCALE_BYTES * before.rows
+        weights = 2 if self.activations == DYNAMIC else 1  # one on the inputs, one on the state
+        size = stored + FLOAT_BYTES * bias + weights * _SCALE_BYTES * before.rows
         return Cost(before.params, before.macs, size, rows=before.rows)
 
     def structure(self, module: nn.Module, spec: LayerSpec) -> nn.Module:
@@ -190,8 +205,10 @@ class Quantise(LayerOperation):
         bits, activations = values.get("weight_bits", 8), values.get("activations", INTEGERS)
         if type(bits) is not int or bits not in BITS:
             raise PlanError(f"{where}: weight_bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")
-        if activations not in (INTEGERS, FLOATS):
-            raise PlanError(f"{where}: activations must be {INTEGERS} or {FLOATS}, got {activations!r}")
+        if activations not in _SUFFIXES:
+            raise PlanError(
+                f"{where}: activations must be one of {', '.join(_SUFFIXES)}, got {activations!r}"
+            )
         return cls(bits, activations)
 
 

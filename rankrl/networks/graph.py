@@ -14,7 +14,7 @@ import onnxruntime
 import torch
 
 from decomposition import CompressionPlan, FitLibrary, LayerSpec
-from decomposition.calibration.moments import PATCHES_PER_LAYER, settled
+from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, settled
 from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
@@ -131,7 +131,7 @@ class GraphNetwork:
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
         """Return what lists the candidates of every node; see `PricedNetwork`."""
-        specs = [site.spec for site in self.file.usable]
+        specs = [site.spec for site in self.file.changing]
         return CandidateLister(specs, candidates.formats, precisions=candidates.precisions)
 
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
@@ -334,13 +334,15 @@ def fit_library(
     Raises:
         OnnxGraphError: No node can be compressed; the message gives the reasons.
     """
-    usable, batches = file.usable, file.split.calibration
+    usable, changing, batches = file.usable, file.changing, file.split.calibration
     moments = settled(collect_moments(file.network, usable, batches, seed=seed))
+    # The weights of an LSTM are rounded one by one, and its loss is measured.
+    moments |= {site.name: InputMoments.even(site.weight.shape[1]) for site in changing if site.hidden}
     sensitivities = measured_sensitivities(file, folder=folder, seed=seed) if candidates.weigh_outputs else {}
-    losses = NodeLosses(file.network, usable, batches, folder) if measure else None
+    losses = NodeLosses(file.network, changing, batches, folder) if measure else None
     return GraphLibrary(
-        SiteModules({site.name: site.module(MARKED) for site in usable}),
-        [site.spec for site in usable],
+        SiteModules({site.name: site.module(MARKED) for site in changing}),
+        [site.spec for site in changing],
         candidates.formats,
         moments=moments,
         sensitivities=sensitivities,

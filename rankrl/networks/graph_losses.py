@@ -21,10 +21,12 @@ import torch
 from decomposition import CandidateSet, Factorise, FitLibrary, Quantise
 from decomposition.cache import Cache, digest
 from decomposition.candidates.candidates import Candidate
+from decomposition.network.opaque import OPAQUE_KINDS
 from decomposition.operations import Operation
 from decomposition.operations.quantise import ACTIVATION_NOISE
 from rankrl.networks.graph_scoring import constants_of
 from rankrl.onnx.graph.capture import Captured
+from rankrl.onnx.graph.dynamic_lstm import quantise_lstms
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.rewrite import open_constants
 from rankrl.onnx.graph.sensitivity import behind, first_inputs, fitting_inputs
@@ -72,8 +74,11 @@ class GraphLibrary(FitLibrary):
         operations: list[tuple[Operation, ...]] = [*((each,) for each in factorised.values())]
         operations += [(each,) for each in rounded]
         weights = [self.weight(site.name, each) for each in operations]
-        integer = [any(operation.integer for operation in each) for each in operations]
-        losses = self._losses.of(self, site.name, weights, integer)
+        integer = [any(operation.computes_integers for operation in each) for each in operations]
+        if site.spec.kind in OPAQUE_KINDS:
+            losses = [self._losses.of_lstm(site.name, each.weight_bits) for each in rounded]
+        else:
+            losses = self._losses.of(self, site.name, weights, integer)
         errors = [self._layer_fits.lost(site.name, weight) for weight in weights]
         errors = [error + ACTIVATION_NOISE**2 * each for error, each in zip(errors, integer, strict=True)]
         scales = [loss / error if error > 0 else 0.0 for loss, error in zip(losses, errors, strict=True)]
@@ -155,12 +160,34 @@ class NodeLosses:
 
         def measured() -> list[float]:
             node = next(node for node in self.nodes if node.name == name)
-            readers = {each.name for site in self.nodes for each in site.nodes}
+            readers = {each.name for site in self.nodes if not site.hidden for each in site.nodes}
             tail = _Tail(self.network, node, self._feeds, readers)
             return tail.losses(library, weights, integer)
 
         losses: list[float] = Cache(self.folder).value("losses", str(key), measured)
         return losses
+
+    def of_lstm(self, name: str, bits: int) -> float:
+        """Return the same loss of an LSTM in integers, with onnxruntime's own kernel.
+
+        Args:
+            name: The node.
+            bits: Those of its weights.
+        """
+        key = None if self.folder is None else digest(self._key, name, bits)
+
+        def measured() -> float:
+            node = next(node for node in self.nodes if node.name == name)
+            model, source = self.network.graph_model(), self.network.source
+            quantise_lstms(model, [(node, bits)])
+            before, after = GraphSession(self.network.model, source), GraphSession(model, source)
+            error = _OutputError(len(before.output_names))
+            for feed in self._feeds:
+                error.add(before.run(feed), after.run(feed))
+            return error.mean
+
+        loss: float = Cache(self.folder).value("losses", str(key), measured)
+        return loss
 
     @cached_property
     def _feeds(self) -> list[Feed]:
@@ -174,6 +201,29 @@ class NodeLosses:
     @cached_property
     def _key(self) -> str:
         return digest(_METHOD, self.network.digest, self.network.axes, self._feeds)
+
+
+class _OutputError:
+    """The squared relative errors of outputs over batches; those that are not given count as exact.
+
+    Args:
+        count: How many outputs there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._lost, self._whole = np.zeros(count), np.zeros(count)
+
+    def add(self, before: Sequence[Array], after: Sequence[Array]) -> None:
+        """Add the first outputs for one batch."""
+        for index, (known, moved) in enumerate(zip(before, after, strict=True)):
+            if known.dtype.kind in "fiub":
+                self._lost[index] += np.square(moved.astype(np.float64) - known).sum()
+                self._whole[index] += np.square(known, dtype=np.float64).sum()
+
+    @property
+    def mean(self) -> float:
+        """The mean over the outputs."""
+        return float((self._lost / np.where(self._whole > 0, self._whole, 1)).mean())
 
 
 class _Tail:
@@ -254,7 +304,7 @@ class _Tail:
         losses = []
         for weight, rounds in zip(weights, integer, strict=True):
             constants = constants_of(library, node, self._opened, weight)
-            lost, whole = np.zeros(self._outputs), np.zeros(self._outputs)
+            error = _OutputError(self._outputs)
             for values, before in zip(self._values, plain, strict=True):
                 if rounds and self._alone:
                     own = _rounded(values[node.input_name], taken)
@@ -264,11 +314,8 @@ class _Tail:
                         after = self._run(session, values, constants, own=own, added=added)
                 else:
                     after = self._run(session, values, constants)
-                for index, (known, moved) in enumerate(zip(before, after, strict=True)):
-                    if index < self._reached and known.dtype.kind in "fiub":
-                        lost[index] += np.square(moved.astype(np.float64) - known).sum()
-                        whole[index] += np.square(known, dtype=np.float64).sum()
-            losses.append(float((lost / np.where(whole > 0, whole, 1)).sum() / self._outputs))
+                error.add(before[: self._reached], after[: self._reached])
+            losses.append(error.mean)
         return losses
 
     @cached_property

@@ -119,6 +119,9 @@ def constants_of(
         weight: The weight (out, in, kernel).
     """
     written = weight.reshape(node.weight.shape)
+    if node.hidden:
+        both = zip((opened.weight, opened.state), node.recurrent_weights(written), strict=True)
+        return {name: value.numpy().astype(np.float32) for name, value in both}
     if node.spread:
         written = node.spread_weight(written)
     arrays = {opened.weight: (written.T if opened.turned else written).numpy()}

@@ -126,7 +126,7 @@ def _of_format(site: CandidateSet, name: str, wanted: str) -> bool:
 
 def _factorised(candidate: Candidate) -> bool:
     return (
-        len(candidate.operations) > candidate.integer
+        len(candidate.operations) > candidate.computes_integers
         and candidate.removed is None
         and bool(candidate.generator)
     )

@@ -109,4 +109,5 @@ def corrected(table: LatencyTable, sites: Sequence[CandidateSet], factors: np.nd
 
 
 def _kind(candidate: Candidate) -> int:
-    return 2 * int(candidate.integer) + int(len(candidate.operations) > candidate.integer)
+    rounds = candidate.computes_integers
+    return 2 * int(rounds) + int(len(candidate.operations) > rounds)

@@ -18,6 +18,7 @@ from rankrl.onnx.graph.refit import structured_graph
 from rankrl.onnx.graph.site import Site
 from rankrl.options.timing import LatencyOptions
 from rankrl.timing.latency import LatencyComparison, compare_latency
+from rankrl.timing.lone_node import LoneNode
 from rankrl.timing.passes import measuring_conditions
 
 
@@ -38,10 +39,13 @@ class GraphFiles:
     channel_block = 1
 
     @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """The nodes as modules, by name."""
-        usable = (site for site in self.prepared.sites if site.spec.refusal is None)
-        return {site.name: site.module(_padding(site)) for site in usable}
+    def modules(self) -> Mapping[str, nn.Module | LoneNode]:
+        """The nodes by name: as modules, and LSTMs as they are."""
+        network = self.prepared.network
+        return {
+            site.name: LoneNode(network, site, self.feed) if site.hidden else site.module(_padding(site))
+            for site in self.prepared.changing
+        }
 
     @property
     def conditions(self) -> str:

@@ -15,6 +15,7 @@ from decomposition import Candidate, CandidateSet, Factorise, LatencyTable
 from decomposition.network.geometry import Geometry
 from decomposition.network.kinds import DecomposableModule, is_decomposable_module
 from rankrl.timing.layer_timing import LayerTimer
+from rankrl.timing.lone_node import LoneNode
 
 _LARGEST_SHARE = 0.98
 """At most this part of the network's time is the layers': their sum can exceed it, measured one by one."""
@@ -25,6 +26,7 @@ _NOTHING = 1e-4
 """Milliseconds of a layer that leaves the network: a table holds positive times."""
 
 _Rows = tuple[tuple[float, ...], ...]
+_NO_ROWS: _Rows = ()
 _SiteTimes = tuple[tuple[float, ...], _Rows]
 """Times of a site's candidates, and of each at every number of outputs that the next site may read."""
 
@@ -78,7 +80,7 @@ class SiteTimes:
             if quantised > 0:
                 integer_factor = max(left - rest, _LEAST_SHARE * left) / quantised if left > 0 else factor
         factors = {
-            site.name: [integer_factor if candidate.integer else factor for candidate in site.candidates]
+            site.name: [integer_factor if each.computes_integers else factor for each in site.candidates]
             for site in sites
         }
         scaled = {
@@ -96,7 +98,7 @@ class SiteTimes:
 
 def time_sites(
     timer: LayerTimer,
-    modules: Mapping[str, nn.Module],
+    modules: Mapping[str, nn.Module | LoneNode],
     sites: Sequence[CandidateSet],
     progress: Callable[[str], None] | None = None,
 ) -> SiteTimes:
@@ -121,10 +123,14 @@ def time_sites(
     for group in alike.values():
         together = _together(group)
         module = modules[together.name]
-        if not is_decomposable_module(module):
+        border, rows = 0.0, _NO_ROWS
+        if isinstance(module, LoneNode):
+            measured = timer.node(module, together.candidates)
+        elif is_decomposable_module(module):
+            border = timer.border(together.spec) if integers else 0.0
+            measured, rows = _site_times(timer, module, together)
+        else:
             raise TypeError(f"layer {together.name!r} is a {type(module).__name__}")
-        border = timer.border(together.spec) if integers else 0.0
-        measured, rows = _site_times(timer, module, together)
         known = {_identity(candidate): index for index, candidate in enumerate(together.candidates)}
         additions: dict[bool, float] = {}
         if any(map(_adds, group)):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from decomposition import LayerOperation, Quantise, integer_layers, without_rounding
+from decomposition import Candidate, LayerOperation, Quantise, integer_layers, without_rounding
 from decomposition.network.kinds import DecomposableModule
 from decomposition.network.layers import LayerSpec
 from decomposition.network.surgery import copied
@@ -32,6 +32,7 @@ from rankrl.onnx.graph_edits import part_of
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import Session, open_session
 from rankrl.timing.layer_files import SideBySide
+from rankrl.timing.lone_node import LoneNode
 from rankrl.timing.passes import clock_for, timed_passes
 
 _WARM_UP = 6
@@ -108,6 +109,11 @@ class LayerTimer:
         return np.concatenate(
             [self._time(stacks[start : start + _MOST_TOGETHER], shape) - around for start in parts]
         )
+
+    def node(self, node: LoneNode, candidates: Sequence[Candidate]) -> tuple[float, ...]:
+        """Return the median milliseconds of a node of a file under each candidate."""
+        operations = [candidate.operations for candidate in candidates]
+        return tuple(node.times(operations, threads=self.threads, runs=self.runs).tolist())
 
     def alone(self, layers: Sequence[nn.Module], shape: tuple[int, ...]) -> np.ndarray:
         """Return the median milliseconds of layers with nothing around them; `shape` is the whole input."""

@@ -19,6 +19,7 @@ from rankrl.progress import progress_bar
 from rankrl.timing.latency import RelativeTime, compare_latency, measure_latency
 from rankrl.timing.layer_latency import geometry, time_sites
 from rankrl.timing.layer_timing import LayerTimer
+from rankrl.timing.lone_node import LoneNode
 from rankrl.timing.passes import measuring_conditions
 
 _METHOD = 7
@@ -35,8 +36,8 @@ class TimedFiles(Protocol):
     channel_block: int
 
     @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """The dense layers by name, as modules of the same cost."""
+    def modules(self) -> Mapping[str, nn.Module | LoneNode]:
+        """The dense layers by name, as modules of the same cost, or as nodes of a file."""
 
     @property
     def feed(self) -> Batch:
@@ -115,7 +116,7 @@ class NetworkTimer:
         with progress_bar("time layers", total=len(sites)) as bar:
             times = time_sites(timer, files.modules, sites, lambda _: bar.advance())
         whole, in_integers = self._milliseconds(self._dense), None
-        if any(candidate.integer for site in sites for candidate in site.candidates):
+        if any(candidate.computes_integers for site in sites for candidate in site.candidates):
             in_integers = self._milliseconds(self._file("integers", self._in_integers(sites)))
         return times.table(sites, whole, in_integers, measuring_conditions(options.batch, options.threads))
 

@@ -68,7 +68,7 @@ def _written_anew(given: PreparedFile) -> ir.Model:
     """Return the network with every node that can be compressed in the place of itself."""
     model = given.network.graph_model()
     for site in given.sites:
-        if site.spec.refusal is None:
+        if site.spec.refusal is None and not site.hidden:
             replace_node(model, site, [each.module(MARKED) for each in site.nodes], None)
     return without_unused(model)
 

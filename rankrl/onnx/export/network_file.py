@@ -20,7 +20,7 @@ from torch import nn
 
 from decomposition import integer_layers, rounded_parameters, without_rounding
 from decomposition.network.inputs import ExampleInputs, run_model
-from decomposition.network.rounding import REDUCED_BITS
+from decomposition.network.rounding import REDUCED_BITS, largest_integer
 from decomposition.network.surgery import copied
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import pad_channels
@@ -117,7 +117,7 @@ def store_integers(model: ir.Model, bits: Mapping[str, int]) -> None:
         tensor = weight.const_value
         assert tensor is not None
         axis = len(tensor.shape) - 1 if last else 0
-        integers, scale = _rounded(tensor, width, axis)
+        integers, scale = rounded_tensor(tensor, width, axis)
         integers.name, factor, back = (
             new_name(f"{name}_{kind}", taken) for kind in ("integers", "scale", "DequantizeLinear")
         )
@@ -132,11 +132,10 @@ def store_integers(model: ir.Model, bits: Mapping[str, int]) -> None:
         put_first(graph, [node])
 
 
-def _rounded(tensor: ir.TensorProtocol, width: int, axis: int) -> tuple[ir.TensorProtocol, Array]:
-    """Return a weight in integers of so many bits, and their scales along an axis."""
+def rounded_tensor(tensor: ir.TensorProtocol, width: int, axis: int) -> tuple[ir.TensorProtocol, Array]:
+    """Return a weight in integers of 8, 7 or 4 bits, and their scales along an axis."""
     values = np.moveaxis(tensor.numpy(), axis, 0)
-    kind = ir.DataType.INT8 if width == 8 else ir.DataType.INT4
-    largest = 2 ** (width - 1) - 1
+    kind, largest = ir.DataType.INT4 if width == 4 else ir.DataType.INT8, largest_integer(width)
     rows = np.abs(values.reshape(len(values), -1)).max(1)
     ends = np.array([-largest, largest], dtype=np.int8)
     pairs = [

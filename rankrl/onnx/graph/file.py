@@ -15,6 +15,7 @@ from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.network_file import INT4_OPSET, store_integers
 from rankrl.onnx.export.range_choice import RangeChoice
 from rankrl.onnx.graph.capture import Captured
+from rankrl.onnx.graph.dynamic_lstm import quantise_lstms
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.half import in_half
 from rankrl.onnx.graph.network import Feed, GraphSession
@@ -23,7 +24,7 @@ from rankrl.onnx.graph.refit import CompressedGraph
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, free_ends, part_of
 from rankrl.onnx.operators import opset_of
-from rankrl.onnx.protobuf import save_model, to_proto
+from rankrl.onnx.protobuf import load_model, save_model, to_proto
 
 TOLERANCE = 1e-3
 """The largest difference that factorised nodes and dense ones of their contracted weights may make at the
@@ -62,23 +63,24 @@ def write_graph(
         model = _with_int4(model)
     model.metadata_props.update(metadata or {})
     store_integers(model, graph.stored)
-    if not graph.computing:
-        write_checked(model, path, "the compressed network")
-        return
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder) / "graph.onnx"
-        save_model(model, scratch)
-        quantise_onnx(
-            scratch,
-            path,
-            calibration,
-            weights=graph.computing,
-            partly=True,
-            reduce_range=graph.reduced or reduce_range,
-            cut=None if graph.axes is None else graph.axes.parts,
-            fitted=fitted,
-            choice=choice.without_values() if choice is not None and graph.errors else choice,
-        )
+        if graph.computing:
+            scratch = Path(folder) / "graph.onnx"
+            save_model(model, scratch)
+            quantise_onnx(
+                scratch,
+                scratch,
+                calibration,
+                weights=graph.computing,
+                partly=True,
+                reduce_range=graph.reduced or reduce_range,
+                cut=None if graph.axes is None else graph.axes.parts,
+                fitted=fitted,
+                choice=choice.without_values() if choice is not None and graph.errors else choice,
+            )
+            model = load_model(scratch)
+        quantise_lstms(model, graph.lstms)
+        write_checked(model, path, "the compressed network")
 
 
 def _with_int4(model: ir.Model) -> ir.Model:

@@ -15,7 +15,7 @@ from rankrl.onnx.operators import is_standard
 
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 """Operators that may hold a weight."""
-_RECURRENT: dict[str, Kind] = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}
+_RECURRENT: dict[str, Kind] = {"LSTM": "lstm", "DynamicQuantizeLSTM": "lstm", "GRU": "gru", "RNN": "rnn"}
 _CONVOLUTIONS: dict[int, Kind] = {1: "conv1d", 2: "conv2d", 3: "conv3d"}
 _TRANSPOSED: dict[int, Kind] = {1: "conv_transpose1d", 2: "conv_transpose2d", 3: "conv_transpose3d"}
 

@@ -116,8 +116,8 @@ class PreparedFile:
         )
 
     @property
-    def usable(self) -> list[Site]:
-        """The nodes that can be compressed, at least one.
+    def changing(self) -> list[Site]:
+        """The nodes that can be compressed, at least one: those that formats replace, and LSTMs.
 
         Raises:
             OnnxGraphError: There is none; the message gives the reasons.
@@ -130,6 +130,11 @@ class PreparedFile:
                 f"({reasons or 'no Conv, Gemm or MatMul with a constant weight'})"
             )
         return sites
+
+    @property
+    def usable(self) -> list[Site]:
+        """The nodes that formats can replace."""
+        return [site for site in self.changing if not site.hidden]
 
     @cached_property
     def unrounded(self) -> list[str]:

@@ -25,6 +25,7 @@ _OPERANDS = {
     "MatMulInteger": (1, 0),
     "MatMulIntegerToFloat": (1, 6),
     "DynamicQuantizeMatMul": (1, 4),
+    "DynamicQuantizeLSTM": (1, 2, 3, 7),
     "MatMulNBits": (1, 5),
     "QAttention": (1, 2),
 }

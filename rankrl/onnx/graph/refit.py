@@ -50,6 +50,7 @@ class CompressedGraph:
         computing: Names of weights whose nodes are to compute in integers.
         reduced: Whether some of them have 7 bits, so that all are to have.
         stored: Bits of weights that are to be stored in integers, by name.
+        lstms: LSTMs that are to compute in integers, and the bits of their weights.
         errors: Relative output error of each node, those before it included, by name.
         replaced: The nodes in whose place something else stands.
         half: What is to be in half precision in the file.
@@ -61,6 +62,7 @@ class CompressedGraph:
     computing: list[str] = field(default_factory=list)
     reduced: bool = False
     stored: dict[str, int] = field(default_factory=dict)
+    lstms: list[tuple[Site, int]] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     replaced: list[Site] = field(default_factory=list)
     half: HalfValues = field(default_factory=HalfValues)
@@ -82,6 +84,13 @@ class CompressedGraph:
         if self.contracted is not None:
             dense = [layer.to_dense() if isinstance(layer, FactorisedLayer) else layer for layer in layers]
             replace_node(self.contracted, site, dense, shift)
+
+    def round_lstms(self, sites: Sequence[Site], plan: CompressionPlan) -> None:
+        """Note which LSTMs a plan lets compute in integers; their nodes stay in this graph."""
+        for site in sites:
+            rounding = plan[site.name].operation(Quantise) if site.hidden else None
+            if rounding is not None and site.spec.refusal is None:
+                self.lstms.append((site, rounding.weight_bits))
 
 
 def check_plan(plan: CompressionPlan, sites: Sequence[Site], source: str) -> None:
@@ -160,7 +169,8 @@ def refitted_graph(
     graph = CompressedGraph(
         network.graph_model(), network.graph_model(), half=network.half, axes=network.axes
     )
-    usable = [site for site in sites if site.spec.refusal is None]
+    graph.round_lstms(sites, plan)
+    usable = [site for site in sites if site.spec.refusal is None and not site.hidden]
     parts = in_parts(network.axes, usable, batches)
     sizes = [network.axes.size(part) for part in parts]
     before, after = (
@@ -202,8 +212,9 @@ def structured_graph(
 ) -> CompressedGraph:
     """Return the graph under a plan with the fits that the plan was chosen by, to time it."""
     graph = CompressedGraph(network.graph_model(), half=network.half, axes=network.axes)
+    graph.round_lstms(sites, plan)
     for site in sites:
-        if site.spec.refusal is not None:
+        if site.spec.refusal is not None or site.hidden:
             continue
         entry = without_growth(plan[site.name], site.spec)
         if not entry.layer_operations:

@@ -107,6 +107,7 @@ class OpenConstants:
         mean: Name of what takes up a change of the mean output, empty where nothing does.
         known: Its value.
         sign: 1 where the change is added to it, -1 where it is taken away.
+        state: Name of the weight of an LSTM on its state, empty for others.
     """
 
     weight: str
@@ -114,6 +115,7 @@ class OpenConstants:
     mean: str = ""
     known: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     sign: int = 1
+    state: str = ""
 
 
 def open_constants(model: ir.Model, site: Site) -> OpenConstants:
@@ -125,6 +127,12 @@ def open_constants(model: ir.Model, site: Site) -> OpenConstants:
     """
     nodes = {node.name: node for node in model.graph}
     node = nodes[site.name]
+    if site.hidden:
+        held_weights = zip(("weight", "state"), site.recurrent_weights(site.weight), strict=True)
+        values = [new_constant(model.graph, f"{site.name}.{kind}", array) for kind, array in held_weights]
+        for index, value in enumerate(values, start=1):
+            node.replace_input_with(index, value)
+        return OpenConstants(str(values[0].name), state=str(values[1].name))
     held = constant(node.inputs[1])
     assert held is not None
     weight = new_constant(model.graph, f"{site.name}.weight", torch.from_numpy(np.array(held)))

@@ -41,6 +41,8 @@ class Site:
             others. Such a node is fitted as a 1x1 convolution from its input channels to output channels
             times kernel positions, whose outputs are added up where they overlap. `spec`, `weight` and
             `module` are those of that convolution, without the bias, which stays where it is.
+        hidden: Numbers in the state of an LSTM, 0 for others. Its `weight` has the rows of both directions on
+            the inputs, and below them those on the state, filled up with zeros to one width.
     """
 
     spec: LayerSpec
@@ -57,6 +59,7 @@ class Site:
     bias_name: str = ""
     twins: tuple[Site, ...] = ()
     spread: tuple[int, ...] = ()
+    hidden: int = 0
 
     @property
     def nodes(self) -> tuple[Site, ...]:
@@ -82,6 +85,16 @@ class Site:
         """Return a weight (out * kernel, in, ...) as a transposed convolution has it: (in, out, *kernel)."""
         return weight.flatten(1).T.reshape(-1, self.channels, *self.spread)
 
+    def recurrent_weights(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a weight of an LSTM as the node has it, on its inputs and on its state.
+
+        Returns:
+            (directions, 4 * hidden, inputs) and (directions, 4 * hidden, hidden).
+        """
+        inputs = self.spec.in_channels - self.hidden
+        on_inputs, on_state = weight.reshape(2, -1, 4 * self.hidden, weight.shape[-1])
+        return on_inputs[..., :inputs], on_state[..., : self.hidden]
+
     def module(self, padding: Sequence[int] | int = 0) -> DecomposableModule:
         """Return the layer in PyTorch, with its values and any padding.
 
@@ -89,8 +102,8 @@ class Site:
         """
         spec, bias = self.spec, self.bias is not None
         layer: DecomposableModule
-        if spec.kind == "linear":
-            layer = nn.Linear(spec.in_channels, spec.out_channels, bias=bias)
+        if spec.kind == "linear" or self.hidden:
+            layer = nn.Linear(self.weight.shape[1], len(self.weight), bias=bias)
         else:
             kind = nn.Conv1d if len(spec.kernel_size) == 1 else nn.Conv2d
             sizes: dict[str, Any] = {"stride": spec.stride, "dilation": self.dilation}

@@ -30,7 +30,13 @@ from rankrl.onnx.graph.quantised import (
     is_rounded,
     rounded_constant,
 )
-from rankrl.onnx.graph.recurrent import is_recurrent, recurrent_macs, recurrent_reason, recurrent_weight
+from rankrl.onnx.graph.recurrent import (
+    counted_recurrent,
+    is_recurrent,
+    lstm_site,
+    recurrent_reason,
+    recurrent_weight,
+)
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph.twins import constant_name, use_counts, with_twins
 from rankrl.onnx.graph_edits import Array, depending, until
@@ -103,11 +109,10 @@ def _multiplies(node: ir.Node) -> bool:
 
 
 def _counted(site: Site, seen: _Seen) -> Site:
-    """Return a node that stays as it is with its multiply-accumulates, which count towards the whole."""
+    """Return a node with its multiply-accumulates, which count towards the whole where it stays, too."""
     spec = site.spec
     if spec.kind in OPAQUE_KINDS and site.input_name in seen.shapes:
-        macs = recurrent_macs(seen.shapes[site.input_name], spec.params, seen.batch)
-        return replace(site, spec=replace(spec, macs=macs))
+        return replace(site, spec=counted_recurrent(spec, seen.shapes[site.input_name], seen.batch))
     if spec.refusal is None or site.output_name not in seen.shapes or spec.params == 0:
         return site
     shape = seen.shapes[site.input_name if spec.kind.startswith("conv_transpose") else site.output_name]
@@ -128,16 +133,19 @@ def _site(node: ir.Node, index: int, seen: _Seen) -> Site | None:
         x, y = node.inputs[0], node.outputs[0]
         refused = replace(spec, refusal=refusal)
         return Site(refused, node.op_type, (x.name if x else "") or "", y.name or "", torch.empty(0))
+    if is_recurrent(node):
+        return lstm_site(node, spec, weight)
     return (_transposed if node.op_type == "ConvTranspose" else _dense)(node, spec, weight, seen)
 
 
 def _weight(node: ir.Node, seen: _Seen) -> tuple[Array | None, str | None] | None:
     """Return the weight of a node and why it has to stay as it is; None for a node without a weight."""
+    if is_recurrent(node):
+        held = recurrent_weight(node)
+        return held, recurrent_reason(node, held, inside=node.graph is not seen.graph)
     if computes_integers(node):
         integers = integer_weight(node)
         return None if integers is None else (integers, _QUANTISED)
-    if is_recurrent(node):
-        return recurrent_weight(node), recurrent_reason(node)
     foreign = foreign_weight(node)
     if foreign is not None:
         return foreign, foreign_reason(node)

@@ -235,7 +235,7 @@ def test_a_network_that_is_faster_in_integers_than_its_floats_alone_leaves_times
 
 def _site(name: str, *integers: bool) -> Any:
     """Make a site whose candidates are dense or not, in integers or not."""
-    candidates = [types.SimpleNamespace(integer=each, only_integers=each) for each in integers]
+    candidates = [types.SimpleNamespace(computes_integers=each, only_integers=each) for each in integers]
     return types.SimpleNamespace(name=name, candidates=candidates)
 
 
