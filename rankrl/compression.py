@@ -80,7 +80,9 @@ def _decomposition(
 
 
 @renamed_arguments(_decomposition)
-@checked_arguments(without=("network", "inputs", "score", "heldout", "test", "finetune", "batch_axes"))
+@checked_arguments(
+    without=("network", "inputs", "score", "heldout", "test", "finetune", "teacher", "batch_axes")
+)
 @storage_errors()
 def compress(
     network: nn.Module | str | Path,
@@ -103,6 +105,7 @@ def compress(
     test: CalibrationInputs | None = None,
     finetune: FineTuning | None = None,
     loss: Loss | None = None,
+    teacher: nn.Module | Sequence[nn.Module] | None = None,
     images: ImagePreprocessing | None = None,
     batch_axes: Axes | None = None,
     folder: str | Path | None = None,
@@ -160,6 +163,9 @@ def compress(
             it as it was fitted. Our training minimises `loss` on the labels, cross-entropy without `loss`;
             without labels it lets the network imitate the dense one. The epoch with the best score is kept.
         loss: From the network's outputs and the labels of a batch to a scalar.
+        teacher: The network that ours learns from in our training, usually a larger one for the same inputs
+            and outputs, or several, whose outputs are averaged; None for the dense one. With labels it has
+            the recipe's share `distillation` of the loss: for epochs alone 0.9, without a teacher none.
         images: How image files become inputs of a file, where `inputs` is a folder of them.
         batch_axes: The axis of every input of a file that counts the inputs of a batch, by name; None for an
             input that goes with every batch as it is, such as a rate. What is left out is found by trying.
@@ -202,13 +208,13 @@ def compress(
         if file is None:
             assert isinstance(network, nn.Module)
             _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
-            tuner = FineTuner(finetune, loss)
+            tuner = FineTuner(finetune, loss, teacher)
             with _scratch(where) as run:
                 module = compress_module(
                     network, inputs, run, request, score=score, heldout=heldout, test=test, tuner=tuner
                 )
                 return _copied(module, Path(target), where)
-        _refuse("ONNX files", test=test, finetune=finetune, loss=loss)
+        _refuse("ONNX files", test=test, finetune=finetune, loss=loss, teacher=teacher)
         source = FileSource(file, inputs, images, batch_axes, _share(heldout), score, _term(search))
         return compress_file_in(source, where, request, Path(target))
 

@@ -27,16 +27,17 @@ from rankrl.device import model_device
 from rankrl.errors import ConfigError
 from rankrl.finish import finish
 from rankrl.float32 import as_float32, back_in, in_float32, own_types
+from rankrl.models.network_digest import network_digest
 from rankrl.networks.own_module import OwnModule
 from rankrl.plan_search.scores.score_evaluator import Score
 from rankrl.plan_search.session import check_reachable
 from rankrl.progress import Progress, progress_bar
 from rankrl.request import Request, opened_session
 from rankrl.result import ModuleCompression, run_numbers, write_run
-from rankrl.runs.network_digest import network_digest
 from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
 from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
-from rankrl.training.general import steps_of_an_epoch
+from rankrl.training.general import check_outputs, steps_of_an_epoch
+from rankrl.training.teachers import DISTILLATION, together
 from rankrl.verify.agreement import agreement_score
 from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
 from rankrl.verify.rewritten import check_rewritten
@@ -55,10 +56,13 @@ class FineTuner:
     Attributes:
         how: Epochs, a recipe or a function; None leaves it as it was fitted.
         loss: From outputs and labels of a batch to a scalar, for our own training.
+        teacher: The network to learn from in our own training, or several, whose outputs are averaged; None
+            for the dense one.
     """
 
     how: FineTuning | None = None
     loss: Loss | None = None
+    teacher: nn.Module | Sequence[nn.Module] | None = None
 
     def __post_init__(self) -> None:
         how = self.how
@@ -74,13 +78,32 @@ class FineTuner:
                 "loss= is for our own training; give finetune= a number of epochs or a recipe"
                 + ("" if how is None else ", or leave loss= to your function")
             )
+        if self.teacher is None:
+            return
+        if self.recipe is None:
+            raise ConfigError(
+                "teacher= is for our own training; give finetune= a number of epochs or a recipe"
+                + ("" if how is None else ", or let your function learn from it")
+            )
+        if isinstance(how, TrainingRecipe) and how.distillation == 0:
+            raise ConfigError(
+                "teacher= has no effect: the recipe has distillation=0; set its share of the loss, such as "
+                f"distillation={DISTILLATION}"
+            )
+        together(self.teacher)
 
     @property
     def recipe(self) -> TrainingRecipe | None:
         """How to train, or None where a function does, or nobody."""
         if isinstance(self.how, int):
-            return TrainingRecipe(epochs=self.how)
+            share = 0.0 if self.teacher is None else DISTILLATION
+            return TrainingRecipe(epochs=self.how, distillation=share)
         return self.how if isinstance(self.how, TrainingRecipe) else None
+
+    def beside(self, dense: nn.Module) -> nn.Module:
+        """Return a copy of the teacher on the dense network's device; that network where there is none."""
+        teacher = dense if self.teacher is None else together(self.teacher)
+        return in_float32(teacher, keep_double=True).to(model_device(dense)).eval()
 
 
 def compress_module(
@@ -141,6 +164,7 @@ def compress_module(
         held, certifying = held.parted(0.5, request.seed)  # what certifies a loss has chosen nothing
         unseen = HeldoutScore(dense, certifying, "unseen held-out")
     measure = HeldoutScore(dense, held)
+    taught = {} if tuner.teacher is None else {"teacher": _teacher_score(tuner, dense, held, measure)}
     run.prepare()
     run.claim(record, (), resume=True)
     batches = calibration_batches(fitted.inputs, dense)
@@ -192,7 +216,7 @@ def compress_module(
         if tested is None or unseen is None
         else {"baseline": unseen(dense), "compressed": unseen(last)},
     )
-    numbers = run_numbers(result)
+    numbers = run_numbers(result) | taught
     if tuned is not None:
         numbers["compressed"]["agreement"] = agreement_score(measure.agreement(compressed))
     write_run(run, result, request, type(model).__name__, numbers)
@@ -203,6 +227,21 @@ def calibration_batches(inputs: Inputs, model: nn.Module) -> list[Inputs]:
     """Return inputs in batches on a network's device."""
     device = model_device(model)
     return [mapped(lambda x: x.to(device), batch) for batch in split(inputs, CALIBRATION_BATCH)]
+
+
+def _teacher_score(
+    tuner: FineTuner, dense: nn.Module, held: Sample, measure: HeldoutScore
+) -> dict[str, float]:
+    """Return what metrics.json says of a teacher: its score on the held-out inputs, which is logged first.
+
+    Raises:
+        ConfigError: It cannot take the inputs, or its outputs have other shapes than the network's.
+    """
+    teacher = tuner.beside(dense)
+    check_outputs(teacher, dense, held.inputs)
+    score = measure(teacher)
+    log.info("fine-tune: %s of the teacher on held-out inputs: %.4f", measure.unit, score)
+    return {measure.unit: score}
 
 
 def _tuned(
@@ -238,7 +277,7 @@ def _tuned(
             recipe,
             score=judge if types == own_types(trained) else lambda each: judge(back_in(copied(each), types)),
             loss=tuner.loss,
-            teacher=in_float32(dense, keep_double=True),
+            teacher=tuner.beside(dense),
             on_step=show,
         )
     return back_in(trained, types), result.history

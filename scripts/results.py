@@ -122,7 +122,8 @@ def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
             # What a cell says comes last, so that it may differ from the recipe.
             weights = f"model.checkpoint={checkpoints / network['checkpoint']}"
             chosen = [] if any(each.startswith("task=") for each in options) else grid.get("plan", [])
-            options = [*grid["recipe"], *chosen, weights, *options]
+            teacher = _teacher(grid["networks"][entry["teacher"]], checkpoints) if "teacher" in entry else ()
+            options = [*grid["recipe"], *chosen, weights, *teacher, *options]
         seeds = entry.get("seeds", [0])
         for seed in seeds:
             cells.append(
@@ -142,6 +143,12 @@ def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
     if twice:
         raise SystemExit(f"{path}: there are two cells of the name {', '.join(sorted(twice))}")
     return cells
+
+
+def _teacher(network: Mapping[str, Any], checkpoints: Path) -> list[str]:
+    """Return the options that make a network of the grid the teacher."""
+    name = next(each.removeprefix("model=") for each in network["options"] if each.startswith("model="))
+    return [f"finetune.teacher={checkpoints / network['checkpoint']}", f"finetune.teacher_model={name}"]
 
 
 def finished(folder: Path) -> bool:

@@ -11,7 +11,12 @@ from rankrl.models import (  # registers the models
     resnet9,
     torchvision_models,
 )
-from rankrl.models.checkpoint import checkpoint_heldout, load_checkpoint, save_checkpoint
+from rankrl.models.checkpoint import (
+    checkpoint_heldout,
+    checkpoint_preprocessing,
+    load_checkpoint,
+    save_checkpoint,
+)
 from rankrl.models.classifier import check_classifier
 from rankrl.models.registry import (
     ModelSource,
@@ -29,6 +34,7 @@ __all__ = [
     "build_model",
     "check_classifier",
     "checkpoint_heldout",
+    "checkpoint_preprocessing",
     "conv4",
     "create_model",
     "custom",

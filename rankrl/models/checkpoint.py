@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -18,7 +20,7 @@ from rankrl.errors import CheckpointError
 from rankrl.files import write_atomically
 from rankrl.models.trainer_files import StateDict, state_dicts
 
-_HELDOUT = "heldout"
+_HELDOUT, _PREPROCESSING = "heldout", "preprocessing"
 _PLAN = "rankrl.plan"  # what `decomposition.save_compressed` writes into a file's metadata
 
 log = logging.getLogger(__name__)
@@ -53,28 +55,48 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     model.load_state_dict(dict(taken.tensors), strict=False)
 
 
-def save_checkpoint(model: nn.Module, path: str | Path, *, heldout: str | None = None) -> None:
+def save_checkpoint(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    heldout: str | None = None,
+    preprocessing: Mapping[str, Any] | None = None,
+) -> None:
     """Write the weights of a network as .safetensors, atomically.
 
     Args:
         model: The network; its tensors are copied to the CPU and to contiguous memory, not moved.
         path: The file to create or replace.
         heldout: Which images it was not trained on (`Images.digest`), for `checkpoint_heldout`.
+        preprocessing: What its images go through, for `checkpoint_preprocessing`.
 
     Raises:
         StorageError: The file cannot be written.
     """
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in model.state_dict().items()}
-    metadata = None if heldout is None else {_HELDOUT: heldout}
-    write_atomically(path, safetensors.torch.save(tensors, metadata))
+    metadata = {} if heldout is None else {_HELDOUT: heldout}
+    if preprocessing is not None:
+        metadata[_PREPROCESSING] = json.dumps(preprocessing)
+    write_atomically(path, safetensors.torch.save(tensors, metadata or None))
 
 
 def checkpoint_heldout(path: str | Path) -> str | None:
     """Return which images the network in a file of `save_checkpoint` was not trained on, if it says so."""
+    return _notes(path).get(_HELDOUT)
+
+
+def checkpoint_preprocessing(path: str | Path) -> dict[str, Any] | None:
+    """Return what the images of the network in a file of `save_checkpoint` go through, if it says so."""
+    text = _notes(path).get(_PREPROCESSING)
+    return None if text is None else json.loads(text)
+
+
+def _notes(path: str | Path) -> dict[str, str]:
+    """Return what a file says beside its tensors; nothing where it is no safetensors file."""
     try:
-        return _metadata(path).get(_HELDOUT)
+        return _metadata(path)
     except (SafetensorError, OSError):
-        return None
+        return {}
 
 
 def _metadata(path: str | Path) -> dict[str, str]:

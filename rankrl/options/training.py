@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -96,11 +96,16 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class FineTuningOptions(RecipeOptions):
-    """Fine-tuning of the compressed network, with the dense one as teacher.
+    """Fine-tuning of the compressed network, with the dense one as teacher, or another.
 
     Attributes:
         epochs: Passes through the training images; 0 leaves fine-tuning out.
         rates: Highest learning rate after a decomposition by optimizer, where optim.lr is null.
+        teacher: Weights of the network to learn from, such as a larger one for the same data, or a list of
+            such files, whose class scores are averaged; None for the dense network.
+        teacher_model: The teacher's network, as for `model`: one name, or one for each file. None for the
+            dense network's own.
+        teacher_options: Options of `teacher_model`, such as _target_ of a custom one.
     """
 
     PYTHON_ONLY = (*RecipeOptions.PYTHON_ONLY, "label_smoothing")  # the teacher's answers are soft
@@ -108,6 +113,9 @@ class FineTuningOptions(RecipeOptions):
     rates: Mapping[str, float] = field(
         default_factory=lambda: {"onnx_adam": 1e-4, "onnx_adagrad": 1e-2, "sgd": 1e-2}
     )
+    teacher: str | tuple[str, ...] | None = None
+    teacher_model: str | tuple[str, ...] | None = None
+    teacher_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.epochs < 0:
@@ -115,6 +123,21 @@ class FineTuningOptions(RecipeOptions):
                 f"finetune.epochs must be a whole number >= 0, got {self.epochs}; 0 leaves fine-tuning out"
             )
         super().__post_init__()
+        if len(self.teacher_models) not in (0, 1, len(self.teachers)):
+            raise ConfigError(
+                f"finetune.teacher_model names {len(self.teacher_models)} networks and finetune.teacher "
+                f"{len(self.teachers)} files; give one network for all of them, or one for each"
+            )
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """The files of the teachers; none where the dense network teaches."""
+        return _listed(self.teacher)
+
+    @property
+    def teacher_models(self) -> tuple[str, ...]:
+        """The names of the teachers' networks; none for the dense one's."""
+        return _listed(self.teacher_model)
 
 
 @dataclass(frozen=True)
@@ -129,6 +152,10 @@ class TrainingOptions(RecipeOptions):
     warmup: float = 0.3
     restore_best: bool | None = False
     optim: OptimizerOptions = field(default_factory=lambda: OptimizerOptions("sgd"))
+
+
+def _listed(names: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def check_whole(name: str, value: object, least: int) -> None:

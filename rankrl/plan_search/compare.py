@@ -13,6 +13,7 @@ from decomposition import CompressionPlan
 from decomposition.cache import Cache, digest
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, RunStoppedError
+from rankrl.models.network_digest import network_digest
 from rankrl.options.decomposition import AUTO
 from rankrl.plan_search.agents.options import PRETRAINED_REFITTED, resolved_policy
 from rankrl.plan_search.agents.policy_file import read_policy
@@ -119,7 +120,7 @@ class FinalTest:
 
     Attributes:
         data: The dataset.
-        teacher: The dense network.
+        teacher: The network that they learn from.
         apply: From a plan to the compressed network.
         recipe: Of fine-tuning; None leaves it out.
         folder: Keeps results by plan: equal plans are fine-tuned once, and none again after a kill.
@@ -135,7 +136,7 @@ class FinalTest:
         """Return the test accuracy of a plan before and, if there is a recipe, after fine-tuning."""
         recipe = None if self.recipe is None else asdict(self.recipe)
         operations = [[operation.to_dict() for operation in layer.operations] for layer in plan]
-        key = digest(problem.fingerprint, operations, recipe)
+        key = digest(problem.fingerprint, operations, recipe, network_digest(self.teacher))
         state = self.folder / f"{key}.safetensors"
 
         def tested() -> tuple[float, float | None]:

@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from decomposition import FactorisedLayer, Inputs
+from decomposition import FactorisedLayer, Inputs, run_model
 from decomposition.network.inputs import count_inputs, mapped, rows
 from decomposition.network.outputs import tensors_in
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.training.epochs import Epochs, TrainingProgress, TrainingResult, decayed_products, follow
+from rankrl.training.loss import training_loss
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.state import TrainingState
 
@@ -43,12 +43,13 @@ def train_on(
         inputs: All training inputs.
         labels: Their labels, a tensor or a nesting of tensors, first axis like the inputs'; without them
             (None) the network learns to give the teacher's outputs.
-        recipe: How to train; options for images and classes (augmentation, distillation, smoothing) do not
-            apply.
+        recipe: How to train; options for images (augmentation) do not apply. Its `distillation` is the share
+            of the teacher in the loss where there are labels.
         score: From a network to a number, higher is better, on what is held out; tells which epoch is kept.
         loss: From outputs and labels to a scalar. Cross-entropy when omitted, for labels that are integers
             (N,).
-        teacher: The network to imitate where there are no labels.
+        teacher: The network to imitate where there are no labels, and to distil from where
+            `recipe.distillation` is above 0: softened class scores where labels are classes, else outputs.
         on_step: Called every few steps and at the end of every epoch.
 
     Raises:
@@ -60,9 +61,8 @@ def train_on(
         raise ConfigError("there are neither labels nor a teacher to learn from")
     products = decayed_products(model, recipe)
     precision = Precision(model_device(model), torch.float32)
-    epochs = _GeneralEpochs(
-        inputs, labels, recipe, precision, score, loss, teacher if labels is None else None, products, on_step
-    )
+    taught = teacher if labels is None or recipe.distillation > 0 else None
+    epochs = _GeneralEpochs(inputs, labels, recipe, precision, score, loss, taught, products, on_step)
     with torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else []):
         result = follow(TrainingState(model, recipe, {}), epochs, recipe, None)
     model.eval()
@@ -106,6 +106,34 @@ def imitation_loss(outputs: Any, taught: Any) -> Tensor:
     if not shares:
         raise ConfigError("the network returns no floating-point numbers, so there is nothing to imitate")
     return torch.stack(shares).mean()
+
+
+def check_outputs(teacher: nn.Module, model: nn.Module, inputs: Inputs) -> None:
+    """Refuse a teacher whose outputs for two inputs have other shapes than a network's.
+
+    Args:
+        teacher: The teacher, on the network's device, in evaluation mode.
+        model: The network, likewise.
+        inputs: At least two inputs.
+
+    Raises:
+        ConfigError: They have, or it cannot take the inputs.
+    """
+    two = mapped(lambda x: x.to(model_device(model)), rows(inputs, slice(0, 2)))
+    with torch.no_grad():
+        expected = [tuple(each.shape) for each in tensors_in(run_model(model, two))]
+        try:
+            shapes = [tuple(each.shape) for each in tensors_in(run_model(teacher, two))]
+        except Exception as error:  # whatever the network's own code raises
+            raise ConfigError(
+                f"the teacher fails on the network's inputs: {error}; give one that takes "
+                "inputs of this shape"
+            ) from error
+    if shapes != expected:
+        raise ConfigError(
+            f"the teacher returns {shapes} for two inputs, the network {expected}; give a teacher with "
+            "the same classes in the same order"
+        )
 
 
 def steps_of_an_epoch(count: int, batch_size: int) -> int:
@@ -155,12 +183,23 @@ class _GeneralEpochs(Epochs):
             yield mapped(lambda x: x.to(device), rows(self.inputs, indices)), labels
 
     def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
-        """Return the user's loss, cross-entropy, or what the teacher's outputs are missed by."""
+        """Return the user's loss or cross-entropy, mixed with what the teacher's outputs are missed by."""
+        recipe = self.recipe
         if labels is None:
             return imitation_loss(outputs, taught)
-        if self._loss is not None:
-            return self._loss(outputs, labels)
-        return F.cross_entropy(outputs.float(), labels.long(), label_smoothing=self.recipe.label_smoothing)
+        if self._loss is None:
+            return training_loss(
+                outputs.float(),
+                labels.long(),
+                taught,
+                label_smoothing=recipe.label_smoothing,
+                distillation=recipe.distillation,
+                temperature=recipe.temperature,
+            )
+        loss = self._loss(outputs, labels)
+        if taught is None:
+            return loss
+        return (1 - recipe.distillation) * loss + recipe.distillation * imitation_loss(outputs, taught)
 
     def score(self, model: nn.Module) -> float:
         """Return what the user's score says, as a number: it may be a tensor of one.

@@ -24,6 +24,7 @@ from rankrl.device import (
 )
 from rankrl.errors import ConfigError
 from rankrl.models.classifier import check_classifier
+from rankrl.models.network_digest import network_digest
 from rankrl.training.accuracy import accuracy
 from rankrl.training.chance import is_guessing, worse_than_guessing
 from rankrl.training.epochs import (
@@ -93,6 +94,7 @@ def train(
     if resume and path is None:
         raise ConfigError("resuming needs the state_file of the run to resume")
     networks = [model] if recipe.distillation == 0 or teacher is None else [model, teacher]
+    setup = _setup(data, recipe, *networks[1:])
     example = torch.zeros(2, *data.input_shape, device=precision.device)
     layouts = set()
     for network, name in zip(networks, ("the network", "the teacher"), strict=False):
@@ -101,7 +103,7 @@ def train(
     layout = torch.contiguous_format if torch.contiguous_format in layouts else torch.channels_last
 
     products = decayed_products(model, recipe)
-    state = TrainingState(model, recipe, _setup(data, recipe))
+    state = TrainingState(model, recipe, setup)
     if resume and path is not None:
         state.restore(path)
 
@@ -207,7 +209,7 @@ def _near(images: Images, device: torch.device) -> Images:
     return images.to(device) if images.x.numel() <= free // 2 else images
 
 
-def _setup(data: ImageData, recipe: TrainingRecipe) -> dict[str, object]:
+def _setup(data: ImageData, recipe: TrainingRecipe, teacher: nn.Module | None = None) -> dict[str, object]:
     """Return what must be equal for two runs to be the same run."""
     recipe_values = asdict(recipe)
     recipe_values["optimizer_options"] = dict(recipe.optimizer_options)
@@ -216,5 +218,6 @@ def _setup(data: ImageData, recipe: TrainingRecipe) -> dict[str, object]:
         "training images": len(data.train),
         "held-out images": len(data.heldout),
         "classes": data.classes,
+        "teacher": None if teacher is None else network_digest(teacher),
         **recipe_values,
     }

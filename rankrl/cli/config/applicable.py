@@ -154,6 +154,21 @@ RULES = (
         for section in ("search", "selector", "reward", "decomposition")
     ),
     _section("finetune", "fine-tunes nothing", *_FINETUNING),
+    *(
+        Rule(
+            f"finetune.{name}",
+            lambda config: not config["finetune"]["teacher"],
+            "the dense network teaches",
+            "set finetune.teacher=CHECKPOINT too",
+        )
+        for name in ("teacher_model", "teacher_options.")
+    ),
+    Rule(
+        "finetune.teacher",
+        lambda config: not config["finetune"]["distillation"],
+        "finetune.distillation=0 learns from labels alone",
+        "leave one of the two out",
+    ),
     _section("optim", "fine-tunes nothing", *_FINETUNING),
     _section("train", "trains no dense network", *_TRAINING),
     Rule(

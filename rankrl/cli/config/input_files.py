@@ -20,6 +20,7 @@ _FILES = {
     "weights": ("weights", "model.safetensors"),
     "plan": ("plan", "plan.json"),
     "model.checkpoint": ("checkpoint", "dense.safetensors"),
+    "finetune.teacher": ("checkpoint", "dense.safetensors"),
 }
 """Options that name a file, what that is called, and what a run's folder has for them."""
 _OF_NETWORK = ("model", "dataset")
@@ -35,11 +36,16 @@ def check_input_files(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: Naming the option and, for a folder that has it, the file in it.
     """
-    values = {**config, _CHECKPOINT: config["model"].get("checkpoint")}
-    for option, (noun, name) in _FILES.items():
-        if not values[option]:
-            continue
-        path = Path(values[option])
+    teachers = config["finetune"]["teacher"]
+    values = {**config, _CHECKPOINT: config["model"].get("checkpoint"), "finetune.teacher": teachers}
+    named = [
+        (option, Path(each))
+        for option in _FILES
+        for each in (values[option] if isinstance(values[option], list) else [values[option]])
+        if each
+    ]
+    for option, path in named:
+        noun, name = _FILES[option]
         try:
             if path.is_dir():
                 advice = f"{option}={path / name}" if (path / name).is_file() else f"a file, such as {name}"

@@ -32,12 +32,14 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     steps.check_budget(config, data)
     recipe = options.comparison_recipe(config, heldout_is_new=steps.heldout_is_new(config, data))
+    teacher = steps.teacher(config, data)
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
     with steps.search_session(config, network) as session:
         results = search_all(session, entered, folder.searches, folder.warn)
     with_preprocessing(winner(results).plan, data).save(folder.plan)
-    final = FinalTest(data, dense, session.applied, recipe, folder.state / "plans")
+    source = dense if teacher is None else teacher.network
+    final = FinalTest(data, source, session.applied, recipe, folder.state / "plans")
     rows = tested(session.problem, results, final)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),

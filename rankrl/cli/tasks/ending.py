@@ -35,6 +35,7 @@ from rankrl.report import (
 from rankrl.result import Measurement, certificate_numbers
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training import EpochRow, guessing_share
+from rankrl.training.teachers import Teacher
 from rankrl.training.training_step import write_training_step
 from rankrl.verify.collapse import accuracy_collapse
 from rankrl.verify.measure import cost_ratios, int8_numbers
@@ -51,6 +52,7 @@ def finish_compressed(
     metrics: dict[str, Any],
     folder: RunFolder,
     *,
+    taught_by: Teacher | None = None,
     after_removal: bool = False,
 ) -> None:
     """Fine-tune a compressed network, write it in both forms, measure and report it: the end of a run.
@@ -62,11 +64,14 @@ def finish_compressed(
         compressed: The compressed network, which stays as it is.
         metrics: What is known so far; the rest is added.
         folder: The run's folder.
+        taught_by: The teacher in place of the dense network.
         after_removal: Whether channels or blocks were removed, and nothing was decomposed.
     """
     data = network.data
     tuned = copied(compressed)
-    epochs = steps.finetuned(config, data, tuned, network.model, folder, after_removal=after_removal)
+    epochs = steps.finetuned(
+        config, data, tuned, network.model, folder, taught_by=taught_by, after_removal=after_removal
+    )
     save_compressed(tuned, plan, folder.model, dense=network.model)
     search = metrics.pop("search", None)
 

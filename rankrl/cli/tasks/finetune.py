@@ -18,14 +18,15 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     network, dense, plan = compressed_from(config, data)
     plan = with_preprocessing(plan, data)
-    if recipe.distillation > 0 and not config.model.get("checkpoint"):
+    teacher = steps.teacher(config, data)
+    if recipe.distillation > 0 and teacher is None and not config.model.get("checkpoint"):
         raise ConfigError(
-            "task=finetune distils from the dense network: give its weights with model.checkpoint=PATH, or "
-            "set finetune.distillation=0"
+            "task=finetune distils from the dense network: give its weights with model.checkpoint=PATH or "
+            "another teacher with finetune.teacher=PATH, or set finetune.distillation=0"
         )
     baseline, compressed = dense_numbers(config, data, dense), network_numbers(network, data)
     removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
-    epochs = steps.finetuned(config, data, network, dense, folder, after_removal=removed)
+    epochs = steps.finetuned(config, data, network, dense, folder, taught_by=teacher, after_removal=removed)
     save_compressed(network, plan, folder.model, dense=dense)
     plan.save(folder.plan)
     accuracy = test_accuracy(network, data)

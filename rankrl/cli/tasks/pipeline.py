@@ -15,6 +15,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     options.check(config, finetuning=config.finetune.epochs > 0)
     data = options.dataset(config)
     steps.check_budget(config, data)
+    teacher = steps.teacher(config, data)
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
     _ = network.baseline  # a network that cannot be exported is refused before the search
@@ -25,4 +26,4 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
         "search": search_numbers(result),
         **as_numbers(result.layers),
     }
-    ending.finish_compressed(config, network, result.plan, compressed, metrics, folder)
+    ending.finish_compressed(config, network, result.plan, compressed, metrics, folder, taught_by=teacher)

@@ -39,6 +39,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     with _refusals():
         check_target(build_network(config.model, data, seed=config.seed), data.input_shape, pruning)
+        teacher = steps.teacher(config, data)
         dense = steps.dense_network(config, data, folder)
         network = steps.searched_network(config, data, dense, folder)
         _ = network.baseline  # a network that cannot be exported is refused before anything is pruned
@@ -53,11 +54,16 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         plan.save(folder.plan)
     else:
         tuned = copied(compressed)
-        steps.finetuned(between, data, tuned, dense, folder, stage="finetune-pruned", after_removal=True)
+        stage = "finetune-pruned"
+        steps.finetuned(
+            between, data, tuned, dense, folder, taught_by=teacher, stage=stage, after_removal=True
+        )
         metrics["pruned"] = network_numbers(tuned, data)
         compressed, plan, metrics["search"] = _decomposed(decomposing, network, tuned, pruned, folder)
     removed = decomposing is None
-    ending.finish_compressed(config, network, plan, compressed, metrics, folder, after_removal=removed)
+    ending.finish_compressed(
+        config, network, plan, compressed, metrics, folder, taught_by=teacher, after_removal=removed
+    )
 
 
 def _decomposed(

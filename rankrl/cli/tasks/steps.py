@@ -34,6 +34,7 @@ from rankrl.training.networks import (
     model_title,
     run_training,
 )
+from rankrl.training.teachers import Teacher, read_teacher
 from rankrl.verify.measure import with_preprocessing
 from rankrl.wording import counted
 
@@ -53,6 +54,20 @@ def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.M
             "dataset, with its classes in this order and with its normalisation."
         )
     return network
+
+
+def teacher(config: AppConfig, data: ImageData) -> Teacher | None:
+    """Return the teacher that finetune.teacher names, its accuracy on held-out images logged; else None.
+
+    Raises:
+        ConfigError: It cannot be loaded, or has learned nothing of this dataset.
+    """
+    options = config.finetune
+    if not options.teachers or options.epochs == 0 or options.distillation == 0:
+        return None
+    read = read_teacher(options, config.model, data, seed=config.seed)
+    log.info("fine-tune: the teacher, %s: held-out accuracy %.4f", read.title, read.accuracy)
+    return read
 
 
 def check_budget(config: AppConfig, data: ImageData) -> None:
@@ -84,7 +99,12 @@ def dense_training(
     """Train the dense network in place and save it; warn if it has learned nothing."""
     recipe = options.training_recipe(config, network)
     result = _trained("train", network, data, recipe, folder, stage="train")
-    save_checkpoint(network, folder.dense, heldout=data.heldout.digest())
+    save_checkpoint(
+        network,
+        folder.dense,
+        heldout=data.heldout.digest(),
+        preprocessing=data.preprocessing.to_dict(),
+    )
     warning = guessing_warning(network, data)
     if warning is not None:
         folder.warn(
@@ -162,10 +182,13 @@ def finetuned(
     dense: nn.Module,
     folder: RunFolder,
     *,
+    taught_by: Teacher | None = None,
     stage: str = "finetune",
     after_removal: bool = False,
 ) -> Sequence[EpochRow]:
-    """Fine-tune a compressed network in place with the dense one as teacher; return the epochs.
+    """Fine-tune a compressed network in place, with the dense one as teacher if no other is given.
+
+    Returns the epochs.
 
     With finetune.epochs=0 it stays as it is.
     """
@@ -173,7 +196,10 @@ def finetuned(
         return []
     new = heldout_is_new(config, data)
     recipe = options.finetuning_recipe(config, after_removal=after_removal, heldout_is_new=new)
-    result = _trained("fine-tune", network, data, recipe, folder, stage=stage, teacher=dense)
+    source = dense if taught_by is None else taught_by.network
+    result = _trained("fine-tune", network, data, recipe, folder, stage=stage, teacher=source)
+    if taught_by is not None:
+        folder.notes.trainings[stage]["teacher"] = {"name": taught_by.title, "accuracy": taught_by.accuracy}
     if recipe.restore_best and result.epoch == 0:
         aim = heldout_accuracy(dense, data)
         kept = (

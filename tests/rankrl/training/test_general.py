@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -64,3 +65,42 @@ def test_a_score_may_be_any_number(score: Any, tmp_path: Any) -> None:
 def test_a_score_that_is_no_finite_number_is_refused() -> None:
     with pytest.raises(NonFiniteError, match="score returned nan"):
         train_on(network(), inputs(16), torch.zeros(16, dtype=torch.long), RECIPE, score=lambda _: math.nan)
+
+
+def distances(teacher: nn.Module, **options: Any) -> tuple[float, float]:
+    """Return how far a network's class scores are from a teacher's, untrained and taught."""
+    model, x = network(), inputs(64)
+
+    def distance() -> float:
+        with torch.no_grad():
+            return float((model(x).softmax(1) - teacher(x).softmax(1)).square().mean())
+
+    model.eval()
+    before = distance()
+    recipe = TrainingRecipe(epochs=20, batch_size=16, lr=1e-2, distillation=0.9, restore_best=False)
+    train_on(model, x, recipe=recipe, score=lambda _: 0.5, teacher=teacher, **options)
+    return before, distance()
+
+
+@pytest.mark.parametrize("loss", [None, nn.functional.cross_entropy])
+def test_with_labels_a_network_learns_from_a_teacher_too(loss: Any) -> None:
+    torch.manual_seed(5)
+    teacher = nn.Linear(4, 3).eval()
+    labels = teacher(inputs(64)).argmax(1)
+    before, after = distances(teacher, labels=labels, loss=loss)
+    assert after < before / 4
+
+
+def test_a_share_of_none_leaves_the_teacher_out() -> None:
+    class RefusesError(Exception):
+        pass
+
+    class Refusing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RefusesError
+
+    labels = torch.arange(16) % 3
+    train_on(network(), inputs(16), labels, RECIPE, score=lambda _: 0.5, teacher=Refusing())
+    taught = dataclasses.replace(RECIPE, distillation=0.5)
+    with pytest.raises(RefusesError):
+        train_on(network(), inputs(16), labels, taught, score=lambda _: 0.5, teacher=Refusing())

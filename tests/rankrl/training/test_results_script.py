@@ -53,6 +53,12 @@ def test_the_grid_that_ships_is_read() -> None:
     assert (first.epochs, first.seed, first.goal) == (60, 0, 91.3)
     assert "model.checkpoint=checkpoints/cifar10-resnet20.th" in first.options
     assert "finetune=full" in first.options
+    (taught,) = (cell for cell in cells if cell.name == "resnet20-cp-4x-taught-0")
+    assert "finetune.teacher=checkpoints/cifar10-resnet56.th" in taught.options
+    assert "finetune.teacher_model=resnet56" in taught.options
+    assert {cell.network for cell in cells if "-taught" in cell.name} == {
+        cell.network for cell in cells if "control-taught" in cell.name
+    }
     (scratch,) = (cell for cell in cells if cell.name == "resnet20-from-scratch-0")
     assert scratch.epochs == 0
     assert not any(option.startswith("model.checkpoint") for option in scratch.options)

@@ -136,6 +136,32 @@ def test_a_killed_and_resumed_run_is_the_undisturbed_one_bit_for_bit(
     )
 
 
+def test_a_training_does_not_go_on_with_another_teacher(
+    digits: ImageData, make_network: MakeNetwork, tmp_path: Path
+) -> None:
+    path = tmp_path / "state.safetensors"
+    with pytest.raises(KilledError):
+        train(
+            make_network(0),
+            digits,
+            EVERYTHING,
+            precision=FLOAT32,
+            teacher=make_network(9),
+            state_file=path,
+            on_step=kill_in_epoch(2),
+        )
+    with pytest.raises(CheckpointError, match=r"teacher was '[0-9a-f]+', is now '[0-9a-f]+'"):
+        train(
+            make_network(0),
+            digits,
+            EVERYTHING,
+            precision=FLOAT32,
+            teacher=make_network(8),
+            state_file=path,
+            resume=True,
+        )
+
+
 def assert_resumes(
     digits: ImageData,
     make_network: MakeNetwork,
