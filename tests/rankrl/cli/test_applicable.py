@@ -25,6 +25,17 @@ IDLE = [
     ("reward.", ("task=prune", "reward=amc"), r"reward=amc .* set prune\.decompose_params"),
     ("decomposition.", ("task=prune", "decomposition=cp"), r"=cp .* set prune\.decompose_params"),
     ("finetune.", ("task=search", "finetune.epochs=3"), r"epochs=3 .* task=search fine-tunes nothing"),
+    ("finetune.teacher_model", ("finetune.teacher_model=resnet56",), r"the dense network teaches"),
+    (
+        "finetune.teacher_options.",
+        ("+finetune.teacher_options.width=8",),
+        r"the dense network teaches; set finetune\.teacher=",
+    ),
+    (
+        "finetune.teacher",
+        ("finetune.teacher=a.pt", "finetune.distillation=0"),
+        r"a\.pt .* learns from labels alone",
+    ),
     ("optim.", ("task=search", "optim=sgd"), r"optim=sgd .* task=search fine-tunes nothing"),
     ("train.", ("task=evaluate", "train.epochs=3"), r"epochs=3 .* trains no dense network"),
     ("export.", ("task=evaluate", "export.preprocess=true"), r"preprocess=true .* neither exports"),
@@ -113,7 +124,7 @@ IDLE = [
 
 
 def check(arguments: tuple[str, ...]) -> None:
-    check_applicable(values(*arguments), [each.partition("=")[0] for each in arguments])
+    check_applicable(values(*arguments), [each.lstrip("+").partition("=")[0] for each in arguments])
 
 
 def test_every_rule_has_its_case() -> None:
