@@ -167,6 +167,14 @@ def test_what_is_returned_is_never_dominated(points: list[tuple[float, float]]) 
 
 
 @pytest.mark.parametrize(
+    ("cost", "width", "keeps"),
+    [(0.5, None, True), (0.495, 0.0, False), (0.49, 0.0, True), (0.49, 0.02, False), (0.48, 0.02, True)],
+)
+def test_measured_times_keep_a_budget_with_a_margin(cost: float, width: float | None, keeps: bool) -> None:
+    assert MeasuredPlan("a plan", (0,), 0.0, cost, "latency", 0.0, cost, width).keeps(0.5) is keeps
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"drop": 1.0}, r"budget\.drop=1\.0 is outside \[0, 1\)"),
