@@ -27,6 +27,7 @@ from rankrl.onnx.graph.positions import METADATA, from_metadata, to_metadata
 from rankrl.onnx.graph.prepared_file import Inputs, PreparedFile
 from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats
+from rankrl.onnx.runtimes import check_runtimes
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.session import SearchSession, check_reachable
@@ -237,6 +238,7 @@ def apply_to_file(source: FileSource, plan: CompressionPlan, target: Path, reque
         RankrlError: As `rankrl.compress`.
     """
     _check_target(target, source.path)
+    check_runtimes(request.timing)
     file = source.read(request)
     several = plan.metadata.get(METADATA, {})
     file = file.with_several_positions(from_metadata(several, file.network, file.sites))

@@ -96,6 +96,7 @@ def finish(
         missed=missed or missed_latency(latency, file.latency),
         collapsed=network.collapsed(last, measured.score),
         numbers=file.numbers,
+        runtimes=file.runtimes,
         certificate=certificate,
         uncertified=uncertified(network.basis) if certificate is None and drop is not None else None,
     )

@@ -10,6 +10,7 @@ from typing import Any
 from rankrl.errors import ConfigError
 from rankrl.networks.base import SearchableNetwork
 from rankrl.networks.candidates import CandidateOptions
+from rankrl.onnx.runtimes import check_runtimes
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.goal import SearchGoal
@@ -65,6 +66,7 @@ class Request:
                 "give a budget: params=0.4 keeps at most 40 % of the parameters; macs=, bytes=, latency= "
                 "likewise"
             )
+        check_runtimes(self.timing)
         check_selector(self.selector, self.selector_options, self.goal.setting(self.candidates()))
 
     def candidates(self) -> CandidateOptions:
@@ -78,7 +80,7 @@ class Request:
         candidates = self.candidates()
         if self.goal.budget.latency is None or self.decomposition.rank_multiple is not None:
             return candidates
-        return replace(candidates, multiple=fast_multiple(self.timing.folder))
+        return replace(candidates, multiple=fast_multiple(self.timing.folder, self.timing.runtime))
 
     def timed_in(self, cache: Path | None, folder: Path | None) -> Request:
         """Return the same with times kept in a cache, or without one in the folder of the search."""

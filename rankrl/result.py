@@ -64,6 +64,7 @@ class Compression(Measurement):
         missed: What to tell a reader if the budget in time is missed, else None.
         collapsed: What to tell a reader if it answers no better than a constant, else None.
         numbers: What else the section `onnx` of metrics.json says of the file.
+        runtimes: Times and scores in every runtime, as the section `runtimes` of metrics.json; None for one.
         certificate: What it loses of the original's score, with a 95 % interval; None where no scores of
             single inputs are known, or all inputs chose plans.
         uncertified: Why there is none although a loss was accepted, else None.
@@ -81,6 +82,7 @@ class Compression(Measurement):
     missed: str | None = None
     collapsed: str | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    runtimes: Mapping[str, Any] | None = field(default=None, repr=False)
     certificate: Certificate | None = None
     uncertified: str | None = None
 
@@ -174,6 +176,7 @@ def summary(result: Compression) -> dict[str, Any]:
             "busy": times.busy,
         },
         **certificate_numbers(result),
+        **({} if result.runtimes is None else {"runtimes": dict(result.runtimes)}),
         **({} if result.search is None else as_numbers(result.search.layers)),
         "untouched": result.untouched,
         "errors": result.errors,

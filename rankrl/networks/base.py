@@ -112,12 +112,14 @@ class WrittenFile:
         outputs: How far each output agrees with the original's on held-out inputs; empty where labels say
             how good it is.
         numbers: What else the section `onnx` of metrics.json says of it.
+        runtimes: The section `runtimes` (`runtime_numbers`), or None.
     """
 
     verified: float
     latency: LatencyComparison
     outputs: tuple[OutputAgreement, ...] = ()
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    runtimes: Mapping[str, Any] | None = None
 
 
 class Network(SearchableNetwork, Protocol):

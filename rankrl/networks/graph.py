@@ -21,6 +21,7 @@ from decomposition.network.rewriting import Rewrite
 from decomposition.operations.quantise import computes_in_integers
 from rankrl.networks.base import WrittenFile
 from rankrl.networks.candidates import CandidateOptions
+from rankrl.networks.file_session import FileSession
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.networks.once import once_per_network
@@ -48,6 +49,7 @@ from rankrl.verify.agreement import OutputAgreement, agreement_score, agreement_
 from rankrl.verify.certificate import OWN_SCORE, Basis
 from rankrl.verify.collapse import collapse
 from rankrl.verify.layer_rows import layer_row
+from rankrl.verify.runtimes import ComparedFiles, runtime_numbers
 
 _JUDGED_PATCHES = 2**14
 """Patches that nodes are fitted to where plans are compared."""
@@ -204,7 +206,34 @@ class GraphNetwork:
         model.metadata_props.update(metadata)
         write_checked(model, path, "the compressed network")
         times = compared_with_original(original, path, self.feed, self.timing)
-        return WrittenFile(verified, times, compressed.outputs)
+        numbers = {"runtime": self.timing.runtime}
+        return WrittenFile(verified, times, compressed.outputs, numbers, self._runtimes(path))
+
+    def _runtimes(self, path: Path) -> dict[str, Any] | None:
+        """Return what the file and the original do in every runtime that is asked for."""
+        if len(self.timing.compared_runtimes) == 1:
+            return None
+        session, split = open_session(self._original.model, self._original.source), self.file.split
+        with tempfile.TemporaryDirectory() as scratch:
+            baseline = Path(scratch) / "original.onnx"
+            self._original.save(baseline)
+            timing = replace(self.timing, batch=split.axes.size(self.feed))
+            files = ComparedFiles(
+                baseline,
+                path,
+                timing,
+                lambda: split.calibration,
+                lambda file: self._score_of(FileSession(file, session)),
+                self.feed,
+                split.axes.parts,
+            )
+            return runtime_numbers(files, Path(scratch), integers=not self._original.half)
+
+    def _score_of(self, session: Any) -> float:
+        """Return the user's score of an open file, or its agreement with the original."""
+        if self.judge is None:
+            return agreement_score(self._compared.agreement(session))
+        return checked_score(self.judge(session), "a file")
 
     def costs_before(self) -> dict[str, int]:
         """Return what the file costs."""

@@ -28,6 +28,7 @@ from rankrl.verify.certificate import Basis
 from rankrl.verify.collapse import accuracy_collapse
 from rankrl.verify.file_export import export_file
 from rankrl.verify.measure import ImageInputs, correct_tests, export_dense
+from rankrl.verify.runtimes import image_runtimes
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,10 @@ class ImageModule(ModuleNetwork):
             metadata={"preprocessing": json.dumps(self.data.preprocessing.to_dict()), **metadata},
             scratch=self.folder,
         )
-        return WrittenFile(numbers["max_abs_difference"], times, numbers=numbers)
+        runtimes = image_runtimes(
+            compressed, self.baseline, path, self.data, options, known=numbers, scratch=self.folder
+        )
+        return WrittenFile(numbers["max_abs_difference"], times, numbers=numbers, runtimes=runtimes)
 
     @property
     def compared_inputs(self) -> int:

@@ -26,6 +26,7 @@ from rankrl.progress import Progress
 from rankrl.verify.certificate import OWN_SCORE, Basis
 from rankrl.verify.file_export import export_file
 from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
+from rankrl.verify.runtimes import ComparedFiles, runtime_numbers
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -107,7 +108,12 @@ class OwnModule(ScoredModule):
             scratch=self.folder,
         )
         outputs = tuple(self.files.agreement(self.baseline, path))
-        return WrittenFile(numbers["max_abs_difference"], times, outputs, numbers)
+        runtimes = None
+        if len(timing.compared_runtimes) > 1:
+            files, score = self.files, self.files.score(self.baseline)
+            compared = ComparedFiles(self.baseline, path, timing, files.feeds, score, files.timed)
+            runtimes = runtime_numbers(compared, self.folder)
+        return WrittenFile(numbers["max_abs_difference"], times, outputs, numbers, runtimes)
 
     @property
     def compared_inputs(self) -> int:

@@ -10,7 +10,7 @@ from rankrl.argument_types import check_fields
 from rankrl.errors import ConfigError
 
 DEFAULT_RUNTIME = "onnxruntime"
-"""The runtime that budgets and choices go by; its Python package quantises too."""
+"""The runtime that quantises, and that budgets go by where no other is named."""
 RUNTIMES = (DEFAULT_RUNTIME, "onnxruntime_cuda", "openvino")
 """The runtimes that can be chosen."""
 
@@ -29,8 +29,12 @@ class LatencyOptions:
         reduce_range: Whether the weights of layers that compute in 8-bit integers take 7 of the 8 bits, as
             files need it for x86 processors without VNNI, whose sums overflow otherwise; None: where this
             processor is one. Times are the same.
+        runtime: The runtime that budgets in time and choices go by: onnxruntime; onnxruntime_cuda, on an
+            NVIDIA GPU; openvino (extra `openvino`). Layers, plans and files are timed there.
+        runtimes: Where the finished files are compared side by side; onnxruntime and `runtime` are among them
+            in any case. With openvino, the network that NNCF quantises for it (extra `nncf`) is compared too.
         batch: Inputs of a timed forward pass.
-        threads: Threads of onnxruntime.
+        threads: Threads of the runtime.
         runs: Timed runs of each network.
         folder: Where tables of measured layers are kept for later runs, or None.
     """
@@ -40,6 +44,8 @@ class LatencyOptions:
     preprocess: bool = False
     pad_channels: bool = True
     reduce_range: bool | None = None
+    runtime: str = DEFAULT_RUNTIME
+    runtimes: tuple[str, ...] = (DEFAULT_RUNTIME,)
     batch: int = 64
     threads: int = 1
     runs: int = 30
@@ -70,26 +76,32 @@ class LatencyOptions:
         return channel_block() if self.pad_channels else 1
 
     @property
-    def timing(self) -> dict[str, Any]:
-        """What functions that time files are told."""
+    def compared_runtimes(self) -> tuple[str, ...]:
+        """The runtimes in which finished files are compared, onnxruntime first."""
+        return tuple(dict.fromkeys((DEFAULT_RUNTIME, self.runtime, *self.runtimes)))
+
+    @property
+    def turns(self) -> dict[str, int]:
+        """How files are timed in turns, each in a runtime of its own."""
         return {"batch": self.batch, "threads": self.threads, "runs": self.runs}
+
+    @property
+    def timing(self) -> dict[str, Any]:
+        """How files are timed in the runtime that budgets go by."""
+        return {**self.turns, "runtime": self.runtime}
 
 
 @dataclass(frozen=True)
 class ExportOptions(LatencyOptions):
-    """The ONNX file and how its latency in onnxruntime is measured; one thread is timed in processor time.
+    """The ONNX file and how its latency is measured; one thread of the CPU is timed in processor time.
 
     Attributes:
         opset: ONNX operator set; None for the exporter's default.
         int8: Whether the dense network in 8-bit integers is measured too: what every compressed network has
             to beat, since onnxruntime makes it in half a minute without any training.
-        runtimes: Where the finished files are verified and timed side by side: onnxruntime, by which budgets
-            and choices go and which is measured in any case; onnxruntime_cuda, on an NVIDIA GPU; openvino
-            (extra `openvino`).
         training: Write the optimizer's step (optim, an ONNX operator) as optimizer_step.onnx too.
     """
 
     opset: int | None = None
     int8: bool = True
-    runtimes: tuple[str, ...] = (DEFAULT_RUNTIME,)
     training: bool = False

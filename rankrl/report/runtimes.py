@@ -1,4 +1,4 @@
-"""The files of a run in several runtimes, and which file is fastest in each."""
+"""The files of a run in several runtimes, and in which each of them is fastest."""
 
 from __future__ import annotations
 
@@ -15,42 +15,43 @@ from rankrl.report.stages import (
 )
 
 _FILES = {
-    "baseline_latency": "the dense network",
-    "latency": "the exported file",
-    "dense_int8_latency": "the dense network in 8-bit integers",
+    "baseline_": "the original",
+    "": "the exported file",
+    "dense_int8_": "the original in int8",
+    "nncf_int8_": "the original in NNCF int8",
 }
-_COLUMNS = ["Runtime", "Dense", "Exported", "Change", "Dense int8", "Difference"]
+"""What files are called, by what their numbers begin with."""
 
 
 def runtime_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the table of runtimes as text, for the terminal and the page.
+    """Return the table of files in runtimes as text, for the terminal and the page.
 
     Args:
         metrics: The content of `metrics.json`.
 
     Returns:
-        The column titles, and one row for each runtime; no rows where only one was measured. The change is
-        that from the dense network to the exported file, the difference that of its outputs from PyTorch's.
+        The column titles, and one row for each file with its time and score in every runtime and the runtime
+        in which it is fastest; no rows where one runtime alone was measured.
 
     Raises:
         ReportError: A value is no finite number.
     """
     section = metrics.get("runtimes") or {}
     rows = []
-    for name in section:
-        dense, exported, integers = (format_latency(number(section, name, f"{key}_ms")) for key in _FILES)
-        faster, low, high = (number(section, name, f"latency_ratio{end}") for end in ("", "_low", "_high"))
-        change = UNKNOWN if faster is None else format_speed(faster, low, high)
-        difference = number(section, name, "max_abs_difference")
-        written = UNKNOWN if difference is None else f"{difference:.1e}"
-        rows.append([name, dense, exported, change, integers, written])
-    return _COLUMNS, rows
+    for before, title in _FILES.items():
+        times = {name: number(section, name, f"{before}latency_ms") for name in section}
+        known = {name: time for name, time in times.items() if time is not None}
+        if known:
+            cells = [_cell(section, name, before) for name in section]
+            name = title.removeprefix("the ")
+            rows.append([name[0].upper() + name[1:], *cells, min(known, key=lambda name: known[name])])
+    return ["File", *section, "Fastest in"], rows
 
 
 def runtime_note(metrics: Mapping[str, Any]) -> str:
-    """Return a paragraph: a sentence for each runtime on its fastest file, and what else to know."""
+    """Return a paragraph: the fastest file, how runtimes compare, and what else to know."""
     section = metrics.get("runtimes") or {}
-    sentences = [*_speeds(section), *_classes(section)]
+    sentences = [*_fastest(section), *_speeds(section), *_checks(section)]
     clocks = {name: entry["clock"] for name, entry in section.items() if "clock" in entry}
     if len(set(clocks.values())) > 1:
         walls = [name for name, clock in clocks.items() if clock == "wall"]
@@ -61,27 +62,46 @@ def runtime_note(metrics: Mapping[str, Any]) -> str:
     return "".join(f"{sentence}. " for sentence in sentences).rstrip()
 
 
+def _cell(section: Mapping[str, Any], runtime: str, before: str) -> str:
+    """Return a file's time in a runtime, and its score there."""
+    time, score = (number(section, runtime, f"{before}{each}") for each in ("latency_ms", "score"))
+    if time is None:
+        return UNKNOWN
+    return format_latency(time) + ("" if score is None else f", {format_accuracy(score)}")
+
+
+def _fastest(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which file is fastest of all, and where."""
+    times = {
+        (name, before): time
+        for name in section
+        for before in _FILES
+        if (time := number(section, name, f"{before}latency_ms")) is not None
+    }
+    if times:
+        runtime, before = min(times, key=lambda key: times[key])
+        yield f"Fastest is {_FILES[before]} in {runtime}"
+
+
 def _speeds(section: Mapping[str, Any]) -> Iterator[str]:
     """Yield how the files' times in each runtime compare with those in onnxruntime."""
     for name in section:
         changes = []
-        for key, title in _FILES.items():
+        for before, title in _FILES.items():
             ends = ("", "_low", "_high")
-            faster, low, high = (number(section, name, f"{key}_runtime_ratio{end}") for end in ends)
+            faster, low, high = (number(section, name, f"{before}latency_runtime_ratio{end}") for end in ends)
             if faster is not None:
                 changes.append(f"{title} {format_speed(faster, low, high)}")
         if changes:
             yield f"{name} against {DEFAULT_RUNTIME}: {', '.join(changes)}"
 
 
-def _classes(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each file in integers whose classes in a runtime are not all those expected."""
+def _checks(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how far the exported file's outputs in each runtime are those of PyTorch."""
     for name in section:
-        for key, title, expected in (
-            ("agreement", _FILES["latency"], "PyTorch"),
-            ("dense_int8_agreement", _FILES["dense_int8_latency"], DEFAULT_RUNTIME),
-        ):
-            agreement = number(section, name, key)
-            if agreement is not None and agreement < 1:
-                share = format_accuracy(agreement)
-                yield f"{name}: {title} gives the class of {expected} on {share} of the held-out images"
+        difference, agreement = (number(section, name, key) for key in ("max_abs_difference", "agreement"))
+        if difference is not None:
+            yield f"{name}: outputs differ from PyTorch by at most {difference:.1e}"
+        if agreement is not None and agreement < 1:
+            share = format_accuracy(agreement)
+            yield f"{name}: {_FILES['']} gives the class of PyTorch on {share} of the held-out images"

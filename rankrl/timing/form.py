@@ -33,7 +33,7 @@ def fastest_form(
     channel_block: int,
     **options: Any,
 ) -> tuple[nn.Module, str, Path | None]:
-    """Return the form of a compressed network that is fastest in onnxruntime, its name, and its file.
+    """Return the form of a compressed network that is fastest in the runtime, its name, and its file.
 
     Fewer multiply-accumulates are not always fewer milliseconds: `staged` runs the cores of every layer as
     layers, `contracted` contracts them to dense weights once, when the file is loaded, `mixed` does for each
@@ -46,7 +46,7 @@ def fastest_form(
         network: The network.
         shape: Shape of one input without the batch.
         scratch: Folder for the files that are timed.
-        timing: `batch`, `threads` and `runs` of `compare_latency`.
+        timing: `batch`, `threads`, `runs` and `runtime` of `compare_latency`.
         timed: The batch that files are timed on; None for random numbers.
         channel_block: As in `export_onnx`.
         **options: Further options of `export_onnx`.
@@ -75,8 +75,10 @@ def fastest_form(
         files.update(
             {name: file_of(name, contracted(network, tried[name])) for name in tried if name != "staged"}
         )
-        turns = [(DEFAULT_RUNTIME, path) for path in files.values()]
-        times = time_in_turns(turns, inputs=timed, **timing)
+        how = dict(timing)
+        runtime = how.pop("runtime", DEFAULT_RUNTIME)
+        turns = [(runtime, path) for path in files.values()]
+        times = time_in_turns(turns, inputs=timed, **how)
         best = 0
         for other in range(1, len(turns)):
             compared = times.compare(best, other)

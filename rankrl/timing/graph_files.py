@@ -77,7 +77,7 @@ def relative_time(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, optio
             network.as_in_file().save(rewritten)
             return 1 / compared_with_original(original, rewritten, feed, options).ratio
 
-    conditions = measuring_conditions(original.axes.size(feed), options.threads)
+    conditions = measuring_conditions(original.axes.size(feed), options.threads, options.runtime)
     key = digest(conditions, original.digest, network.digest)
     return Cache(options.folder).value("rewritten", key, measured)
 

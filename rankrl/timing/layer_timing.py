@@ -1,4 +1,4 @@
-"""Times of candidates in onnxruntime as they stand in a network: between neighbours.
+"""Times of candidates in a runtime as they stand in a network: between neighbours.
 
 Alone, a layer pays for conversions that a network makes once: of the memory layout, and from floating point
 to integers and back. So each candidate stands between two small convolutions that compute in its own
@@ -30,7 +30,7 @@ from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.graph_edits import part_of
 from rankrl.onnx.protobuf import load_model, save_model
-from rankrl.onnx.runtimes import Session, open_session
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Session, open_session
 from rankrl.timing.layer_files import SideBySide
 from rankrl.timing.lone_node import LoneNode
 from rankrl.timing.passes import clock_for, timed_passes
@@ -47,13 +47,22 @@ class LayerTimer:
 
     Args:
         batch: Inputs of a forward pass.
-        threads: Threads of onnxruntime.
+        threads: Threads of the runtime.
         runs: Timed passes of each graph.
+        runtime: What runs them.
         channel_block: Channels are filled up as in the exported network (`export_onnx`).
     """
 
-    def __init__(self, *, batch: int, threads: int, runs: int, channel_block: int = 1) -> None:
-        self.batch, self.threads, self.runs = batch, threads, runs
+    def __init__(
+        self,
+        *,
+        batch: int,
+        threads: int,
+        runs: int,
+        runtime: str = DEFAULT_RUNTIME,
+        channel_block: int = 1,
+    ) -> None:
+        self.batch, self.threads, self.runs, self.runtime = batch, threads, runs, runtime
         self.channel_block = channel_block
         self._pairs: dict[tuple[tuple[int, ...], bool, bool], float] = {}
 
@@ -176,7 +185,7 @@ class LayerTimer:
             if weights:
                 quantise_onnx(path, path, [inputs], weights=weights, fitted=False)
             sessions = self._sessions(path)
-        count, clock = len(sessions), clock_for(self.threads)
+        count, clock = len(sessions), clock_for(self.threads, self.runtime)
         times, _ = timed_passes(
             sessions, [inputs] * count, [clock] * count, runs=self.runs, warm_up=_WARM_UP, settle=True
         )
@@ -189,7 +198,7 @@ class LayerTimer:
             part = part_of(whole, list(whole.graph.inputs), [str(output.name)])
             pad_channels(part, self.channel_block)
             save_model(part, path)
-            sessions.append(open_session(path, threads=self.threads))
+            sessions.append(open_session(path, threads=self.threads, runtime=self.runtime))
         return sessions
 
 

@@ -96,7 +96,7 @@ class NetworkTimer:
         options = self.options
         key = digest(
             _METHOD,
-            measuring_conditions(options.batch, options.threads),
+            measuring_conditions(options.batch, options.threads, options.runtime),
             options.runs,
             self.files.channel_block,
             self.files.conditions,
@@ -118,7 +118,8 @@ class NetworkTimer:
         whole, in_integers = self._milliseconds(self._dense), None
         if any(candidate.computes_integers for site in sites for candidate in site.candidates):
             in_integers = self._milliseconds(self._file("integers", self._in_integers(sites)))
-        return times.table(sites, whole, in_integers, measuring_conditions(options.batch, options.threads))
+        conditions = measuring_conditions(options.batch, options.threads, options.runtime)
+        return times.table(sites, whole, in_integers, conditions)
 
     def whole(self, plan: CompressionPlan) -> RelativeTime:
         """Return the time of the network under a plan / that of the dense one, timed in turns."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import onnxruntime
 
 from rankrl.device import processor_name
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime
@@ -76,9 +75,9 @@ def _ticks(clock: Clock) -> Callable[[], int]:
     return time.thread_time_ns if clock == "processor" else time.perf_counter_ns
 
 
-def measuring_conditions(batch: int, threads: int) -> str:
+def measuring_conditions(batch: int, threads: int, runtime: str = DEFAULT_RUNTIME) -> str:
     """Return all that times depend on apart from the layers, for the reader and for keys."""
     return (
-        f"onnxruntime {onnxruntime.__version__}, batch {batch}, threads {threads}, {processor_name()}, ms of "
-        f"{clock_for(threads)} time"
+        f"{runtime} {get_runtime(runtime).version}, batch {batch}, threads {threads}, {processor_name()}, "
+        f"ms of {clock_for(threads, runtime)} time"
     )

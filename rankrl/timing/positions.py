@@ -21,7 +21,6 @@ from rankrl.onnx.graph.positions import (
 )
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import free_ends, part_of
-from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
 from rankrl.timing.graph_files import relative_time
@@ -50,12 +49,12 @@ def faster_positions(
     """
     if not _ways(network, sites, max(STEPS)):
         return {}
-    ways = _ways(network, sites, fast_multiple(options.folder))
+    ways = _ways(network, sites, fast_multiple(options.folder, options.runtime))
 
     def measured() -> dict[str, dict[str, int]]:
         return to_metadata(_measured(network, sites, ways, feed, options))
 
-    conditions = measuring_conditions(network.axes.size(feed), options.threads)
+    conditions = measuring_conditions(network.axes.size(feed), options.threads, options.runtime)
     key = digest(conditions, network.digest, ways)
     ways_kept = Cache(options.folder).value("positions", key, measured)
     return {name: SeveralPositions(**content) for name, content in ways_kept.items()}
@@ -108,7 +107,7 @@ def _fastest(
             for number, graph in enumerate(graphs):
                 files.append(Path(scratch) / f"{number}.onnx")
                 graph.save(files[-1])
-            turns = [(DEFAULT_RUNTIME, file) for file in files]
+            turns = [(options.runtime, file) for file in files]
             timed = time_in_turns(turns, batch=batch, threads=options.threads, runs=_RUNS, inputs=x)
         times += [latency.median_ms for latency in timed.latencies]
     best = int(times.argmin())

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from decomposition.cache import Cache, digest
+from rankrl.options.timing import DEFAULT_RUNTIME
 from rankrl.timing.layer_timing import LayerTimer
 from rankrl.timing.passes import measuring_conditions
 
@@ -23,22 +24,24 @@ _RUNS = 60  # steps and a straight line differ by little
 
 
 @lru_cache(maxsize=4)
-def fast_multiple(folder: Path | None = None) -> int:
-    """Return the number whose multiples are the fastest ranks, in onnxruntime on this processor.
+def fast_multiple(folder: Path | None = None, runtime: str = DEFAULT_RUNTIME) -> int:
+    """Return the number whose multiples are the fastest ranks, in a runtime on this processor.
 
     It is the width of the widest step whose ranks halfway up cost as much as those at its end, by the
     times of a few convolutions (16 with AVX-512, which computes 16 channels at a time).
 
     Args:
         folder: Where the answer is kept for later runs on this machine; None keeps none.
+        runtime: The runtime.
     """
-    conditions = measuring_conditions(_SHAPE[0], 1)
-    return Cache(folder).value("rank-multiple", digest(conditions, STEPS, _SHAPE, _RUNS), _measured)
+    conditions = measuring_conditions(_SHAPE[0], 1, runtime)
+    key = digest(conditions, STEPS, _SHAPE, _RUNS)
+    return Cache(folder).value("rank-multiple", key, lambda: _measured(runtime))
 
 
-def _measured() -> int:
+def _measured(runtime: str) -> int:
     ranks = sorted({rank for step in STEPS for start in (step, 2 * step) for rank in _step(start, step)})
-    timer = LayerTimer(batch=_SHAPE[0], threads=1, runs=_RUNS)
+    timer = LayerTimer(batch=_SHAPE[0], threads=1, runs=_RUNS, runtime=runtime)
     times = timer.alone([nn.Conv2d(_SHAPE[1], rank, 1) for rank in ranks], _SHAPE)
     multiple = step_of(dict(zip(ranks, times.tolist(), strict=True)))
     log.info("ranks are multiples of %d: as many as this processor computes at a time", multiple)

@@ -97,7 +97,7 @@ def export_file(
         opset: ONNX operator set; None for the exporter's default.
         channel_block: As in `export_onnx`.
         reduce_range: As in `quantise_onnx`.
-        timing: `batch`, `threads` and `runs` of `compare_latency`.
+        timing: `batch`, `threads`, `runs` and `runtime` of `compare_latency`.
         metadata: Text to store in the file.
         scratch: Folder for files that are needed for timing only, or have yet to be verified.
 
@@ -149,6 +149,7 @@ def export_file(
         "latency_ratio_high": latency.ratio_high,
         "clock": latency.compressed.clock,
         "busy": latency.busy,
+        "runtime": timing["runtime"],
         "batch": timing["batch"],
         "threads": timing["threads"],
         "file_bytes": path.stat().st_size,

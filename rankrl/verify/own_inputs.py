@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rankrl.onnx.export.feeds import ONLY_INPUT, feed_of
 from rankrl.onnx.export.outputs import output_names
 from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph_edits import Array
-from rankrl.onnx.runtimes import Batch
+from rankrl.onnx.runtimes import Batch, Session
 from rankrl.training.chance import guessing_share
 from rankrl.verify.agreement import (
     OutputAgreement,
@@ -149,6 +149,17 @@ class OwnInputs(FileInputs):
     def agreement(self, baseline: Path, path: Path) -> list[OutputAgreement]:
         """Return how far the outputs of one file agree with another's on the held-out inputs."""
         return self._agreement(self._answers(baseline), path)
+
+    def score(self, baseline: Path) -> Callable[[Session], float]:
+        """Return what says how far an open file agrees with another one on the held-out inputs."""
+        known = self._answers(baseline)
+
+        def agreeing(session: Session) -> float:
+            feeds = (feed_of(self.model, each) for each in split(self.heldout.inputs, BATCH))
+            answers = _Answers(known.output_names, [list(session.run(feed)) for feed in feeds])
+            return agreement_score(agreement(known, answers, range(len(known.answers))))
+
+        return agreeing
 
     def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
         """Compare a file with its network on held-out inputs."""

@@ -1,9 +1,11 @@
-"""The finished files in several runtimes: does each compute the same, and what is faster where."""
+"""The finished files in several runtimes, beside what quantisers make of the original."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,15 @@ from torch import nn
 from rankrl.data import ImageData
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
+from rankrl.onnx.export.nncf_file import nncf_obstacle, quantise_with_nncf
 from rankrl.onnx.export.weight_range import as_in_file
-from rankrl.onnx.runtimes import DEFAULT_RUNTIME, get_runtime, open_session
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime, open_session
+from rankrl.options.timing import ExportOptions, LatencyOptions
 from rankrl.timing import TimedTurns, time_in_turns
 from rankrl.training.networks import range_images
 from rankrl.verify.file_export import warn_if_busy
 from rankrl.verify.measure import (
     COMPARED_BATCH,
-    ExportOptions,
     compared_images,
     file_batches,
     range_batches,
@@ -29,8 +32,93 @@ from rankrl.verify.measure import (
 
 log = logging.getLogger(__name__)
 
+ORIGINAL, FINISHED, DENSE_INT8, NNCF_INT8 = "baseline", "", "dense_int8", "nncf_int8"
+"""Names of the files in metrics.json; those of the finished one have no prefix."""
+_NNCF_RUNTIME = "openvino"
+_Key = tuple[str, str]
+"""A runtime and a file."""
+
+
+@dataclass(frozen=True)
+class ComparedFiles:
+    """A finished file, what it was made from, and how both are judged in any runtime.
+
+    Attributes:
+        baseline: The original's file, in float32.
+        path: The finished file.
+        options: The runtimes, and how time is measured.
+        calibration: Walks through the batches that set ranges of activations, as the files take them.
+        score: How good an open file is, 1 at best.
+        inputs: The batch that is timed; None for random numbers.
+        cut: As in `quantise_onnx`.
+    """
+
+    baseline: Path
+    path: Path
+    options: LatencyOptions
+    calibration: Callable[[], Iterable[Batch]]
+    score: Callable[[Session], float]
+    inputs: Batch | None = None
+    cut: Any = None
+
 
 def runtime_numbers(
+    files: ComparedFiles,
+    scratch: Path,
+    verify: Callable[[str], Mapping[str, Any]] = lambda _: {},
+    *,
+    integers: bool = True,
+) -> dict[str, dict[str, Any]] | None:
+    """Score and time the finished file and the original in every runtime, the latter in integers, too.
+
+    All are timed in the same turns. A file that a runtime cannot run, or computes something else of, is
+    warned of and not timed there.
+
+    Args:
+        files: The files.
+        scratch: Folder for files that are of no use later.
+        verify: Returns what else there is to say of the finished file in a runtime, or raises `ExportError`.
+        integers: Whether the original is compared in integers.
+
+    Returns:
+        The section `runtimes` of metrics.json, by runtime: for every file `latency_ms`, `score` and the
+        ratios of its time, after the file's name; `fastest` lists the files that no other runtime runs
+        faster. None where there is one runtime, whose numbers are in `onnx` already.
+
+    Raises:
+        ExportError: The runtime that budgets go by does not compute what the network does.
+    """
+    options = files.options
+    if len(options.compared_runtimes) == 1:
+        return None
+    section: dict[str, dict[str, Any]] = {}
+    with _rivals(files, scratch, integers=integers) as rivals:
+        paths: dict[_Key, Path] = {}
+        for name in options.compared_runtimes:
+            section[name] = {"version": get_runtime(name).version}
+            try:
+                section[name] |= verify(name)
+                runs = _scored(files, rivals, name, section[name])
+            except ExportError as error:
+                if name in (DEFAULT_RUNTIME, options.runtime):
+                    raise
+                log.warning("the files are not timed in %s: %s", name, error)
+                section[name]["failed"] = str(error)
+                continue
+            paths |= {(name, file): path for file, path in runs.items()}
+        keys = list(paths)
+        turns = [(name, paths[name, file]) for name, file in keys]
+        timed = time_in_turns(turns, inputs=files.inputs, **options.turns)
+    for name, file in keys:
+        section[name] |= _times(timed, keys, (name, file))
+    for file in dict.fromkeys(file for _, file in keys):
+        times = {name: section[name][f"{_before(file)}latency_ms"] for name, each in keys if each == file}
+        section[min(times, key=lambda name: times[name])].setdefault("fastest", []).append(file or "exported")
+    warn_if_busy(timed.busy)
+    return section
+
+
+def image_runtimes(
     network: nn.Module,
     baseline: Path,
     path: Path,
@@ -40,10 +128,7 @@ def runtime_numbers(
     known: Mapping[str, Any],
     scratch: Path,
 ) -> dict[str, dict[str, Any]] | None:
-    """Verify and time the exported file, the dense one and the dense one in integers in every runtime.
-
-    All are timed in the same turns. A runtime that cannot run a file, or computes something else, is warned
-    of and not timed; `path` itself stays as it is, verified in onnxruntime.
+    """Return `runtime_numbers` of a classifier of images; scores are accuracies on held-out images.
 
     Args:
         network: The exported network in PyTorch, its ranges set.
@@ -53,85 +138,105 @@ def runtime_numbers(
         options: The runtimes, preprocessing and timing.
         known: The section `onnx` of metrics.json: how far `path` was verified in onnxruntime.
         scratch: Folder for files that are of no use later.
-
-    Returns:
-        The section `runtimes` of metrics.json, by runtime; None where there is only one, whose numbers `onnx`
-        holds already.
     """
-    if len(options.runtimes) == 1:
+    if len(options.compared_runtimes) == 1:
         return None
-    files = {"baseline_latency": baseline, "latency": path}
-    integers = _dense_integers(baseline, data, options, scratch)
-    if integers is not None:
-        files["dense_int8_latency"] = integers
-    expected = None if integers is None else _classes(integers, DEFAULT_RUNTIME, data, options)
     in_file = as_in_file(network, options.reduce_range, range_images(data))
-    section: dict[str, dict[str, Any]] = {}
-    for name in options.runtimes:
-        section[name] = {"version": get_runtime(name).version}
+
+    def verify(runtime: str) -> dict[str, Any]:
+        if runtime == DEFAULT_RUNTIME:
+            return {name: known[name] for name in ("max_abs_difference", "agreement")}
+        difference, agreement = verified(in_file, path, data, scratch, options, runtime=runtime)
+        return {"max_abs_difference": difference, "agreement": agreement}
+
+    def accuracy(session: Session) -> float:
+        walk = file_batches(compared_images(data), COMPARED_BATCH, data, options)
+        right = [session.run(x.numpy())[0].argmax(1) == y.numpy() for x, y in walk]
+        return float(np.concatenate(right).mean())
+
+    files = ComparedFiles(baseline, path, options, lambda: range_batches(data, options), accuracy)
+    return runtime_numbers(files, scratch, verify, integers=options.int8)
+
+
+@contextmanager
+def _rivals(files: ComparedFiles, scratch: Path, *, integers: bool) -> Iterator[dict[str, Path]]:
+    """Yield what quantisers make of the original, by name; one that cannot be made is warned of."""
+    made: dict[str, Path] = {}
+    nncf = integers and _NNCF_RUNTIME in files.options.compared_runtimes
+    if nncf and nncf_obstacle() is not None:
+        log.info("%s; its row is left out", nncf_obstacle())
+        nncf = False
+    try:
+        if integers:
+            with _left_out("onnxruntime"):
+                made[DENSE_INT8] = quantise_onnx(
+                    files.baseline,
+                    scratch / "dense-int8.onnx",
+                    files.calibration(),
+                    reduce_range=files.options.reduce_range,
+                    cut=files.cut,
+                )
+        if nncf:
+            with _left_out("NNCF"):
+                target = scratch / "nncf-int8.xml"
+                made[NNCF_INT8] = quantise_with_nncf(files.baseline, target, files.calibration())
+        yield made
+    finally:
+        for name in ("dense-int8.onnx", "nncf-int8.xml", "nncf-int8.bin"):
+            (scratch / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _left_out(quantiser: str) -> Iterator[None]:
+    """Log what a quantiser cannot do, and go on."""
+    try:
+        yield
+    except ExportError as error:
+        log.warning("the original in 8-bit integers by %s is not compared: %s", quantiser, error)
+
+
+def _scored(
+    files: ComparedFiles, rivals: Mapping[str, Path], runtime: str, entry: dict[str, Any]
+) -> dict[str, Path]:
+    """Score the files in a runtime; return those that run there. Rivals that do not are left out."""
+    paths = {ORIGINAL: files.baseline, FINISHED: files.path}
+    paths |= {name: path for name, path in rivals.items() if name != NNCF_INT8 or runtime == _NNCF_RUNTIME}
+    for name, path in list(paths.items()):
         try:
-            if name == DEFAULT_RUNTIME:
-                difference, agreement = known["max_abs_difference"], known["agreement"]
-            else:
-                difference, agreement = verified(in_file, path, data, scratch, options, runtime=name)
-            section[name] |= {"max_abs_difference": difference, "agreement": agreement}
-            open_session(baseline, runtime=name)
-            if integers is not None and expected is not None:
-                found = expected if name == DEFAULT_RUNTIME else _classes(integers, name, data, options)
-                section[name]["dense_int8_agreement"] = float((found == expected).mean())
+            session = open_session(path, threads=files.options.threads, runtime=runtime)
+            entry[f"{_before(name)}score"] = files.score(session)
         except ExportError as error:
-            if name == DEFAULT_RUNTIME:  # it ran them a moment ago
+            if name in (ORIGINAL, FINISHED):
                 raise
-            log.warning("the files are not timed in %s: %s", name, error)
-            section[name]["failed"] = str(error)
-    keys = [(name, key) for name in section if "failed" not in section[name] for key in files]
-    timed = time_in_turns([(name, files[key]) for name, key in keys], **options.timing)
-    for name, key in keys:
-        section[name] |= _times(timed, keys, name, key)
-    warn_if_busy(timed.busy)
-    if integers is not None:
-        integers.unlink()
-    return section
+            log.warning("%s in 8-bit integers is not compared in %s: %s", name, runtime, error)
+            del paths[name]
+    return paths
 
 
-def _times(timed: TimedTurns, keys: Sequence[tuple[str, str]], runtime: str, key: str) -> dict[str, Any]:
+def _times(timed: TimedTurns, keys: list[_Key], key: _Key) -> dict[str, Any]:
     """Return what metrics.json says of a file's time in a runtime.
 
     Args:
         timed: The times of all files.
         keys: Runtime and file at each position.
-        runtime: The runtime.
-        key: The file.
+        key: The runtime and the file.
     """
-    position = keys.index((runtime, key))
-    latency = timed.latencies[position]
+    (runtime, file), position = key, keys.index(key)
+    latency, before = timed.latencies[position], _before(file)
     others = {
-        "ratio": (runtime, "baseline_latency"),  # of the dense network's time to this one
-        "runtime_ratio": (DEFAULT_RUNTIME, key),  # of the file's time in onnxruntime to this one
+        "ratio": (runtime, ORIGINAL),  # of the original's time to this one
+        "runtime_ratio": (DEFAULT_RUNTIME, file),  # of the file's time in onnxruntime to this one
     }
-    found = {"clock": latency.clock, "busy": timed.busy, f"{key}_ms": latency.median_ms}
+    entry = {"clock": latency.clock, "busy": timed.busy, f"{before}latency_ms": latency.median_ms}
     for name, other in others.items():
-        if other != (runtime, key):
+        if other != key and other in keys:
             comparison = timed.compare(keys.index(other), position)
-            found[f"{key}_{name}"] = comparison.ratio
-            found[f"{key}_{name}_low"] = comparison.ratio_low
-            found[f"{key}_{name}_high"] = comparison.ratio_high
-    return found
+            entry[f"{before}latency_{name}"] = comparison.ratio
+            entry[f"{before}latency_{name}_low"] = comparison.ratio_low
+            entry[f"{before}latency_{name}_high"] = comparison.ratio_high
+    return entry
 
 
-def _dense_integers(baseline: Path, data: ImageData, options: ExportOptions, scratch: Path) -> Path | None:
-    """Return the dense network's file in 8-bit integers, if it is asked for and can be made."""
-    if not options.int8:
-        return None
-    try:
-        path, batches = scratch / "dense-int8.onnx", range_batches(data, options)
-        return quantise_onnx(baseline, path, batches, reduce_range=options.reduce_range)
-    except ExportError:  # `int8_numbers` has said so
-        return None
-
-
-def _classes(path: Path, runtime: str, data: ImageData, options: ExportOptions) -> np.ndarray:
-    """Return the class that a file in a runtime gives each of the compared images, shape (images,)."""
-    session = open_session(path, runtime=runtime)
-    walk = file_batches(compared_images(data), COMPARED_BATCH, data, options)
-    return np.concatenate([session.run(batch.numpy())[0].argmax(1) for batch, _ in walk])
+def _before(file: str) -> str:
+    """Return what stands before the names of a file's numbers."""
+    return f"{file}_" if file else ""

@@ -119,7 +119,7 @@ def _is_onnx(config: Config) -> bool:
 _UNUSED_BY_ONNX = (
     *("calibration", "finetune", "optim", "train"),
     *("decomposition.sequential", "export.opset", "export.preprocess"),
-    *("export.int8", "export.runtimes", "export.training", "export.pad_channels"),
+    *("export.int8", "export.training", "export.pad_channels"),
     *("search.images", "search.augmented", "search.statistics", "search.workers"),
 )
 
@@ -182,7 +182,7 @@ RULES = (
     ),
     Rule(
         "export.runtimes",
-        _other_task("pipeline", "prune", "export"),
+        lambda config: not _is_onnx(config) and _other_task("pipeline", "prune", "export")(config),
         "task={task} writes no ONNX file",
         "leave it out, or choose task=pipeline, prune or export",
     ),

@@ -14,7 +14,7 @@ from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError
 from rankrl.models import default_lr
 from rankrl.networks.candidates import CandidateOptions
-from rankrl.onnx.runtimes import DEFAULT_RUNTIME, get_runtime
+from rankrl.onnx.runtimes import check_runtimes
 from rankrl.options.search import SearchOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.options.training import OptimizerOptions, RecipeOptions
@@ -193,14 +193,9 @@ def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
 
 
 def export_options(config: AppConfig) -> ExportOptions:
-    """Return how the network is exported and timed: in runtimes that can be used here, our own first."""
-    names = tuple(dict.fromkeys((DEFAULT_RUNTIME, *config.export.runtimes)))
-    try:
-        for name in names:
-            get_runtime(name).check()
-    except ConfigError as error:
-        raise ConfigError(f"export.runtimes: {error}") from error
-    return dataclasses.replace(config.export, runtimes=names)
+    """Return how the network is exported and timed, in runtimes that can be used here."""
+    check_runtimes(config.export)
+    return config.export
 
 
 def _recipe(

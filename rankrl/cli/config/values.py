@@ -63,6 +63,7 @@ def _check_names(config: Mapping[str, Any]) -> None:
     else:
         _check_known("decomposition.format", "tensor format", [choice["format"]], formats())
     runtimes = sorted({*RUNTIMES, *registered("runtime")})
+    _check_known("export.runtime", "runtime", [config["export"]["runtime"]], runtimes)
     _check_known("export.runtimes", "runtime", config["export"]["runtimes"], runtimes)
 
 

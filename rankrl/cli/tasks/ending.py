@@ -39,7 +39,6 @@ from rankrl.training.teachers import Teacher
 from rankrl.training.training_step import write_training_step
 from rankrl.verify.collapse import accuracy_collapse
 from rankrl.verify.measure import cost_ratios, int8_numbers
-from rankrl.verify.runtimes import runtime_numbers
 
 log = logging.getLogger(__name__)
 
@@ -86,28 +85,13 @@ def finish_compressed(
     metrics.update(certificate_numbers(result))
     exported_step(config, tuned, folder)
     metrics["dense_int8"] = int8_numbers(network.baseline, data, network.export, folder.state)
-    metrics["runtimes"] = runtimes(network, tuned, metrics["onnx"], folder)
+    metrics["runtimes"] = result.runtimes
     ratios = cost_ratios(metrics["baseline"], metrics["compressed"])
     metrics["ratios"] = {**ratios, "latency": result.latency.ratio}
     if result.collapsed is not None:
         log.error(result.collapsed)
         folder.collapse(result.collapsed)
     finish(folder, metrics, seed=config.seed, layers=result.layers, epochs=epochs)
-
-
-def runtimes(
-    network: ImageModule, compressed: nn.Module, known: Mapping[str, Any], folder: RunFolder
-) -> dict[str, dict[str, Any]] | None:
-    """Return the section `runtimes` of metrics.json for a file that was written; `known` is its `onnx`."""
-    return runtime_numbers(
-        compressed,
-        network.baseline,
-        folder.onnx,
-        network.data,
-        network.export,
-        known=known,
-        scratch=folder.state,
-    )
 
 
 def _measured(measured: Measurement) -> dict[str, dict[str, Any]]:
@@ -166,7 +150,7 @@ def finish(
     track_result(folder, metrics)
     write_json(folder.metrics, metrics)
     console = Console()
-    for table in (measured_table(metrics), summary_table(metrics), runtimes_table(metrics)):
+    for table in (measured_table(metrics), runtimes_table(metrics), summary_table(metrics)):
         if table.row_count:
             console.print(table)
     print_end(console, metrics, page)

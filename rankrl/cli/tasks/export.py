@@ -24,7 +24,7 @@ def export(config: AppConfig, folder: RunFolder) -> None:
     original = steps.searched_network(config, data, dense, folder)
     file = original.write(network, folder.onnx, metadata)
     metrics["onnx"] = dict(file.numbers)
-    metrics["runtimes"] = ending.runtimes(original, network, metrics["onnx"], folder)
+    metrics["runtimes"] = file.runtimes
     ending.exported_step(config, network, folder)
     metrics["ratios"] = {
         **cost_ratios(metrics["baseline"], metrics["compressed"]),

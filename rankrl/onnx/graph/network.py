@@ -209,10 +209,10 @@ class GraphSession:
         threads: int = 1,
     ) -> None:
         self.source = source
-        if isinstance(model, onnxruntime.InferenceSession):
-            self._session = model
-        else:
+        if isinstance(model, ir.Model | onnx.ModelProto):
             self._session = open_session(model, source, threads=threads)
+        else:
+            self._session = model
         self._inputs = {entry.name for entry in self._session.get_inputs()}
         self.output_names = [entry.name for entry in self._session.get_outputs()]
 

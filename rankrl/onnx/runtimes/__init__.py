@@ -6,6 +6,7 @@ from rankrl.onnx.runtimes import onnxruntime_cpu, onnxruntime_cuda, openvino_cpu
 from rankrl.onnx.runtimes.base import Batch, Runtime, Session
 from rankrl.onnx.runtimes.registry import (
     DEFAULT_RUNTIME,
+    check_runtimes,
     get_runtime,
     list_runtimes,
     open_session,
@@ -17,6 +18,7 @@ __all__ = [
     "Batch",
     "Runtime",
     "Session",
+    "check_runtimes",
     "get_runtime",
     "list_runtimes",
     "onnxruntime_cpu",

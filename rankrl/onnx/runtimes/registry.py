@@ -7,7 +7,7 @@ from pathlib import Path
 from decomposition.registry import Registry
 from rankrl.errors import ConfigError
 from rankrl.onnx.runtimes.base import Runtime, Session
-from rankrl.options.timing import DEFAULT_RUNTIME
+from rankrl.options.timing import DEFAULT_RUNTIME, LatencyOptions
 
 _RUNTIMES: Registry[Runtime] = Registry("runtime", ConfigError)
 
@@ -34,6 +34,20 @@ def get_runtime(name: str) -> Runtime:
         ConfigError: There is no such runtime; the message gives the nearest name.
     """
     return _RUNTIMES[name]
+
+
+def check_runtimes(options: LatencyOptions) -> None:
+    """Refuse runtimes that cannot be used here.
+
+    Raises:
+        ConfigError: There is no such runtime, or it is not installed.
+    """
+    for option, names in (("export.runtime", (options.runtime,)), ("export.runtimes", options.runtimes)):
+        try:
+            for name in names:
+                get_runtime(name).check()
+        except ConfigError as error:
+            raise ConfigError(f"{option}: {error}") from error
 
 
 def open_session(path: str | Path, *, threads: int | None = None, runtime: str = DEFAULT_RUNTIME) -> Session:

@@ -43,7 +43,13 @@ def test_the_files_are_verified_and_timed_in_each(
         assert entry["latency_ratio"] == pytest.approx(entry["baseline_latency_ms"] / entry["latency_ms"])
         assert entry["clock"] == "processor"
         assert ("dense_int8_latency_ms" in entry) == (not options)
-        assert options or entry["dense_int8_agreement"] >= 0.9
+        assert ("dense_int8_score" in entry) == (not options)
+        assert 0 <= entry["score"] <= 1
+    first, second = section.values()
+    assert options or abs(first["dense_int8_score"] - second["dense_int8_score"]) <= 0.1
+    assert sorted({*first.get("fastest", []), *second.get("fastest", [])}) == sorted(
+        ["baseline", "exported", *(["dense_int8"] if not options else [])]
+    )
     assert "openvino" in capsys.readouterr().out
     assert "Runtimes" in Path("exported/report.html").read_text()
     assert not list(Path("exported/state").glob("dense-int8*"))

@@ -11,7 +11,7 @@ from rankrl.report.runtimes import runtime_note, runtime_rows
 
 
 def entry(**values: Any) -> dict[str, Any]:
-    times = {"baseline_latency_ms": 50.0, "latency_ms": 25.0, "dense_int8_latency_ms": 20.0}
+    times = {"baseline_latency_ms": 50.0, "latency_ms": 25.0, "dense_int8_latency_ms": 20.0, "score": 0.9}
     ratios = {"latency_ratio": 2.0, "latency_ratio_low": 1.9, "latency_ratio_high": 2.1}
     return {"max_abs_difference": 2e-6, "agreement": None, "clock": "processor", **times, **ratios, **values}
 
@@ -20,17 +20,19 @@ def noted(**runtimes: dict[str, Any]) -> str:
     return runtime_note({"runtimes": runtimes}).replace("\N{NO-BREAK SPACE}", " ")
 
 
-def test_each_runtime_has_its_row(metrics: dict[str, Any]) -> None:
+def test_each_file_has_its_row(metrics: dict[str, Any]) -> None:
     assert runtimes_table(metrics).row_count == 0
-    metrics["runtimes"] = {"onnxruntime": entry(), "openvino": entry(latency_ms=12.5)}
+    openvino = entry(latency_ms=12.5, baseline_latency_ms=51.0, nncf_int8_latency_ms=14.0)
+    metrics["runtimes"] = {"onnxruntime": entry(), "openvino": openvino}
     columns, rows = runtime_rows(metrics)
-    assert [row[0] for row in rows] == ["onnxruntime", "openvino"]
-    assert all(len(row) == len(columns) for row in rows)
-    assert [row[2:4] for row in rows] == [
-        ["25.0\N{NO-BREAK SPACE}ms", "2.00× faster"],
-        ["12.5\N{NO-BREAK SPACE}ms", "2.00× faster"],
+    assert columns == ["File", "onnxruntime", "openvino", "Fastest in"]
+    assert [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in rows] == [
+        ["Original", "50.0 ms", "51.0 ms", "onnxruntime"],
+        ["Exported file", "25.0 ms, 90.00 %", "12.5 ms, 90.00 %", "openvino"],
+        ["Original in int8", "20.0 ms", "20.0 ms", "onnxruntime"],
+        ["Original in NNCF int8", "–", "14.0 ms", "openvino"],
     ]
-    assert runtimes_table(metrics).row_count == 2
+    assert runtimes_table(metrics).row_count == 4
     page = run_page(RunReport(metrics))
     assert "Runtimes" in page
     assert runtime_note(metrics) in page
@@ -44,29 +46,31 @@ def test_the_note_says_what_is_faster_where() -> None:
         "latency_runtime_ratio_high": 2.1,
     }
     assert noted(onnxruntime=entry(), openvino=entry(**ratios, **noisy)) == (
-        "openvino against onnxruntime: the dense network unchanged, the exported file unchanged, the dense "
-        "network in 8-bit integers 2.00× faster."
+        "Fastest is the original in int8 in onnxruntime. openvino against onnxruntime: the original "
+        "unchanged, the exported file unchanged, the original in int8 2.00× faster. onnxruntime: outputs "
+        "differ from PyTorch by at most 2.0e-06. openvino: outputs differ from PyTorch by at most 2.0e-06."
     )
 
 
 def test_the_note_names_classes_that_differ_clocks_and_failures() -> None:
     text = noted(
-        onnxruntime=entry(dense_int8_agreement=1.0),
-        openvino=entry(dense_int8_agreement=0.998, agreement=0.995),
-        onnxruntime_cuda=entry(clock="wall"),
+        onnxruntime=entry(max_abs_difference=None),
+        openvino=entry(agreement=0.995),
+        onnxruntime_cuda=entry(clock="wall", max_abs_difference=None),
         other={"failed": "other cannot load model.onnx."},
     )
     assert text == (
-        "openvino: the exported file gives the class of PyTorch on 99.50 % of the held-out images. "
-        "openvino: the dense network in 8-bit integers gives the class of onnxruntime on 99.80 % of the "
-        "held-out images. onnxruntime_cuda: timed on the wall, the others in processor time. "
+        "Fastest is the original in int8 in onnxruntime. openvino: outputs differ from PyTorch by at most "
+        "2.0e-06. openvino: the exported file gives the class of PyTorch on 99.50 % of the held-out images. "
+        "onnxruntime_cuda: timed on the wall, the others in processor time. "
         "other: not timed, since other cannot load model.onnx."
     )
 
 
-def test_a_runtime_that_failed_has_a_row_without_numbers() -> None:
-    _, rows = runtime_rows({"runtimes": {"onnxruntime": entry(), "other": {"failed": "it did"}}})
-    assert rows[1] == ["other", *["–"] * 5]
+def test_a_runtime_that_failed_has_a_column_without_numbers() -> None:
+    columns, rows = runtime_rows({"runtimes": {"onnxruntime": entry(), "other": {"failed": "it did"}}})
+    assert columns[2] == "other"
+    assert [row[2] for row in rows] == ["–"] * 3
 
 
 def test_numbers_that_are_none_are_refused() -> None:
