@@ -54,7 +54,7 @@ def stored(value: ir.Value | None) -> Array | None:
 
 def add_constant(graph: ir.Graph, name: str, array: Array) -> ir.Value:
     """Store an array in a graph, under a name that is free; return its value."""
-    value = ir.val(name, const_value=ir.tensor(np.ascontiguousarray(array), name=name))
+    value = ir.val(name, const_value=ir.tensor(np.asarray(array, order="C"), name=name))
     graph.register_initializer(value)
     return value
 

@@ -19,6 +19,7 @@ from onnx_ir.passes import common as passes
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import unpad_channels
 from rankrl.onnx.export.checked_file import write_checked
+from rankrl.onnx.export.hard_swish import join_hard_swishes, tabulate_gates
 from rankrl.onnx.export.integer_nodes import integer_nodes, pool_means
 from rankrl.onnx.export.quantiser_copy import QuantiserCopy
 from rankrl.onnx.export.range_choice import RangeChoice
@@ -26,6 +27,7 @@ from rankrl.onnx.export.ranges import Cut, Feed
 from rankrl.onnx.export.static_quantiser import StaticQuantiser
 from rankrl.onnx.export.subsampling import store_selections
 from rankrl.onnx.export.weight_range import reduces
+from rankrl.onnx.graph_edits import without_unused
 from rankrl.onnx.operators import dequantises, opset_of, quantises
 from rankrl.onnx.protobuf import load_model
 from rankrl.onnx.runtimes import Batch, open_session
@@ -133,6 +135,7 @@ def _prepared(
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     unpad_channels(model)
     pool_means(model)
+    join_hard_swishes(model)
     store_selections(model)  # the quantiser takes stored constants alone for weights and biases
     computing = None if weights is None else integer_nodes(model.graph, weights)
     before = list(model.graph)
@@ -159,12 +162,16 @@ def _prepared(
                 "quantise to; check the network and the inputs."
             )
 
-    def spared(quantised: ir.Model) -> None:
+    names = {node.name for node in before}
+
+    def finish(quantised: ir.Model) -> None:
         if nodes is not None:
-            _spare_floats(quantised.graph, set(nodes), {node.name for node in before})
+            _spare_floats(quantised.graph, set(nodes), names)
+        tabulate_gates(quantised.graph, names)
+        without_unused(quantised)
 
     renamed = [{copy.values[name]: array for name, array in feed.items()} for feed in singles]
-    return copy, StaticQuantiser(model, nodes, copy.apart, reduces(reduce_range), renamed, spared)
+    return copy, StaticQuantiser(model, nodes, copy.apart, reduces(reduce_range), renamed, finish)
 
 
 @contextmanager

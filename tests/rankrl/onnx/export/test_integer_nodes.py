@@ -62,16 +62,16 @@ def loaded(path: Path) -> tuple[Counter[str], np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("activation", "gate", "floats"),
+    ("activation", "gate"),
     [
-        (nn.SiLU, nn.Sigmoid, {}),
-        (nn.LeakyReLU, nn.Sigmoid, {}),
-        (nn.Hardswish, nn.Hardsigmoid, {"HardSigmoid": 3, "Mul": 2}),  # there are no kernels for these
-        (nn.ReLU, nn.Hardsigmoid, {"HardSigmoid": 1}),
+        (nn.SiLU, nn.Sigmoid),
+        (nn.LeakyReLU, nn.Sigmoid),
+        (nn.Hardswish, nn.Hardsigmoid),
+        (nn.ReLU, nn.Hardsigmoid),
     ],
 )
 def test_blocks_of_mobile_networks_compute_in_integers(
-    activation: Callable[[], nn.Module], gate: Callable[[], nn.Module], floats: dict[str, int], tmp_path: Path
+    activation: Callable[[], nn.Module], gate: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     plain, target = written(Block(activation, gate), tmp_path)
@@ -79,8 +79,7 @@ def test_blocks_of_mobile_networks_compute_in_integers(
     assert kinds["QLinearConv"] == 5
     assert kinds["QLinearGlobalAveragePool"] == 1
     assert kinds["QLinearAdd"] == 1
-    rest = {kind: count for kind, count in kinds.items() if "Linear" not in kind and kind != "Transpose"}
-    assert rest == floats
+    assert not [kind for kind in kinds if "Linear" not in kind and kind != "Transpose"]
     _, exact = loaded(plain)
     assert np.mean((output - exact) ** 2) < 1e-3 * exact.var()
 
