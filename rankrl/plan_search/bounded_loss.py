@@ -1,7 +1,8 @@
 """A bounded loss instead of a budget: the cheapest plan whose network loses at most so much of the score.
 
 Nobody knows what fraction of the time to ask for; everybody knows what he can afford to lose. The fraction is
-found by bisection over budgets on fits that are kept: each budget's plan is carried out, scored and timed.
+found by bisection over budgets on fits that are kept: each budget's plan is carried out, scored and timed,
+and what is measured corrects the losses that the next plan is made by (`corrected_losses`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from decomposition import allocate
+from decomposition import CandidateSet, allocate
 from decomposition.choose.reachable import least_fraction
+from rankrl.plan_search.corrected_losses import LossModel, loss_model
 from rankrl.plan_search.measured_plans import MeasuredPlan, PlanMeter, undominated
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.plan_search.standard_plans import ALL_INT8, standard_plans, without_most_sensitive
@@ -24,6 +26,12 @@ _SPARED_REFITS = 6
 """Of these, those that find how many sensitive layers stay in floating point."""
 _CLOSE = 0.03
 """Bisection ends where the fractions that keep the loss and exceed it differ by this share."""
+_MARGIN = 0.15
+"""Share of what lies between them that the next one is apart from either, whatever is expected."""
+_HOPELESS = 10
+"""A uniform plan that is expected to lose so many times what is allowed is not carried out."""
+_ALLOCATIONS = 8
+"""Steps to the fraction at which the expected loss is the one that is allowed."""
 
 
 def within_loss(
@@ -39,17 +47,21 @@ def within_loss(
         problem: What is searched over, within a budget that everything keeps.
         measure: Carries plans out and measures them; it knows all of them afterwards.
         drop: What may be lost of the score.
-        around: From the problem within a budget near the best to the best plans of a search there.
+        around: From the problem within a budget near the best, with corrected losses, to the best plans of
+            a search there.
     """
     for name, key in standard_plans(problem).items():
         measure(name, key)
     left = REFITS - _spared(problem, measure, drop)
     low, high = _bisected(problem, measure, drop, left)
+    model = loss_model(problem, measure.plans.values())
     if high < 1:
         for name, key in standard_plans(within(problem, high)).items():
-            measure(f"{name} at {high:.3f}", key)
+            if model is None or model.loss(problem.sites, key) <= _HOPELESS * drop:
+                measure(f"{name} at {high:.3f}", key)
     if around is not None and low < high:
-        for key in around(within(problem, (low + high) / 2)):
+        near = problem if model is None else model.corrected(problem)
+        for key in around(within(near, (low + high) / 2)):
             measure("search", key)
     return undominated(_cheapest(measure, drop), measure.plans.values())
 
@@ -88,15 +100,49 @@ def _spared(problem: SearchProblem, measure: PlanMeter, drop: float) -> int:
 
 
 def _bisected(problem: SearchProblem, measure: PlanMeter, drop: float, refits: int) -> tuple[float, float]:
-    """Bisect the fraction of the budget; return the last ones that exceeded the loss and kept it."""
+    """Look for the least fraction of the budget whose plan keeps the loss.
+
+    Losses are corrected by all plans that are measured so far, and the next fraction is that at which the
+    corrected loss is the one that is allowed; plans are made anew with each correction.
+
+    Returns:
+        The largest fraction that exceeded the loss, and the smallest one that kept it.
+    """
     budget = problem.budget
     assert budget is not None
     low = least_fraction(problem.sites, budget)
     high = min(1.0, _cheapest(measure, drop).expected_cost)
     while refits > 0 and high - low > _CLOSE * high:
+        model = loss_model(problem, measure.plans.values())
+        sites = problem.sites if model is None else model.corrected(problem).sites
+
+        def plan_at(fraction: float, sites: tuple[CandidateSet, ...] = sites) -> Choices:
+            return tuple(map(int, allocate(sites, replace(budget, fraction=fraction))))
+
         fraction = (low + high) / 2
-        key = tuple(map(int, allocate(problem.sites, replace(budget, fraction=fraction))))
+        if model is not None:
+            margin = _MARGIN * (high - low)
+            fraction = min(
+                max(_crossing(problem, model, plan_at, drop, (low, high)), low + margin), high - margin
+            )
+        key = plan_at(fraction)
         refits -= key not in measure.plans
         plan = measure(f"greedy at {fraction:.3f}", key)
         low, high = (low, fraction) if plan.loss <= drop else (fraction, high)
     return low, high
+
+
+def _crossing(
+    problem: SearchProblem,
+    model: LossModel,
+    plan_at: Callable[[float], Choices],
+    drop: float,
+    between: tuple[float, float],
+) -> float:
+    """Return the fraction from which on a plan is expected to keep the loss."""
+    low, high = between
+    for _ in range(_ALLOCATIONS):
+        middle = (low + high) / 2
+        keeps = model.loss(problem.sites, plan_at(middle)) <= drop
+        low, high = (low, middle) if keeps else (middle, high)
+    return high
