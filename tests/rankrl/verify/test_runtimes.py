@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from call_options import layer_options
 from small_graphs import convolutions, images
+from torch import nn
 
 import rankrl
 from rankrl.errors import ConfigError
@@ -60,6 +63,26 @@ def test_a_file_is_scored_and_timed_in_every_runtime(file: Path, monkeypatch: py
         "exported",
     ]
     assert "Fastest in" in (file.parent / "run" / "report.html").read_text()
+
+
+@OPENVINO
+def test_so_is_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "nncf_obstacle", lambda: "NNCF is missing")
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    timing = LatencyOptions(batch=4, runs=2, runtimes=("openvino",))
+    result = rankrl.compress(
+        nn.Sequential(*layers),
+        torch.randn(24, 3, 8, 8),
+        tmp_path / "run",
+        params=0.8,
+        timing=timing,
+        decomposition=layer_options(candidates=2, iterations=2, rank_multiple=1),
+        progress=False,
+    )
+    section = json.loads((tmp_path / "run" / "metrics.json").read_text())["runtimes"]
+    assert section == result.runtimes
+    assert section["openvino"]["score"] == pytest.approx(section["onnxruntime"]["score"], abs=1e-3)
 
 
 def test_one_runtime_needs_no_table(file: Path) -> None:
