@@ -1,6 +1,6 @@
 """Fits beside tensorly's at equal ranks, and what a network keeps of its accuracy without fine-tuning.
 
-    OMP_NUM_THREADS=1 python scripts/bench_decomposition.py --part fits --output docs/benchmarks.md
+    OMP_NUM_THREADS=1 python scripts/bench_decomposition.py --part fits --output fits.csv
     RANKRL_DATA=data python scripts/bench_decomposition.py --part accuracy --checkpoint cifar10-resnet20.th
     RANKRL_DATA=data python scripts/bench_decomposition.py --part network --checkpoint cifar10-resnet56.th
     python scripts/bench_decomposition.py --part scale --networks convnext_tiny --formats cp
@@ -519,7 +519,7 @@ def main() -> None:
     )
     parser.add_argument("--part", choices=TITLES, default="fits", help="which part to run (default fits)")
     parser.add_argument("--checkpoint", type=Path, help="weights of a CIFAR-10 ResNet-20")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128, 256, 512], help="fits: channels")
     parser.add_argument("--ratio", type=float, default=6.0, help="fits: parameters ÷ (default 6)")
     parser.add_argument("--repeats", type=int, default=3, help="fits: runs per median (default 3)")

@@ -133,7 +133,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cell", choices=CELLS, required=True)
     parser.add_argument("--checkpoint", type=Path, help="weights of ResNet-20 on the cell's dataset")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--output", type=Path, default=Path("docs/bench_default_search.csv"))
+    parser.add_argument("--output", type=Path, default=Path("scripts/results/bench_default_search.csv"))
     parser.add_argument("--quick", action="store_true", help="a small network on digits instead")
     options = parser.parse_args(arguments)
     if options.quick and options.cell == "file":

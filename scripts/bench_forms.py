@@ -1,6 +1,6 @@
 """How fast the same cores are in onnxruntime: layers in stages or contracted, channels filled up or not.
 
-    python scripts/bench_forms.py --checkpoints CHECKPOINTS --output docs/benchmarks.md
+    python scripts/bench_forms.py --checkpoints CHECKPOINTS --output scripts/results/bench_forms.csv
 
 A task is NETWORK:SIZE:BATCH:FORMAT:FRACTION, the fraction of the parameters that greedy's plan keeps. Plans
 are made from the weights alone: times depend on shapes. All files of a network are timed in turns, as
@@ -130,7 +130,7 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, default=64, help="of single layers")
     parser.add_argument("--runs", type=int, default=15, help="timed passes")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args()
     torch.manual_seed(0)
     lines = [

@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder of cifar10-NETWORK.th")
     parser.add_argument("--networks", nargs="+", default=["resnet20", "resnet32", "resnet56"])
     parser.add_argument("--repeats", type=int, default=3, help="files made and comparisons in turns of each")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     return parser.parse_args(arguments)
 
 

@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--candidates", type=int, default=16, help="ranks of a layer at most")
     parser.add_argument("--iterations", type=int, default=60, help="L-BFGS iterations of a candidate's fit")
     parser.add_argument("--images", type=int, default=768, help="calibration images")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     parser.add_argument("--folders", type=Path, nargs="+", help="time these finished runs, and nothing else")
     parser.add_argument("--repeats", type=int, default=5, help="comparisons of --folders")
     chosen = parser.parse_args(arguments)

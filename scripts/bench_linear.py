@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--labels", default="labels", help="array of classes in it")
     parser.add_argument("--kept", nargs="+", type=float, default=[0.8, 0.6, 0.4, 0.3])
     parser.add_argument("--counts", nargs="+", type=int, default=[32, 500], help="inputs to fit to")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     chosen = parser.parse_args()
     fitting, testing = (dict(np.load(path)) for path in (chosen.inputs, chosen.test))
     shortened = {str(path): path.name for path in (chosen.network, chosen.inputs, chosen.test)}

@@ -1,6 +1,6 @@
 """What it brings to keep freed memory for the next batch: evaluation and training of whole networks.
 
-    OMP_NUM_THREADS=1 python scripts/bench_memory.py --output docs/benchmarks.md
+    OMP_NUM_THREADS=1 python scripts/bench_memory.py --output scripts/results/bench_memory.csv
 
 Every measurement is a process of its own, with `rankrl.reuse_memory` and without it in turns, on random
 images in the precision that suits the processor; medians of the turns. Page faults are those of the kernel's
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9, help="of training (default 9)")
     parser.add_argument("--turns", type=int, default=3, help="(default 3)")
     parser.add_argument("--here", choices=["reuse", "return"], help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args()
     if options.here:
         (asked,) = options.networks

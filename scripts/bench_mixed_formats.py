@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=768, help="images (default 768)")
     parser.add_argument("--fits", type=Path, help="folder of fits that later runs reuse")
     parser.add_argument("--rows", type=Path, required=True, help="CSV file of finished rows")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args()
     rows = ResultRows(
         options.rows, ["network", "budget", "formats"], ["accuracy", "params", "macs", "layers"]

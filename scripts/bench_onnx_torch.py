@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=800, help="images to fit to (default 800)")
     parser.add_argument("--seeds", type=int, default=3, help="draws of the images (default 3)")
     parser.add_argument("--rows", type=Path, required=True, help="CSV file of finished rows")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args()
     key, values = ["network", "outputs weighed", "draw"], ["parameters", "accuracy", "seconds"]
     rows = ResultRows(options.rows, key, values)

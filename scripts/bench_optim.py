@@ -1,6 +1,6 @@
 """Step time and memory of OnnxAdam and OnnxAdagrad beside torch's own, as ratios from one run.
 
-    OMP_NUM_THREADS=1 python scripts/bench_optim.py --output docs/benchmarks.md
+    OMP_NUM_THREADS=1 python scripts/bench_optim.py --output scripts/results/bench_optim.csv
 
 All contestants step in turn, round after round, so that a disturbance of the machine meets all of them; each
 time is the median over the rounds. Temporary memory is the peak of what one step allocates and frees again.
@@ -179,7 +179,7 @@ def main() -> None:
         "--rounds", type=int, default=31, help="interleaved rounds per comparison (default 31)"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}: give at least 1")

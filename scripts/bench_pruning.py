@@ -347,7 +347,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of fine-tuning (SGD, cosine)")
     parser.add_argument("--images", type=int, help="training images; all if not given")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("docs/bench_pruning.csv"))
+    parser.add_argument("--output", type=Path, default=Path("scripts/results/bench_pruning.csv"))
     Bench(parser.parse_args(arguments)).run()
 
 

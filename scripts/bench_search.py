@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=300)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--params", type=float, default=0.25, help="kept fraction of the parameters")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     arguments = parser.parse_args()
     rows = [measure(name, arguments) for name in arguments.models]
     text = report(rows, arguments)

@@ -1,7 +1,7 @@
 """How long the command line and the packages take to answer: start-up, and the message for each mistake.
 
-    OMP_NUM_THREADS=1 python scripts/bench_startup.py --output docs/benchmarks.md
-    OMP_NUM_THREADS=1 python scripts/bench_startup.py --before ../earlier --output docs/benchmarks.md
+    OMP_NUM_THREADS=1 python scripts/bench_startup.py --output scripts/results/bench_startup.csv
+    OMP_NUM_THREADS=1 python scripts/bench_startup.py --before ../earlier
 
 Each case is a fresh process in an empty folder; medians of its wall time and its processor time. `--before`
 names another checkout, measured in turns with this one.
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="another checkout to measure beside this one")
     parser.add_argument("--runs", type=int, default=5, help="processes a case (default 5)")
     parser.add_argument("--mistake-runs", type=int, default=1, help="processes a mistake (default 1)")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args()
     if min(options.runs, options.mistake_runs) < 1:
         parser.error("--runs and --mistake-runs must be at least 1")

@@ -1,6 +1,6 @@
 """Images a second of the whole training loop, beside a bare step on one batch and a plain loop in PyTorch.
 
-    RANKRL_DATA=data python scripts/bench_training.py --output docs/benchmarks.md
+    RANKRL_DATA=data python scripts/bench_training.py --output scripts/results/bench_training.csv
 
 All train the same network with the same optimizer. The bare step goes forward, backward and steps on a batch
 that is there already, in the loop's precision and memory format. The loop also draws, crops, flips and
@@ -257,7 +257,7 @@ def main() -> None:
         help="what layers are factorised to (default cp:16 cp:32 tucker:12)",
     )
     parser.add_argument("--part", choices=PARTS, default="loop", help="which table (default loop)")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args()
     if min(options.images, options.epochs, options.batch_size, options.turns) < 1:
         parser.error("--images, --epochs, --batch-size and --turns must be at least 1")

@@ -1,8 +1,8 @@
 """Networks that nobody here wrote, each from the plan to the ONNX file with eight calibration images.
 
-    OMP_NUM_THREADS=1 python scripts/check_networks.py --rows networks.csv --output docs/benchmarks.md
+    OMP_NUM_THREADS=1 python scripts/check_networks.py --rows networks.csv --output table.csv
     python scripts/check_networks.py --rows networks.csv --networks resnet18 transformer_encoder
-    python scripts/check_networks.py --odd --output docs/benchmarks.md
+    python scripts/check_networks.py --odd --output scripts/results/check_odd_networks.csv
 
 Each family of torchvision's classifiers at its smallest member, some of timm's networks where timm is
 installed, and a classifier with an `nn.TransformerEncoder`; or, with `--odd`, those of `odd_networks.py`
@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=sorted(NETWORKS), help="all others when omitted")
     parser.add_argument("--odd", action="store_true", help="those of odd_networks.py")
     parser.add_argument("--rows", type=Path, help="CSV file of finished networks, which a later run reuses")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for each network")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -111,7 +111,7 @@ class Curves:
         self.state = arguments.output_folder / "pruning_curves_state" / hashlib.sha256(text).hexdigest()[:12]
         self.state.mkdir(parents=True, exist_ok=True)
         name = f"pruning_curves_{arguments.dataset}"
-        self.picture = arguments.output_folder / f"{name}.png"
+        self.picture = arguments.pictures / f"{name}.png"
         key = (*SETTINGS, "method", "target", "seed")
         self.rows = ResultRows(arguments.output_folder / f"{name}.csv", key, VALUES)
 
@@ -312,7 +312,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lr", type=float, default=0.0015, help="learning rate of Adam, in all phases")
     parser.add_argument("--l1", type=float, default=0.00005)
     parser.add_argument("--l2", type=float, default=0.00025)
-    parser.add_argument("--output-folder", type=Path, default=Path("docs"))
+    parser.add_argument("--output-folder", type=Path, default=Path("scripts/results"))
+    parser.add_argument("--pictures", type=Path, default=Path("docs/images"))
     chosen = parser.parse_args(arguments)
     chosen.network = chosen.network or ("conv6" if chosen.dataset == "cifar100" else "conv4")
     Curves(chosen).run()

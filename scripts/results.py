@@ -303,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="CSV file of what finished cells came to (results.csv in --folder)",
     )
     parser.add_argument("--table-only", action="store_true", help="run nothing")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args(arguments)
     epochs = options.epochs or (GPU_EPOCHS if torch.cuda.is_available() else CPU_EPOCHS)
     cells = read_grid(options.grid, options.checkpoints, epochs)

@@ -1,7 +1,7 @@
 """Which reward tells best how accurate a plan will be after fine-tuning?
 
     OMP_NUM_THREADS=2 RANKRL_DATA=data python scripts/reward_fidelity.py --checkpoint cifar10-resnet20.th \
-        --format tucker --params 0.25 --plans 24 --epochs 2 --output docs/benchmarks.md
+        --format tucker --params 0.25 --plans 24 --epochs 2 --output scripts/results/reward_fidelity.csv
 
 Draws random plans at one budget: greedy's importances changed by noise of growing scale, so that rewards
 spread widely and also cluster near the best. Scores every plan with every reward (fits to the weights, to the
@@ -290,7 +290,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--calibration", type=int, default=768, help="images that layers are fitted on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=Path, default=Path("reward_fidelity.csv"), help="table of the plans")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args(arguments)
     if min(options.plans - 2, options.epochs, options.heldout, options.calibration) < 1:
         parser.error("--plans must be at least 3; --epochs, --heldout and --calibration at least 1")

@@ -299,7 +299,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--refit", action="store_true", help="apply the plan that each search ends with")
     parser.add_argument("--finetune", type=int, default=0, help="epochs of fine-tuning after that")
     parser.add_argument("--train-images", type=int, help="images to fine-tune on; all without it")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     parser.add_argument("--section", default="curves", help="name of that section")
     parser.add_argument("--picture", type=Path, help="PNG file to draw the curves in")
     return parser.parse_args(arguments)

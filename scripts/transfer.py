@@ -1,7 +1,7 @@
 """What a pretrained policy's plan is worth on tasks that it was not trained on, before any evaluation.
 
     RANKRL_DATA=data python scripts/transfer.py --tasks \
-        resnet56:cifar10-resnet56.th:cifar10:tucker:params:0.25 --output docs/benchmarks.md
+        resnet56:cifar10-resnet56.th:cifar10:tucker:params:0.25 --output scripts/results/transfer.csv
 
 For each task MODEL:CHECKPOINT:DATASET:FORMAT:MEASURE:FRACTION the policy's plan, which cost no evaluation,
 and greedy's are scored on held-out images, augmented, that came after those on which policies are trained;
@@ -283,7 +283,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--refit", action="store_true", help="apply the plans too")
     parser.add_argument("--finetune", type=int, default=0, help="epochs of fine-tuning after that")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     return parser.parse_args(arguments)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,10 +36,11 @@ def shown_command(
 
 
 def write_section(path: Path, marker: str, title: str, text: str) -> None:
-    """Put text between a section's markers in a Markdown file, which is replaced atomically.
+    """Put text between a section's markers in a Markdown file, or its tables into a CSV file, atomically.
 
     Args:
-        path: The file; made when missing. Without the markers the section is appended.
+        path: The file; made when missing. Without the markers the section is appended. A CSV file is replaced
+            as a whole: the text around the tables, such as command and machine, becomes comments (`#`).
         marker: The section's name in its markers, `<!-- NAME:start -->` and `<!-- NAME:end -->`.
         title: Heading of a section that is appended.
         text: The section's text.
@@ -45,6 +49,9 @@ def write_section(path: Path, marker: str, title: str, text: str) -> None:
         ValueError: If only one of the markers is there.
         StorageError: The file cannot be written.
     """
+    if path.suffix == ".csv":
+        write_atomically(path, _comma_separated(text))
+        return
     start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
     document = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
     section = f"{start}\n{text}\n{end}"
@@ -56,3 +63,15 @@ def write_section(path: Path, marker: str, title: str, text: str) -> None:
     else:
         document = f"{document.rstrip()}\n\n## {title}\n\n{section}\n"
     write_atomically(path, document)
+
+
+def _comma_separated(text: str) -> str:
+    """Return the tables of a Markdown text as CSV, and its other lines as comments."""
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    for line in filter(None, text.splitlines()):
+        if not line.startswith("|"):
+            lines.write(f"# {line}\n")
+        elif set(line) - set("|-: "):
+            writer.writerow(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+    return lines.getvalue()

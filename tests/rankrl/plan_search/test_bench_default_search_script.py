@@ -34,7 +34,6 @@ def test_rows_are_measured_once_and_shown_as_means(tmp_path: Path, monkeypatch, 
 
 
 def test_the_recorded_rows_can_be_read() -> None:
-    rows = ResultRows(
-        Path(script.__file__).parents[1] / "docs/bench_default_search.csv", script.KEY, script.VALUES
-    )
+    path = Path(script.__file__).parent / "results/bench_default_search.csv"
+    rows = ResultRows(path, script.KEY, script.VALUES)
     assert "| cifar100 | default | 5 |" in script.report(rows)

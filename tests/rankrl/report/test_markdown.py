@@ -21,6 +21,12 @@ def test_only_the_marked_section_is_replaced(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["benchmarks.md"]
 
 
+def test_a_csv_file_gets_the_tables_and_comments(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    write_section(path, "one", "One", "`python bench.py`\n\n| a | b |\n|---|---:|\n| x, y | 1 |")
+    assert path.read_text() == '# `python bench.py`\na,b\n"x, y",1\n'
+
+
 def test_half_a_pair_of_markers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "benchmarks.md"
     path.write_text("<!-- one:start -->")
