@@ -12,11 +12,11 @@ import torch
 from small_graphs import FRAMES, MAPS, convolutions, images, sentences, shared, tokens, upsampling
 
 from decomposition import CandidateSet, Factorise
-from rankrl.networks import graph_losses
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import fit_library
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import ScoringGraph
+from rankrl.networks.node_tail import NodeTail
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile
 
@@ -122,13 +122,13 @@ def test_candidates_keep_their_order_within_a_format_and_match_what_was_measured
 def test_losses_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = prepared("convolutions", tmp_path)
     opened: list[str] = []
-    begin = graph_losses._Tail.__init__
+    begin = NodeTail.__init__
 
-    def spied(self: graph_losses._Tail, *arguments: Any) -> None:
+    def spied(self: NodeTail, *arguments: Any) -> None:
         opened.append(arguments[1].name)
         begin(self, *arguments)
 
-    monkeypatch.setattr(graph_losses._Tail, "__init__", spied)
+    monkeypatch.setattr(NodeTail, "__init__", spied)
 
     def losses() -> list[np.ndarray]:
         library = fit_library(file, OPTIONS, folder=tmp_path / "fits")
