@@ -1,4 +1,4 @@
-from .compression import apply_plan, compress, load_compressed, search
+from .compression import apply_plan, compress, load_compressed, search, timing_kit
 from .deprecated import apply_onnx_plan, compress_onnx
 from .memory import reuse_memory
 from .onnx.export import export_onnx
@@ -29,4 +29,5 @@ __all__ = [
     "load_compressed",
     "reuse_memory",
     "search",
+    "timing_kit",
 ]

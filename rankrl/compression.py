@@ -20,9 +20,16 @@ from decomposition.network.wrappers import unwrapped
 from rankrl.argument_types import checked_arguments
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.errors import ConfigError
-from rankrl.file_compression import FileSearch, FileSource, apply_to_file, compress_file_in
+from rankrl.file_compression import (
+    FileSearch,
+    FileSource,
+    apply_to_file,
+    compress_file_in,
+    write_file_kit,
+)
 from rankrl.files import storage_errors, write_atomically
-from rankrl.module_compression import FineTuner, FineTuning, compress_module
+from rankrl.kits.kit_writer import TIMES_FILE, WrittenKit
+from rankrl.module_compression import FineTuner, FineTuning, compress_module, write_module_kit
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.networks.own_module import ScoredModule
 from rankrl.onnx.graph.axis_suggestions import Axes
@@ -44,7 +51,7 @@ from rankrl.result import Compression, ModuleCompression
 from rankrl.runs.run_lock import locked
 from rankrl.training import Loss
 
-__all__ = ["apply_plan", "compress", "load_compressed", "search"]
+__all__ = ["apply_plan", "compress", "load_compressed", "search", "timing_kit"]
 
 FILE_BATCH = 16
 """Inputs of a timed pass of a file, unless another number is given."""
@@ -402,6 +409,53 @@ def _applied_to_file(
     return apply_to_file(
         FileSource(network, inputs, images, batch_axes, heldout, score), plan, target, request
     )
+
+
+@checked_arguments(without=("network", "inputs", "heldout", "batch_axes"))
+@storage_errors()
+def timing_kit(
+    network: nn.Module | str | Path,
+    inputs: Any,
+    folder: str | Path,
+    *,
+    decomposition: str | Sequence[str] | DecompositionOptions | None = None,
+    timing: LatencyOptions | None = None,
+    heldout: float | CalibrationInputs = HELDOUT,
+    images: ImagePreprocessing | None = None,
+    batch_axes: Axes | None = None,
+    cache: str | Path | None = None,
+    seed: int = 0,
+) -> WrittenKit:
+    """Write all that a budget in time would time here into a folder, to time it on another device.
+
+    There `python measure.py` in the folder writes times.json, which needs numpy and onnxruntime alone;
+    `compress(..., latency=0.5, timing=LatencyOptions(table="times.json"))` with the same arguments searches
+    for that device.
+
+    Args:
+        network: As for `compress`, like all that follow.
+        inputs: What the network is used on.
+        folder: The folder to write.
+        decomposition: What may become of layers.
+        timing: How time is measured.
+        heldout: What layers are not fitted to.
+        images: How images become inputs.
+        batch_axes: The axes of a batch.
+        cache: Where calibrations are kept.
+        seed: Seed of everything random.
+
+    Raises:
+        RankrlError: As `compress`.
+    """
+    file, folder = _file(network, "timing_kit"), Path(folder)
+    how = replace(_timing(timing, file), table=folder / TIMES_FILE)
+    goal = SearchGoal(BudgetOptions(latency=1.0), timing=how)
+    request = Request(goal, _decomposition(network, decomposition), seed=seed, cache=_path(cache))
+    if file is None:
+        assert isinstance(network, nn.Module)
+        _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
+        return write_module_kit(network, inputs, folder, request, heldout)
+    return write_file_kit(FileSource(file, inputs, images, batch_axes, _share(heldout)), request, folder)
 
 
 def _path(path: str | Path | None) -> Path | None:

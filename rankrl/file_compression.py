@@ -16,6 +16,7 @@ from decomposition.plan.layer_plan import LayerPlan
 from decomposition.plan.plan import fingerprint
 from rankrl.errors import ConfigError
 from rankrl.finish import finish
+from rankrl.kits.kit_writer import WrittenKit
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import GraphNetwork, measured_sensitivities
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
@@ -31,7 +32,7 @@ from rankrl.onnx.runtimes import check_runtimes
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.session import SearchSession, check_reachable
-from rankrl.request import Request, opened_session
+from rankrl.request import Request, opened_session, write_kit
 from rankrl.result import Compression, run_numbers, write_run
 from rankrl.runs.run_folder import SAME_CALL, RunFolder
 from rankrl.timing.graph_files import relative_time
@@ -139,6 +140,8 @@ class FileSearch:
         candidates = _of_file(request.timed_candidates(), file)
         budget = request.goal.budget
         in_time_alone = not any(budget.counted.values())
+        if timing.table is not None:  # nothing is timed here
+            return replace(self, candidates=candidates)
         if in_time_alone:
             faster = faster_positions(file.network, file.sites, network.feed, timing)
             file = file.with_several_positions(faster)
@@ -222,6 +225,21 @@ def compress_file_in(source: FileSource, folder: Path | None, request: Request, 
     result = replace(result, path=run.onnx)
     write_run(run, result, request, source.path.stem, run_numbers(result))
     return result
+
+
+def write_file_kit(source: FileSource, request: Request, folder: Path) -> WrittenKit:
+    """Write the timing kit of a network in an ONNX file; see `rankrl.timing_kit`.
+
+    Args:
+        source: The network and its inputs.
+        request: What is asked for.
+        folder: The folder.
+
+    Raises:
+        RankrlError: As `rankrl.compress`.
+    """
+    begun = FileSearch.of(source, request)
+    return write_kit(begun.network, begun.candidates, begun.request, folder)
 
 
 def apply_to_file(source: FileSource, plan: CompressionPlan, target: Path, request: Request) -> Compression:

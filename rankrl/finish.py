@@ -68,7 +68,10 @@ def finish(
     file = network.write(last, path, notes(plan, measured))
     for output in file.outputs:
         log.info("agreement of %r is %s, since %s", output.name, SCORES[output.kind], output.reason)
-    if file.latency.ratio_high < 1:
+    estimate = None if search is None else search.estimate
+    if estimate is not None:
+        log.info("estimated at %.3f of the original's time on %s", estimate.share, estimate.conditions)
+    elif file.latency.ratio_high < 1:
         log.warning(
             "the file takes %.3f of the original's time: it is slower. For a faster one set "
             "budget.latency, or budget.drop with budget.minimise=latency",
@@ -76,7 +79,7 @@ def finish(
         )
     drop = budget.drop
     certificate = _certified(network, last, drop)
-    latency = budget.latency if drop is None else None
+    latency = budget.latency if drop is None and estimate is None else None  # a time of this machine
     missed = None if search is None else search.missed
     return Compression(
         before=measured.before,

@@ -27,12 +27,14 @@ from rankrl.device import model_device
 from rankrl.errors import ConfigError
 from rankrl.finish import finish
 from rankrl.float32 import as_float32, back_in, in_float32, own_types
+from rankrl.kits.kit_writer import WrittenKit
 from rankrl.models.network_digest import network_digest
+from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.own_module import OwnModule
 from rankrl.plan_search.scores.score_evaluator import Score
 from rankrl.plan_search.session import check_reachable
 from rankrl.progress import Progress, progress_bar
-from rankrl.request import Request, opened_session
+from rankrl.request import Request, opened_session, write_kit
 from rankrl.result import ModuleCompression, run_numbers, write_run
 from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
 from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
@@ -143,7 +145,7 @@ def compress_module(
     record = request.record(network_digest(model))
     run.check(record, advice=SAME_CALL)
     candidates = request.timed_candidates()
-    dense = plain_transposed(plain_attention(plain_weights(model))).eval()
+    dense = _plain(model)
     fitted, held, tested = read_samples(
         data,
         heldout,
@@ -221,6 +223,48 @@ def compress_module(
         numbers["compressed"]["agreement"] = agreement_score(measure.agreement(compressed))
     write_run(run, result, request, type(model).__name__, numbers)
     return result
+
+
+def write_module_kit(
+    model: nn.Module,
+    data: CalibrationInputs,
+    folder: Path,
+    request: Request,
+    heldout: float | CalibrationInputs,
+) -> WrittenKit:
+    """Write the timing kit of a PyTorch module; see `rankrl.timing_kit`.
+
+    Args:
+        model: The network.
+        data: Inputs, as `compress_module` takes them.
+        folder: The folder.
+        request: What is asked for.
+        heldout: What layers are not fitted to.
+
+    Raises:
+        RankrlError: As `rankrl.compress`.
+    """
+    request.check()
+    candidates = request.timed_candidates()
+    dense = _plain(unwrapped(model))
+    fitted, *_ = read_samples(
+        data,
+        heldout,
+        None,
+        dense,
+        request.seed,
+        skip=candidates.skip,
+        only=candidates.only,
+        score_reads_classes=False,
+        loss_reads_classes=False,
+    )
+    batches = calibration_batches(fitted.inputs, dense)
+    return write_kit(ModuleNetwork(dense, input_shape_of(batches[0]), batches), candidates, request, folder)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Return a network whose layers are plain ones."""
+    return plain_transposed(plain_attention(plain_weights(model))).eval()
 
 
 def calibration_batches(inputs: Inputs, model: nn.Module) -> list[Inputs]:

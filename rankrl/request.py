@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rankrl.errors import ConfigError
-from rankrl.networks.base import SearchableNetwork
+from rankrl.kits.kit_writer import WrittenKit
+from rankrl.networks.base import PricedNetwork, SearchableNetwork
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.onnx.runtimes import check_runtimes
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.goal import SearchGoal
+from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.selectors import check_selector
 from rankrl.plan_search.session import SearchSession
 from rankrl.progress import Progress
 from rankrl.runs.run_folder import COMPRESS
-from rankrl.timing import fast_multiple
+from rankrl.timing import suited_multiple
+from rankrl.wording import counted
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,11 @@ class Request:
         )
 
     def timed_candidates(self) -> CandidateOptions:
-        """Return which candidates layers get, ranks that suit this processor under a budget in time."""
+        """Return which candidates layers get, ranks that suit the processor under a budget in time."""
         candidates = self.candidates()
         if self.goal.budget.latency is None or self.decomposition.rank_multiple is not None:
             return candidates
-        return replace(candidates, multiple=fast_multiple(self.timing.folder, self.timing.runtime))
+        return replace(candidates, multiple=suited_multiple(self.timing))
 
     def timed_in(self, cache: Path | None, folder: Path | None) -> Request:
         """Return the same with times kept in a cache, or without one in the folder of the search."""
@@ -98,12 +104,34 @@ class Request:
             "network": network,
             **asdict(goal.budget),
             "episodes": goal.search.episodes,
-            "timing": None if goal.budget.latency is None else goal.timing.timing,
+            "timing": None if goal.budget.latency is None else goal.timing.record,
             "candidates": asdict(self.candidates()),
             "selector": self.selector,
             "selector options": {name: repr(value) for name, value in self.selector_options.items()},
             "seed": self.seed,
         }
+
+
+def write_kit(
+    network: PricedNetwork, candidates: CandidateOptions, request: Request, folder: Path
+) -> WrittenKit:
+    """Write all that a budget in time would time of a network into a folder, for another device.
+
+    Args:
+        network: The network.
+        candidates: What may become of its layers.
+        request: What else is asked for.
+        folder: The folder.
+
+    Raises:
+        DecompositionError: No layer can be compressed.
+        ExportError: A layer or the network cannot be written.
+    """
+    library = network.library(candidates, cache=request.fits, seed=request.seed)
+    sites = [library.unfitted(name, limit=candidates.candidates) for name in library.specs]
+    kit = LatencyBudget(network, sites, 1.0, request.timing, library).kit.write(folder)
+    log.info("%s of %.1f MB in %s", counted(kit.files, "file"), kit.bytes / 1e6, folder)
+    return kit
 
 
 def opened_session(

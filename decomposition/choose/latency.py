@@ -23,6 +23,7 @@ class LatencyTable:
 
     Attributes:
         sites: For each site the time of every candidate, in their order; the last is the dense one's.
+            Infinity for one that does not run.
         rest: Time of everything that belongs to no site.
         conditions: How it was measured (runtime, batch, threads, machine), for the reader.
         borders: For each site the time that is lost between it and the next where one of the two computes in
@@ -42,7 +43,8 @@ class LatencyTable:
             if not times:
                 raise DecompositionError(f"site {name!r}: the latency table lacks the dense layer's time")
             for index, time in enumerate(times):
-                if not (np.isfinite(time) and time > 0):
+                dense = index == len(times) - 1
+                if not time > 0 or (dense and not np.isfinite(time)):
                     raise DecompositionError(
                         f"site {name!r}: the time of candidate {index} is {time}; it must be positive"
                     )
@@ -59,9 +61,10 @@ class LatencyTable:
     def without_slower(self, sites: Sequence[CandidateSet]) -> tuple[LatencyTable, list[CandidateSet]]:
         """Return the table and the sites without candidates that are slower than their dense layer.
 
-        Each is compared with the dense layer in its own precision: within a budget in time nothing is gained
-        by it. A table whose times are changed later (corrected by whole networks, kind by kind) is to be cut
-        first, or it takes candidates for fast that were measured to be slow.
+        Candidates that do not run go too. Each is compared with the dense layer in its own precision: within
+        a budget in time nothing is gained by it. A table whose times are changed later (corrected by whole
+        networks, kind by kind) is to be cut first, or it takes candidates for fast that were measured to be
+        slow.
 
         Raises:
             DecompositionError: If a site or one of its candidates was not measured.
@@ -81,7 +84,7 @@ class LatencyTable:
             kept = [
                 index
                 for index, (candidate, time) in enumerate(zip(site.candidates[:-1], own, strict=False))
-                if time < limits[candidate.integer] or time == limits[True]
+                if time < limits[candidate.integer] or (time == limits[True] and np.isfinite(time))
             ]
             dense = site.candidates[-1]
             if not kept and len(site) > 1:

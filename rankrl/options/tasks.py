@@ -76,6 +76,18 @@ class InspectOptions:
 
 
 @dataclass(frozen=True)
+class TimingOptions:
+    """Where the times of a budget in time come from.
+
+    Attributes:
+        table: The times.json that the kit of task=timing_kit measured on another device; plans are searched
+            for that. None times on this machine.
+    """
+
+    table: str | None = None
+
+
+@dataclass(frozen=True)
 class CompareOptions:
     """What task=compare runs on the same evaluator, with search.episodes evaluations each.
 

@@ -37,9 +37,11 @@ class LatencyOptions:
         threads: Threads of the runtime.
         runs: Timed runs of each network.
         folder: Where tables of measured layers are kept for later runs, or None.
+        table: The times.json that a timing kit measured on another device, for which is searched then; None
+            times here.
     """
 
-    PYTHON_ONLY = ("folder",)
+    PYTHON_ONLY = ("folder", "table")
 
     preprocess: bool = False
     pad_channels: bool = True
@@ -50,6 +52,7 @@ class LatencyOptions:
     threads: int = 1
     runs: int = 30
     folder: Path | None = None
+    table: Path | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -73,7 +76,8 @@ class LatencyOptions:
         """What channels are filled up to in exported networks (`export_onnx`)."""
         from rankrl.device import channel_block  # imports torch
 
-        return channel_block() if self.pad_channels else 1
+        # Another device's processor is not known.
+        return channel_block() if self.pad_channels and self.table is None else 1
 
     @property
     def compared_runtimes(self) -> tuple[str, ...]:
@@ -89,6 +93,11 @@ class LatencyOptions:
     def timing(self) -> dict[str, Any]:
         """How files are timed in the runtime that budgets go by."""
         return {**self.turns, "runtime": self.runtime}
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What times depend on, for the record of a run."""
+        return self.timing | ({} if self.table is None else {"table": str(self.table)})
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,8 @@ def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -
 
 
 def _meter(session: SearchSession, loss: Callable[[CompressionPlan], float], call: SearchCall) -> PlanMeter:
-    timed = None if session.latency is None else session.latency.share_of_original
+    latency = session.latency
+    timed = None if latency is None or latency.elsewhere else latency.share_of_original
     identity = session.evaluator.fingerprint
     return PlanMeter(session.problem, loss, timed, identity=identity, folder=call.folder)
 

@@ -26,7 +26,9 @@ from decomposition.choose.reachable import least_fraction
 from rankrl.networks.base import PricedNetwork
 from rankrl.operations import KeepChannels
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.run import SearchResult, best_rows
+from rankrl.plan_search.device_kit import DeviceKit
+from rankrl.plan_search.measured_plans import spent
+from rankrl.plan_search.run import SearchResult, TimeEstimate, best_rows
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.plan_search.space.problem import SearchProblem
@@ -107,6 +109,7 @@ class LatencyBudget:
         fractions = network.fractions(counted or {})
         self.counted = {name: value for name, value in fractions.items() if value is not None}
         self._timer = network.timer(options, library)
+        self.kit = DeviceKit(network, self.sites, self._timer)
         self._timed: dict[tuple[LayerPlan, ...], RelativeTime] = {}
         self._ratio = network.time_of_original  # a user knows fractions of the original's time
 
@@ -130,7 +133,8 @@ class LatencyBudget:
         The times of single layers do not quite add up to that of a network. So greedy's plan is exported and
         timed as a whole, the table is corrected by it (`correction`), and the budget is set to what the table
         then says of the plan, until a plan keeps just the fraction that was asked for. The result is kept in
-        the folder of the table, so that a resumed search has the same problem.
+        the folder of the table, so that a resumed search has the same problem. On another device only the
+        networks of its kit were timed, and the budget is kept with a margin.
 
         Where the fastest plan misses the budget by no more than two timings of one file differ, the search
         goes on with it.
@@ -145,14 +149,50 @@ class LatencyBudget:
             fraction, fitted = self._adjusted(table, library)
             return {"fraction": fraction, "table": fitted.to_dict()}
 
+        if self.elsewhere:
+            return self._estimated(self._corrected(table), library)
         kept = Cache(self.options.folder).value("budget", key, adjusted)
         return self._problem(LatencyTable.from_dict(kept["table"]), kept["fraction"], library)
 
     def unbounded(self, library: FitLibrary) -> SearchProblem:
         """Return the problem in which everything may be kept, by times that whole networks corrected."""
-        table, sites = self._measured_sites
-        fitted = corrected(table, sites, correction(table, self._trials(table)))
-        return self._problem(fitted, 1.0, library)
+        return self._problem(self._corrected(self._measured_sites[0]), 1.0, library)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether times are those of another device, on which plans cannot be timed but estimated alone."""
+        return self.options.table is not None
+
+    def estimate(self, problem: SearchProblem, choices: Sequence[int]) -> TimeEstimate | None:
+        """Return the estimated time of a plan on another device; None where times are taken here.
+
+        Args:
+            problem: What was searched over.
+            choices: The plan: the candidate of every site, by index.
+        """
+        if not self.elsewhere:
+            return None
+        return TimeEstimate(self._ratio * spent(problem, choices), self._measured_sites[0].conditions)
+
+    def _estimated(self, table: LatencyTable, library: FitLibrary) -> SearchProblem:
+        """Return the problem on another device, whose budget is kept with a margin."""
+        _, sites = self._measured_sites
+        least = least_fraction(table.attach(sites), table.budget(1.0, sites))
+        if least > self.fraction:
+            raise self._unreachable("is estimated to take", least, table.conditions)
+        return self._problem(table, max(_SAFE * self.fraction, min(1.0, least * _ROUNDING)), library)
+
+    def _unreachable(self, takes: str, share: float, conditions: str) -> DecompositionError:
+        return DecompositionError(
+            f"budget.latency={self.fraction_of_original} cannot be reached: the fastest plan {takes} "
+            f"{self._ratio * share:.3f} of the dense network's time ({conditions}). Ask for that, or try "
+            "another format"
+        )
+
+    def _corrected(self, table: LatencyTable) -> LatencyTable:
+        """Return the measured times, corrected by those of whole networks."""
+        _, sites = self._measured_sites
+        return corrected(table, sites, correction(table, self._trials(table)))
 
     def share_of_original(self, plan: CompressionPlan) -> RelativeTime:
         """Return the time of the network under a plan / the original's; a plan is timed once."""
@@ -204,15 +244,13 @@ class LatencyBudget:
         if not keeping and fastest.time.share <= self.fraction * _HAIR:
             keeping = [fastest]
         if not keeping:
-            raise DecompositionError(
-                f"budget.latency={self.fraction_of_original} cannot be reached: the fastest plan takes "
-                f"{self._ratio * fastest.time.share:.3f} of the dense network's time ({conditions}). Ask for "
-                "that, or try another format"
-            )
+            raise self._unreachable("takes", fastest.time.share, conditions)
         return min(keeping, key=lambda plan: plan.loss)
 
     def _trials(self, table: LatencyTable) -> list[Trial]:
         """Return whole networks that were timed, where layers compute in integers."""
+        if self.elsewhere:
+            return self.kit.trials(self._table())
         if not table.borders:
             return []
         specs, shape = self.network.specs, self.network.input_shape
@@ -243,7 +281,7 @@ class LatencyBudget:
     ) -> TimedPlans:
         """Export and time the best plans of a search, until enough of them keep the budget with a margin.
 
-        Where none does, the fastest is taken.
+        Where none does, the fastest is taken. For another device, the estimates that were searched by count.
 
         Args:
             problem: What was searched over.
@@ -253,6 +291,8 @@ class LatencyBudget:
                 may have begun with; None keeps nothing.
         """
         tried = best_rows(result.rows, max(_PLANS_TRIED, count))
+        if self.elsewhere:
+            return TimedPlans(tried[:count])
 
         def times() -> list[tuple[float, float]]:
             measured: list[RelativeTime] = []

@@ -28,7 +28,8 @@ class MeasuredPlan:
         key: The candidate of every site, by index.
         loss: What its network loses of the original's score, in the score's unit; negative for a gain.
         cost: What it takes of the original's cost, measured: its file's time, or what is counted.
-        measure: What that is: `latency`, `bytes`, `macs` or `params`.
+        measure: What that is: `latency`, `bytes`, `macs` or `params`; `estimated_latency` for the estimated
+            time on another device.
         expected_loss: What the sum of its layers' losses says, without a unit.
         expected_cost: What the sum of its layers' costs says, as a fraction of the original's.
         width: Of the 95 % interval of a measured time; None where the cost is exact.
@@ -62,7 +63,7 @@ class PlanMeter:
     Args:
         problem: What is searched over.
         loss: From a plan to what its network, refit and all, loses of the original's score.
-        time: From a plan to its file's time / the original's; None where costs are counted.
+        time: From a plan to its file's time / the original's; None where costs are counted or estimated.
         identity: What losses depend on beside the plan.
         folder: Where measurements are kept, so that a search that is resumed goes on with the same; or None.
     """
@@ -99,10 +100,12 @@ class PlanMeter:
             expected = sum(
                 float(site.losses[choice]) for site, choice in zip(problem.sites, choices, strict=True)
             )
+            estimated = problem.measure == "latency" and self._time is None
+            measure = "estimated_latency" if estimated else problem.measure
             measured = MeasuredPlan(
-                name, choices, loss, cost, problem.measure, expected, spent(problem, choices), width
+                name, choices, loss, cost, measure, expected, spent(problem, choices), width
             )
-            log.info("%s: %.4f lost at %.3f of the %s", name, loss, cost, problem.measure)
+            log.info("%s: %.4f lost at %.3f of the %s", name, loss, cost, measure.replace("_", " "))
             self.plans[choices] = measured
         return self.plans[choices]
 

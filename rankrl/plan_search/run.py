@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,19 @@ StoppedBy = Literal["episodes", "seconds", "patience", "interrupt", "selector"]
 
 
 @dataclass(frozen=True)
+class TimeEstimate:
+    """The time of a network on another device, estimated from the times of layers there.
+
+    Attributes:
+        share: Fraction of the original's time.
+        conditions: Device, runtime, batch and threads.
+    """
+
+    share: float
+    conditions: str
+
+
+@dataclass(frozen=True)
 class SearchResult:
     """The plan that a search chose, and its record.
 
@@ -51,6 +64,7 @@ class SearchResult:
         missed: A message to the reader if the plan misses the budget in time, else None.
         measured: The plans that were carried out, scored and timed.
         layers: What the compression of each layer loses and saves, the largest loss first.
+        estimate: Its estimated time on another device, where a budget in time was for that.
     """
 
     plan: CompressionPlan
@@ -62,6 +76,7 @@ class SearchResult:
     missed: str | None = None
     measured: tuple[MeasuredPlan, ...] = ()
     layers: tuple[LayerCost, ...] = ()
+    estimate: TimeEstimate | None = None
 
     @property
     def evaluations(self) -> int:
@@ -80,6 +95,7 @@ def search_numbers(result: SearchResult) -> dict[str, Any]:
         "chosen_episode": result.row.episode,
         "stopped_by": result.stopped_by,
         **({"measured": as_rows(result.measured, result.row.key)} if result.measured else {}),
+        **({} if result.estimate is None else {"estimate": asdict(result.estimate)}),
     }
 
 

@@ -233,7 +233,8 @@ class SearchSession:
             selector, selector_options, seed, folder, anew_for_other_scores, on_set_aside, on_episode
         )
         result = self._ended(run)
-        return replace(result, layers=layer_costs(self.problem, result.row.key))
+        estimate = None if self.latency is None else self.latency.estimate(self.problem, result.row.key)
+        return replace(result, layers=layer_costs(self.problem, result.row.key), estimate=estimate)
 
     def _ended(self, run: SearchCall) -> SearchResult:
         """Search, and return the best of the plans that were carried out."""

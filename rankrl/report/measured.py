@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_MEASURES = {"latency": "time", "bytes": "bytes", "macs": "multiply-accumulates", "params": "parameters"}
+_MEASURES = {
+    "latency": "time",
+    "estimated_latency": "time on the device of timing.table, estimated from its layers",
+    "bytes": "bytes",
+    "macs": "multiply-accumulates",
+    "params": "parameters",
+}
 _COLUMNS = ["Plan", "Loss of score", "Cost", "Expected cost"]
 
 
@@ -37,7 +43,9 @@ def measured_note(metrics: Mapping[str, Any]) -> str:
     if not plans:
         return ""
     taken = next((plan["name"] for plan in plans if plan["taken"]), None)
-    note = f"Each plan was carried out and measured; the cost is the {_MEASURES[plans[0]['measure']]}."
+    measure = plans[0]["measure"]
+    done = "scored" if measure.startswith("estimated") else "measured"
+    note = f"Each plan was carried out and {done}; the cost is the {_MEASURES[measure]}."
     if taken == "all dense":
         return f"{note} Nothing cheaper loses as little: the network is handed back as it was."
     if taken is not None:
@@ -45,6 +53,17 @@ def measured_note(metrics: Mapping[str, Any]) -> str:
             f" {taken[0].upper()}{taken[1:]} was taken: no other is better in one and as good in the other."
         )
     return note
+
+
+def estimate_note(metrics: Mapping[str, Any]) -> str:
+    """Return a sentence on the time on another device that was searched for; empty where there was none."""
+    estimate = (metrics.get("search") or {}).get("estimate")
+    if estimate is None:
+        return ""
+    return (
+        f"The plan is for another device: its layers' times there ({estimate['conditions']}) add up to an "
+        f"estimated {estimate['share']:.3f} of the original's. Times of files are of this machine."
+    )
 
 
 def _plans(metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -19,7 +19,7 @@ from rankrl.report.figures import (
 )
 from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
 from rankrl.report.layer_costs import LAYER_COSTS_NOTE, layer_cost_rows
-from rankrl.report.measured import measured_note, measured_rows
+from rankrl.report.measured import estimate_note, measured_note, measured_rows
 from rankrl.report.network_drawing import plan_drawing
 from rankrl.report.provenance import DATE
 from rankrl.report.remains import remains
@@ -128,6 +128,8 @@ def _comparison(metrics: Mapping[str, Any]) -> Table | None:
         caption += agreement_note(metrics)
     if certificate_note(metrics):
         caption += f" {certificate_note(metrics)}"
+    if estimate_note(metrics):
+        caption += f" {estimate_note(metrics)}"
     if number(metrics, "onnx", "latency_ms") is not None:
         caption += f" {latency_note(metrics)}"
     return text_table(caption, columns, rows)

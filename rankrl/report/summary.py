@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from rankrl.report.certificate import certificate_note
-from rankrl.report.measured import measured_note, measured_rows
+from rankrl.report.measured import estimate_note, measured_note, measured_rows
 from rankrl.report.remains import remains
 from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
@@ -107,7 +107,12 @@ def conclusion(metrics: Mapping[str, Any]) -> str:
         name = kept[0].name.lower()
         article = "an" if name[0] in "aeiou" else "a"
         quality = f" for {article} {name} of {kept[0].note.replace(' of ', ' instead of ')}"
-    return f"The compressed network needs {needs}{quality}. {certificate_note(metrics)}".strip()
+    sentences = [
+        f"The compressed network needs {needs}{quality}.",
+        certificate_note(metrics),
+        estimate_note(metrics),
+    ]
+    return " ".join(filter(None, sentences))
 
 
 def runtimes_table(metrics: Mapping[str, Any]) -> Table:

@@ -94,6 +94,11 @@ class RunFolder:
         return self.path / "model.safetensors"
 
     @property
+    def kit(self) -> Path:
+        """The files to time on another device."""
+        return self.path / "kit"
+
+    @property
     def onnx(self) -> Path:
         """The compressed network as ONNX."""
         return self.path / "model.onnx"

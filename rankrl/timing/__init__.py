@@ -12,7 +12,7 @@ from rankrl.timing.latency import (
     time_in_turns,
 )
 from rankrl.timing.network_timer import NetworkTimer
-from rankrl.timing.rank_step import fast_multiple
+from rankrl.timing.rank_step import fast_multiple, suited_multiple
 
 __all__ = [
     "Latency",
@@ -23,5 +23,6 @@ __all__ = [
     "fast_multiple",
     "is_unchanged",
     "measure_latency",
+    "suited_multiple",
     "time_in_turns",
 ]

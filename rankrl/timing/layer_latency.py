@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import nn
 
-from decomposition import Candidate, CandidateSet, Factorise, LatencyTable
+from decomposition import Candidate, CandidateSet, DecompositionError, Factorise, LatencyTable
 from decomposition.network.geometry import Geometry
 from decomposition.network.kinds import DecomposableModule, is_decomposable_module
 from rankrl.timing.layer_timing import LayerTimer
@@ -59,23 +59,24 @@ class SiteTimes:
             whole: Time of the dense network.
             in_integers: Time of the dense network in integers; `None` where no candidate is in integers.
             conditions: Recorded in the table.
+
+        Raises:
+            DecompositionError: The dense network or one of its layers does not run.
         """
+        for name, time in (("the dense network", whole), *((k, v[-1]) for k, v in self.times.items())):
+            if not np.isfinite(time):
+                raise DecompositionError(
+                    f"{name} does not run where it was timed ({conditions}), so that nothing can be compared "
+                    "with it; the reason stands under `failed` in the table"
+                )
         dense = sum(times[-1] for times in self.times.values())
         factor = min(1.0, _LARGEST_SHARE * whole / dense)
         rest, integer_factor = whole - factor * dense, 1.0
-        if in_integers is not None:
-            quantised = sum(
-                self.times[site.name][index]
-                for site in sites
-                for index, candidate in enumerate(site.candidates)
-                if candidate.only_integers
-            )
+        if in_integers is not None and np.isfinite(in_integers):
             # Layers without integers take in that network what they take in the other one.
-            floats = factor * sum(
-                self.times[site.name][-1]
-                for site in sites
-                if not any(candidate.only_integers for candidate in site.candidates)
-            )
+            integers = {site.name: self._in_integers(site) for site in sites}
+            quantised = sum(map(sum, integers.values()))
+            floats = factor * sum(self.times[name][-1] for name, own in integers.items() if not own)
             left = in_integers - floats
             if quantised > 0:
                 integer_factor = max(left - rest, _LEAST_SHARE * left) / quantised if left > 0 else factor
@@ -94,6 +95,11 @@ class SiteTimes:
             for name, rows in self.narrowed.items()
         }
         return LatencyTable(scaled, rest=rest, conditions=conditions, borders=self.borders, narrowed=narrower)
+
+    def _in_integers(self, site: CandidateSet) -> list[float]:
+        """Return the times of the dense layer in integers, where it has them and they run."""
+        times = zip(site.candidates, self.times[site.name], strict=True)
+        return [time for candidate, time in times if candidate.only_integers and np.isfinite(time)]
 
 
 def time_sites(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,20 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import Candidate, LayerOperation, Quantise, integer_layers, without_rounding
+from decomposition.cache import digest
 from decomposition.network.kinds import DecomposableModule
 from decomposition.network.layers import LayerSpec
 from decomposition.network.surgery import copied
 from decomposition.operations import Operation
+from rankrl.kits.file_group import Contents, FileGroup, Stopwatch
 from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.graph_edits import part_of
-from rankrl.onnx.protobuf import load_model, save_model
-from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Session, open_session
+from rankrl.onnx.protobuf import load_model
+from rankrl.options.timing import DEFAULT_RUNTIME
 from rankrl.timing.layer_files import SideBySide
+from rankrl.timing.local_stopwatch import LocalStopwatch
 from rankrl.timing.lone_node import LoneNode
-from rankrl.timing.passes import clock_for, timed_passes
 
-_WARM_UP = 6
 _FEWEST_CHANNELS = 8
 """Layers with fewer inputs read the network's own input, whose memory layout nothing has prepared."""
 _MOST_TOGETHER = 48
@@ -51,6 +53,7 @@ class LayerTimer:
         runs: Timed passes of each graph.
         runtime: What runs them.
         channel_block: Channels are filled up as in the exported network (`export_onnx`).
+        stopwatch: What times files; None times them here.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class LayerTimer:
         runs: int,
         runtime: str = DEFAULT_RUNTIME,
         channel_block: int = 1,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
-        self.batch, self.threads, self.runs, self.runtime = batch, threads, runs, runtime
-        self.channel_block = channel_block
+        self.batch, self.runs, self.channel_block = batch, runs, channel_block
+        self.stopwatch = LocalStopwatch(threads, runtime) if stopwatch is None else stopwatch
         self._pairs: dict[tuple[tuple[int, ...], bool, bool], float] = {}
 
     def candidates(
@@ -85,8 +89,9 @@ class LayerTimer:
                     continue
                 layers = [_structure(dense, spec, operations[j]) for j in mine]
                 total[mine] += self._between(layers, shape, after, integer)
-        # A difference of measured times may fall below zero where the layer takes next to nothing.
-        return np.maximum(total, 1e-4)
+        # A difference of measured times may fall below zero where the layer takes next to nothing. It is none
+        # where a file does not run.
+        return np.where(np.isfinite(total), np.maximum(total, 1e-4), np.inf)
 
     def forms(self, spec: LayerSpec, layers: Sequence[nn.Module]) -> np.ndarray:
         """Return the median milliseconds of a layer's replacements in floating point, all calls together.
@@ -115,14 +120,14 @@ class LayerTimer:
         stacks = [copied(_stack([ends[0], layer, ends[1]])) for layer in layers]
         around = sum(self._pair(size, integer, integer) for size in (shape, after)) / 2
         parts = range(0, len(stacks), _MOST_TOGETHER)
-        return np.concatenate(
-            [self._time(stacks[start : start + _MOST_TOGETHER], shape) - around for start in parts]
-        )
+        times = [self._time(stacks[start : start + _MOST_TOGETHER], shape) for start in parts]
+        with np.errstate(invalid="ignore"):  # where neither runs
+            return np.concatenate(times) - around
 
     def node(self, node: LoneNode, candidates: Sequence[Candidate]) -> tuple[float, ...]:
         """Return the median milliseconds of a node of a file under each candidate."""
         operations = [candidate.operations for candidate in candidates]
-        return tuple(node.times(operations, threads=self.threads, runs=self.runs).tolist())
+        return tuple(self.stopwatch.times(node.files(operations, self.runs)).tolist())
 
     def alone(self, layers: Sequence[nn.Module], shape: tuple[int, ...]) -> np.ndarray:
         """Return the median milliseconds of layers with nothing around them; `shape` is the whole input."""
@@ -173,6 +178,11 @@ class LayerTimer:
 
     def _time(self, networks: Sequence[nn.Module], shape: tuple[int, ...]) -> np.ndarray:
         """Return the median milliseconds of each network, timed in turns."""
+        names = tuple(digest("layers", shape, self.channel_block, str(network)) for network in networks)
+        return self.stopwatch.times(FileGroup(names, partial(self._contents, networks, shape), self.runs))
+
+    def _contents(self, networks: Sequence[nn.Module], shape: tuple[int, ...]) -> Contents:
+        """Return each network as a graph of its own, and the input of all."""
         network = SideBySide(networks).eval()
         for parameter in network.parameters():
             nn.init.normal_(parameter, std=0.1)
@@ -184,22 +194,12 @@ class LayerTimer:
             network.save(path, shape)
             if weights:
                 quantise_onnx(path, path, [inputs], weights=weights, fitted=False)
-            sessions = self._sessions(path)
-        count, clock = len(sessions), clock_for(self.threads, self.runtime)
-        times, _ = timed_passes(
-            sessions, [inputs] * count, [clock] * count, runs=self.runs, warm_up=_WARM_UP, settle=True
-        )
-        return np.median(times, axis=0)
-
-    def _sessions(self, path: Path) -> list[Session]:
-        """Open each output of a file as a graph of its own; the file is overwritten."""
-        whole, sessions = load_model(path), []
+            whole = load_model(path)
+        parts = []
         for output in whole.graph.outputs:
-            part = part_of(whole, list(whole.graph.inputs), [str(output.name)])
-            pad_channels(part, self.channel_block)
-            save_model(part, path)
-            sessions.append(open_session(path, threads=self.threads, runtime=self.runtime))
-        return sessions
+            parts.append(part_of(whole, list(whole.graph.inputs), [str(output.name)]))
+            pad_channels(parts[-1], self.channel_block)
+        return parts, inputs
 
 
 def _stack(layers: Sequence[nn.Module | None]) -> nn.Sequential:

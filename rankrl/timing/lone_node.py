@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 
-import numpy as np
 import onnx_ir as ir
 
 from decomposition import Quantise
+from decomposition.cache import digest
 from decomposition.operations import Operation
+from rankrl.kits.file_group import Contents, FileGroup
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.dynamic_lstm import quantise_lstms
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import depending, part_of, set_types
-from rankrl.onnx.protobuf import save_model
-from rankrl.onnx.runtimes import Session, open_session
-from rankrl.timing.passes import clock_for, timed_passes
-
-_WARM_UP = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,29 +33,26 @@ class LoneNode:
     site: Site
     feed: Feed
 
-    def times(self, operations: Sequence[Sequence[Operation]], *, threads: int, runs: int) -> np.ndarray:
-        """Return the median milliseconds of the node under each list of operations.
+    def files(self, operations: Sequence[Sequence[Operation]], runs: int) -> FileGroup:
+        """Return the node under each list of operations, to be timed.
 
         Args:
             operations: None, or a rounding.
-            threads: Threads of onnxruntime.
             runs: Timed passes of each.
         """
+        spec = replace(self.site.spec, name="", index=0)
+        names = [digest("node", self.network.axes.size(self.feed), spec, each) for each in operations]
+        return FileGroup(tuple(names), partial(self._contents, operations), runs)
+
+    def _contents(self, operations: Sequence[Sequence[Operation]]) -> Contents:
         part, values = self._part()
-        sessions: list[Session] = []
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "node.onnx"
-            for each in operations:
-                model = part.clone()
-                bits = [one.weight_bits for one in each if isinstance(one, Quantise)]
-                quantise_lstms(model, [(self.site, number) for number in bits])
-                save_model(model, path)
-                sessions.append(open_session(path, threads=threads))
-        count, clock = len(sessions), clock_for(threads)
-        times, _ = timed_passes(
-            sessions, [values] * count, [clock] * count, runs=runs, warm_up=_WARM_UP, settle=True
-        )
-        return np.median(times, axis=0)
+        models = []
+        for each in operations:
+            model = part.clone()
+            bits = [one.weight_bits for one in each if isinstance(one, Quantise)]
+            quantise_lstms(model, [(self.site, number) for number in bits])
+            models.append(model)
+        return models, values
 
     def _part(self) -> tuple[ir.Model, Feed]:
         """Return the node as a graph of its own, and what it takes."""

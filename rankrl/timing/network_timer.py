@@ -13,12 +13,16 @@ from torch import nn
 from decomposition import CandidateSet, CompressionPlan, LatencyTable, LayerSpec, plan_from_choices
 from decomposition.cache import Cache, digest
 from decomposition.network.input_specs import InputShape
+from rankrl.kits.file_group import Contents, FileGroup, Stopwatch
+from rankrl.kits.times_file import TimesFile
+from rankrl.onnx.protobuf import load_model
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
-from rankrl.timing.latency import RelativeTime, compare_latency, measure_latency
+from rankrl.timing.latency import RelativeTime, compare_latency
 from rankrl.timing.layer_latency import geometry, time_sites
 from rankrl.timing.layer_timing import LayerTimer
+from rankrl.timing.local_stopwatch import LocalStopwatch
 from rankrl.timing.lone_node import LoneNode
 from rankrl.timing.passes import measuring_conditions
 
@@ -77,6 +81,19 @@ class NetworkTimer:
         """All that times depend on apart from the options and the layers."""
         return self.files.conditions
 
+    def about(self, sites: Sequence[CandidateSet]) -> dict[str, str]:
+        """Return what the files of all candidates are of, whatever times them."""
+        candidates = [
+            (site.name, geometry(site), [candidate.content() for candidate in site.candidates])
+            for site in sites
+        ]
+        return {
+            "method": str(_METHOD),
+            "network": digest(self.files.conditions, list(self._specs)),
+            "candidates": digest(self.files.channel_block, candidates),
+            "batch": str(self.options.batch),
+        }
+
     def layers(self, sites: Sequence[CandidateSet]) -> LatencyTable:
         """Return the times of all candidates of all sites, and of the whole dense network.
 
@@ -88,55 +105,67 @@ class NetworkTimer:
             sites: The candidates of the layers.
 
         Returns:
-            Milliseconds for one batch.
+            Milliseconds for one batch; infinity for a candidate that does not run.
 
         Raises:
             ExportError: A layer or the network cannot be written.
+            ConfigError: The table of another device does not fit.
         """
         options = self.options
-        key = digest(
-            _METHOD,
-            measuring_conditions(options.batch, options.threads, options.runtime),
-            options.runs,
-            self.files.channel_block,
-            self.files.conditions,
-            list(self._specs),
-            [
-                (site.name, geometry(site), [candidate.content() for candidate in site.candidates])
-                for site in sites
-            ],
-        )
-        cache = Cache(options.folder)
-        return LatencyTable.from_dict(cache.value("layers", key, lambda: self.measured(sites).to_dict()))
+        about = self.about(sites)
+        if options.table is not None:
+            times = TimesFile.load(options.table)
+            times.check(about, options.threads)
+            return self.table(sites, times, times.conditions)
+        key = digest(about, self._here, options.runs)
+        kept = Cache(options.folder).value("layers", key, lambda: self.measured(sites).to_dict())
+        return LatencyTable.from_dict(kept)
+
+    @property
+    def _here(self) -> str:
+        options = self.options
+        return measuring_conditions(options.batch, options.threads, options.runtime)
 
     def measured(self, sites: Sequence[CandidateSet]) -> LatencyTable:
-        """Measure the table that `layers` returns."""
-        options, files = self.options, self.files
-        timer = LayerTimer(**options.timing, channel_block=files.channel_block)
+        """Measure the table that `layers` returns, on this machine."""
+        return self.table(sites, LocalStopwatch(self.options.threads, self.options.runtime), self._here)
+
+    def table(self, sites: Sequence[CandidateSet], stopwatch: Stopwatch, conditions: str) -> LatencyTable:
+        """Return the table that `layers` returns, of times that a stopwatch tells."""
+        files = self.files
+        timer = LayerTimer(**self.options.timing, channel_block=files.channel_block, stopwatch=stopwatch)
         with progress_bar("time layers", total=len(sites)) as bar:
             times = time_sites(timer, files.modules, sites, lambda _: bar.advance())
-        whole, in_integers = self._milliseconds(self._dense), None
-        if any(candidate.computes_integers for site in sites for candidate in site.candidates):
-            in_integers = self._milliseconds(self._file("integers", self._in_integers(sites)))
-        conditions = measuring_conditions(options.batch, options.threads, options.runtime)
-        return times.table(sites, whole, in_integers, conditions)
+        plans = [None, *self.in_integers(sites)]
+        whole, *in_integers = [float(stopwatch.times(self.networks([plan]))[0]) for plan in plans]
+        return times.table(sites, whole, next(iter(in_integers), None), conditions)
+
+    def networks(self, plans: Sequence[CompressionPlan | None]) -> FileGroup:
+        """Return whole networks under plans, None for the dense one, to be timed."""
+        options = self.options
+        names = [
+            digest("network", self.conditions, self._specs, options.batch, _content(plan)) for plan in plans
+        ]
+
+        def contents() -> Contents:
+            return [load_model(self._file("timed", plan)) for plan in plans], self.files.feed
+
+        return FileGroup(tuple(names), contents, 2 * options.runs, warm_up=3, settle=False)
 
     def whole(self, plan: CompressionPlan) -> RelativeTime:
         """Return the time of the network under a plan / that of the dense one, timed in turns."""
         path = self._file("compressed", plan)
         return compare_latency(self._dense, path, **self.options.timing, inputs=self.files.feed).share
 
-    def _in_integers(self, sites: Sequence[CandidateSet]) -> CompressionPlan:
-        """Return the plan under which all layers that can compute in integers, and nothing else changes."""
+    def in_integers(self, sites: Sequence[CandidateSet]) -> list[CompressionPlan]:
+        """Return the plan under which all layers that can compute in integers, if any can."""
+        if not any(candidate.computes_integers for site in sites for candidate in site.candidates):
+            return []
         choices = [
             next((j for j, candidate in enumerate(site.candidates) if candidate.only_integers), site.dense)
             for site in sites
         ]
-        return plan_from_choices(sites, choices, self._specs, self._input_shape, "all in integers")
-
-    def _milliseconds(self, path: Path) -> float:
-        twice = self.options.timing | {"runs": 2 * self.options.runs}
-        return measure_latency(path, **twice, inputs=self.files.feed).median_ms
+        return [plan_from_choices(sites, choices, self._specs, self._input_shape, "all in integers")]
 
     @cached_property
     def _dense(self) -> Path:
@@ -147,3 +176,8 @@ class NetworkTimer:
         path = Path(self._scratch.name) / f"{name}.onnx"
         self.files.write(path, plan)
         return path
+
+
+def _content(plan: CompressionPlan | None) -> list[object] | None:
+    """Return what becomes of every layer."""
+    return None if plan is None else [[each.to_dict() for each in layer.operations] for layer in plan]

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from decomposition.cache import Cache, digest
-from rankrl.options.timing import DEFAULT_RUNTIME
+from rankrl.options.timing import DEFAULT_RUNTIME, LatencyOptions
 from rankrl.timing.layer_timing import LayerTimer
 from rankrl.timing.passes import measuring_conditions
 
@@ -20,6 +20,8 @@ STEPS = (32, 16, 8, 4)
 _ALIKE = 0.93
 """A rank that takes this part of the time at the step's end, or more, is no faster than that."""
 _SHAPE = (16, 64, 32, 32)
+_ELSEWHERE = 8
+"""For processors that are not at hand: two registers of floats with NEON, one with AVX2."""
 _RUNS = 60  # steps and a straight line differ by little
 
 
@@ -37,6 +39,11 @@ def fast_multiple(folder: Path | None = None, runtime: str = DEFAULT_RUNTIME) ->
     conditions = measuring_conditions(_SHAPE[0], 1, runtime)
     key = digest(conditions, STEPS, _SHAPE, _RUNS)
     return Cache(folder).value("rank-multiple", key, lambda: _measured(runtime))
+
+
+def suited_multiple(timing: LatencyOptions) -> int:
+    """Return what ranks are multiples of in plans for the device that is timed."""
+    return fast_multiple(timing.folder, timing.runtime) if timing.table is None else _ELSEWHERE
 
 
 def _measured(runtime: str) -> int:

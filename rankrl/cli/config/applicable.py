@@ -91,7 +91,8 @@ def _prunes_alone(config: Config) -> bool:
 
 _SEARCHING = ("pipeline", "search", "compare", "prune")
 _FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
-_TRAINING = ("train", "apply", *_SEARCHING)
+_TRAINING = ("train", "apply", "timing_kit", *_SEARCHING)
+_FITTING = ("inspect", "apply", "pretrain", "timing_kit", *_SEARCHING)
 
 
 def _section(name: str, reason: str, *tasks: str) -> Rule:
@@ -142,8 +143,8 @@ RULES = (
     _section("search", "searches for no plan", "pretrain", *_SEARCHING),
     _section("selector", "searches for no plan", *_SEARCHING),
     _section("reward", "searches for no plan", *_SEARCHING),
-    _section("calibration", "fits no layers", "inspect", "apply", "pretrain", *_SEARCHING),
-    _section("decomposition", "fits no layers", "inspect", "apply", "pretrain", *_SEARCHING),
+    _section("calibration", "fits no layers", *_FITTING),
+    _section("decomposition", "fits no layers", *_FITTING),
     *(
         Rule(
             f"{section}.",
@@ -174,7 +175,7 @@ RULES = (
     Rule(
         "export.",
         lambda config: (
-            config["task"] not in ("export", *_SEARCHING)
+            config["task"] not in ("export", "timing_kit", *_SEARCHING)
             and not (_is_onnx(config) and config["task"] == "apply")
         ),
         "task={task} neither exports a network nor times one",
@@ -201,6 +202,12 @@ RULES = (
             "set budget.params or budget.macs, or choose task=pipeline",
         )
         for name in ("bytes", "latency")
+    ),
+    Rule(
+        "timing.table",
+        lambda config: config["budget"]["latency"] is None and config["budget"]["drop"] is None,
+        "there is no budget in time",
+        "set budget.latency too",
     ),
     _section("pruner", "prunes nothing", "prune"),
     _section("prune", "prunes nothing", "prune"),

@@ -19,6 +19,7 @@ from rankrl.runs.run_folder import RunFolder
 _FILES = {
     "weights": ("weights", "model.safetensors"),
     "plan": ("plan", "plan.json"),
+    "timing.table": ("times", "times.json"),
     "model.checkpoint": ("checkpoint", "dense.safetensors"),
     "finetune.teacher": ("checkpoint", "dense.safetensors"),
 }
@@ -38,6 +39,7 @@ def check_input_files(config: Mapping[str, Any]) -> None:
     """
     teachers = config["finetune"]["teacher"]
     values = {**config, _CHECKPOINT: config["model"].get("checkpoint"), "finetune.teacher": teachers}
+    values["timing.table"] = config["timing"]["table"]
     named = [
         (option, Path(each))
         for option in _FILES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,10 +13,13 @@ from rankrl.cli.config.entries import selector_entry
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError
+from rankrl.kits.kit_writer import TIMES_FILE
 from rankrl.models import default_lr
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.onnx.runtimes import check_runtimes
+from rankrl.options.budget import BudgetOptions
 from rankrl.options.search import SearchOptions
+from rankrl.options.tasks import TimingOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.options.training import OptimizerOptions, RecipeOptions
 from rankrl.plan_search.goal import SearchGoal
@@ -23,7 +27,7 @@ from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector
 from rankrl.pruners.options import PruningOptions, pruning_options
 from rankrl.request import Request
 from rankrl.runs.run_folder import cache_folder
-from rankrl.timing import fast_multiple
+from rankrl.timing import suited_multiple
 from rankrl.training import TrainingRecipe
 
 # Where optim.lr is null: the rate that keeps most, of 1e-4, 3e-4 and 1e-3 on held-out images (ResNet-20,
@@ -48,7 +52,7 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
     return CandidateOptions.of(
         config.decomposition,
         config.budget,
-        multiple=fast_multiple(cache_folder() / "latencies") if measured else None,
+        multiple=suited_multiple(search_goal(config).timing) if measured else None,
         reduce_range=config.export.reduce_range,
     )
 
@@ -82,7 +86,7 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
 
 def search_goal(config: AppConfig) -> SearchGoal:
     """Return budget, reward and limits of a search."""
-    timing = dataclasses.replace(config.export, folder=cache_folder() / "latencies")
+    timing = dataclasses.replace(export_options(config), folder=cache_folder() / "latencies")
     return SearchGoal(config.budget, search_options(config), timing, *_named(config.reward))
 
 
@@ -195,7 +199,14 @@ def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
 def export_options(config: AppConfig) -> ExportOptions:
     """Return how the network is exported and timed, in runtimes that can be used here."""
     check_runtimes(config.export)
-    return config.export
+    table = config.timing.table
+    return config.export if table is None else dataclasses.replace(config.export, table=Path(table))
+
+
+def for_kit(config: AppConfig, folder: Path) -> AppConfig:
+    """Return the configuration of a search for the device that a kit in a folder is to be measured on."""
+    budget, table = BudgetOptions(latency=1.0), str(folder / TIMES_FILE)
+    return dataclasses.replace(config, budget=budget, timing=TimingOptions(table))
 
 
 def _recipe(

@@ -18,6 +18,7 @@ from rankrl.options.tasks import (
     CompareOptions,
     InspectOptions,
     PruneOptions,
+    TimingOptions,
     TrackingOptions,
 )
 from rankrl.options.timing import ExportOptions
@@ -33,7 +34,7 @@ class AppConfig:
 
     Attributes:
         task: What to do: pipeline (all of it), train, search, apply, prune, finetune, evaluate, export,
-            inspect, report, compare, pretrain.
+            inspect, report, compare, pretrain, timing_kit.
         seed: Seed of everything random: held-out images, calibration, exploration, augmentation.
         resume: A run folder to go on with after it was interrupted; its own configuration is used.
         plan: The plan that task=apply applies: a plan.json.
@@ -66,6 +67,7 @@ class AppConfig:
     finetune: FineTuningOptions = field(default_factory=FineTuningOptions)
     train: TrainingOptions = field(default_factory=TrainingOptions)
     export: ExportOptions = field(default_factory=ExportOptions)
+    timing: TimingOptions = field(default_factory=TimingOptions)
     tracking: TrackingOptions = field(default_factory=TrackingOptions)
 
 

@@ -68,6 +68,11 @@ _ALL = (
     Task("prune", "remove channels or blocks to a target, fine-tune, export and report"),
     Task("report", "gather all runs below runs=FOLDER in one page and one CSV file"),
     Task("search", "choose ranks and write plan.json"),
+    Task(
+        "timing_kit",
+        "write what a budget in time needs to be timed on another device",
+        on_file="timing_kit",
+    ),
     Task("train", "train a network, from scratch or from model.checkpoint"),
 )
 TASKS = {task.name: task for task in _ALL}

@@ -14,8 +14,9 @@ from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import ending
 from rankrl.cli.tasks.compressed import method_of
+from rankrl.cli.tasks.timing_kit import show
 from rankrl.errors import ConfigError, RunStoppedError
-from rankrl.file_compression import FileSource, apply_to_file, compress_file
+from rankrl.file_compression import FileSource, apply_to_file, compress_file, write_file_kit
 from rankrl.onnx.graph import ImagePreprocessing
 from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.options.datasets import InputsOptions
@@ -70,6 +71,12 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     result = apply_to_file(source, plan, folder.onnx, _request(config))
     plan.save(folder.plan)
     _report(config, folder, result, source.images, method_of(plan))
+
+
+def timing_kit(config: AppConfig, folder: RunFolder) -> None:
+    """Write the kit."""
+    config = options.for_kit(config, folder.kit)
+    show(write_file_kit(_source(config), _request(config), folder.kit))
 
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:

@@ -236,7 +236,7 @@ def test_a_budget_out_of_reach_is_refused_before_anything_is_measured(
     options: dict[str, Any], tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(compress.GraphNetwork, "library", None)
-    monkeypatch.setattr("rankrl.request.fast_multiple", None)
+    monkeypatch.setattr("rankrl.request.suited_multiple", None)
     monkeypatch.setattr(compress, "relative_time", None)
     with pytest.raises(DecompositionError, match=r"0\.001"):
         compressed(convolutions(), images(), tmp_path, **options)

@@ -25,6 +25,7 @@ from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.costs import network_costs, plan_costs
 from rankrl.onnx.graph.dynamic_lstm import quantise_lstms
 from rankrl.timing.graph_files import GraphFiles
+from rankrl.timing.local_stopwatch import LocalStopwatch
 from rankrl.timing.lone_node import LoneNode
 
 STEPS, INPUTS, HIDDEN = 7, 6, 5
@@ -210,7 +211,7 @@ def test_it_is_timed_as_it_stands_in_the_file(tmp_path: Path) -> None:
     files = GraphFiles(file, file.feed(4), fit_library(file, CandidateOptions(("tucker",)), measure=False))
     node = files.modules["layer"]
     assert isinstance(node, LoneNode)
-    assert (node.times([(), (DYNAMIC,)], threads=1, runs=3) > 0).all()
+    assert (LocalStopwatch(1).times(node.files([(), (DYNAMIC,)], runs=3)) > 0).all()
 
 
 @pytest.mark.parametrize("bits", [8, 7])

@@ -1,0 +1,68 @@
+// Time the files of this kit in onnxruntime-web's WASM backend: npm install onnxruntime-web; node measure.mjs
+//
+// --threads N and --out FILE as for measure.py. Started again after an interruption it goes on where it stopped.
+
+import { existsSync, readFileSync, renameSync, writeFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import os from "node:os";
+import { dirname, join } from "node:path";
+import { fileURLToPath } from "node:url";
+import { gunzipSync } from "node:zlib";
+
+import { beginTable, measure } from "./kit.mjs";
+
+const here = dirname(fileURLToPath(import.meta.url));
+const option = (name, otherwise) => {
+  const at = process.argv.indexOf(name);
+  return at < 0 ? otherwise : process.argv[at + 1];
+};
+const leave = (message) => {
+  console.error(message);
+  process.exit(2);
+};
+
+let ort;
+let version;
+try {
+  ort = await import("onnxruntime-web");
+  const entry = createRequire(import.meta.url).resolve("onnxruntime-web");
+  version = JSON.parse(readFileSync(join(dirname(entry), "..", "package.json"), "utf8")).version;
+} catch (error) {
+  leave(`onnxruntime-web cannot be loaded (${error.message}); run: npm install onnxruntime-web`);
+}
+const kit = JSON.parse(readFileSync(join(here, "kit.json"), "utf8"));
+const threads = Number(option("--threads", kit.threads));
+const out = option("--out", join(here, "times.json"));
+ort.env.wasm.numThreads = threads;
+const machine = {
+  processor: os.cpus()[0]?.model ?? process.arch,
+  system: `${os.type()} ${os.release()}`,
+  runtime: "onnxruntime-web (WASM)",
+  version,
+  node: process.versions.node,
+  threads,
+  clock: "wall",
+};
+let table;
+try {
+  table = beginTable(kit, machine, existsSync(out) ? JSON.parse(readFileSync(out, "utf8")) : null);
+} catch (error) {
+  leave(`${out}: ${error.message}`);
+}
+await measure(
+  ort,
+  kit,
+  table,
+  (path) => {
+    const bytes = gunzipSync(readFileSync(join(here, path)));
+    return new Uint8Array(bytes).slice(); // aligned, whatever buffer it lay in
+  },
+  (table, { done, files, minutes, failed }) => {
+    writeFileSync(`${out}.tmp`, JSON.stringify(table, null, 1));
+    renameSync(`${out}.tmp`, out);
+    console.log(`${done} of ${files} files, about ${minutes.toFixed(1)} minutes left`);
+    for (const [name, reason] of Object.entries(failed)) console.log(`  ${name} does not run here: ${reason}`);
+  },
+);
+console.log(`${out}: all files are timed, ${Object.keys(table.failed).length} of them do not run here`);
+process.exit(0);

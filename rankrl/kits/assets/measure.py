@@ -1,0 +1,154 @@
+"""Time the files of this kit on this device: python measure.py [--threads N] [--out FILE].
+
+Needs Python 3.9 or newer, numpy and onnxruntime, nothing else. Writes times.json beside kit.json after every
+group of files; started again after an interruption it goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+HERE = Path(__file__).resolve().parent
+FINE_CLOCK = 1e-6  # seconds; the processor time of some systems moves in steps of 16 ms
+
+
+def main() -> None:
+    """Time all groups that are not timed yet."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    kit = json.loads((HERE / "kit.json").read_text(encoding="utf-8"))
+    parser.add_argument("--threads", type=int, default=kit["threads"], help="threads that compute a file")
+    parser.add_argument("--out", type=Path, default=HERE / "times.json", help="the table to write")
+    arguments = parser.parse_args()
+    table = begun(kit, arguments.threads, arguments.out)
+    todo = [group for group in kit["groups"] if not all(known(table, name) for name in group["files"])]
+    if len(todo) < len(kit["groups"]):
+        print(f"{arguments.out} holds {len(kit['groups']) - len(todo)} groups already", flush=True)
+    files, done, start = sum(len(group["files"]) for group in todo), 0, time.perf_counter()
+    for group in todo:
+        times, failed = timed(group, arguments.threads)
+        table["times"].update(times)
+        table["failed"].update(failed)
+        table["left"] = sum(not known(table, name) for each in kit["groups"] for name in each["files"])
+        write(table, arguments.out)
+        done += len(group["files"])
+        left = (time.perf_counter() - start) / done * (files - done)
+        print(f"{done} of {files} files, about {left / 60:.1f} minutes left", flush=True)
+        for name, reason in failed.items():
+            print(f"  {name} does not run here: {reason}", flush=True)
+    print(f"{arguments.out}: all files are timed, {len(table['failed'])} of them do not run here")
+
+
+def begun(kit: dict[str, Any], threads: int, path: Path) -> dict[str, Any]:
+    """Return the table to go on with, a new one if there is none."""
+    total = sum(len(group["files"]) for group in kit["groups"])
+    machine = {
+        "processor": processor(),
+        "system": platform.platform(),
+        "runtime": "onnxruntime",
+        "version": onnxruntime.__version__,
+        "python": platform.python_version(),
+        "threads": threads,
+        "clock": "wall" if clock(threads) is time.perf_counter_ns else "processor",
+    }
+    head = {"version": kit["version"], "kit": kit["digest"], "about": kit["about"], "machine": machine}
+    if not path.exists():
+        return {**head, "left": total, "times": {}, "failed": {}}
+    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in head.items():
+        if table.get(name) != value:
+            sys.exit(f"{path} was begun with another {name} ({table.get(name)}, now {value}); move it away.")
+    return table
+
+
+def known(table: dict[str, Any], name: str) -> bool:
+    """Tell whether a file is timed, or known not to run."""
+    return name in table["times"] or name in table["failed"]
+
+
+def timed(group: dict[str, Any], threads: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Time the files of a group in turns (A B C, C B A, ...); return times, and why others do not run."""
+    inputs = {each["name"]: read_array(each) for each in group["inputs"]}
+    sessions, failed, read = {}, {}, clock(threads)
+    for name in group["files"]:
+        try:
+            session = opened(gzip.decompress((HERE / "models" / f"{name}.onnx.gz").read_bytes()), threads)
+            for _ in range(max(1, group["warm_up"])):
+                session.run(None, inputs)
+            sessions[name] = session
+        except Exception as error:  # whatever the runtime raises: the kit never stops at one file
+            failed[name] = " ".join(str(error).split())[:300]
+    times: dict[str, list[int]] = {name: [] for name in sessions}
+    for turn in range(group["runs"]):
+        for name in list(sessions)[:: 1 if turn % 2 == 0 else -1]:
+            session = sessions[name]
+            if group["settle"]:
+                session.run(None, inputs)
+            start = read()
+            session.run(None, inputs)
+            times[name].append(read() - start)
+    return {name: summary(each) for name, each in times.items()}, failed
+
+
+def opened(model: bytes, threads: int) -> onnxruntime.InferenceSession:
+    """Open a file as rankrl does."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def read_array(entry: dict[str, Any]) -> np.ndarray:
+    """Read an input."""
+    data = gzip.decompress((HERE / entry["file"]).read_bytes())
+    return np.frombuffer(data, entry["dtype"]).reshape(entry["shape"])
+
+
+def summary(nanoseconds: list[int]) -> dict[str, float]:
+    """Return median and minimum in milliseconds, above 0 whatever the clock's steps."""
+    median, least = float(np.median(nanoseconds)), min(nanoseconds)
+    return {"median_ms": max(median, 1.0) / 1e6, "minimum_ms": max(least, 1) / 1e6}
+
+
+def clock(threads: int) -> Any:
+    """Return the clock: of one thread its processor time, so that nothing else counts."""
+    fine = time.get_clock_info("thread_time").resolution <= FINE_CLOCK
+    return time.thread_time_ns if threads == 1 and fine else time.perf_counter_ns
+
+
+def processor() -> str:
+    """Return what the processor calls itself."""
+    for path, key in (("/proc/device-tree/model", ""), ("/proc/cpuinfo", "model name")):
+        try:
+            for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith(key):
+                    return line.split(":")[-1].strip(" \0")
+        except OSError:
+            continue
+    return platform.processor() or platform.machine()
+
+
+def write(table: dict[str, Any], path: Path) -> None:
+    """Write the table whole or not at all: a device may lose power."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(table, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    main()

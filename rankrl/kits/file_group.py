@@ -1,0 +1,41 @@
+"""Files that are timed in turns: here, by a kit on another device, or looked up in the table of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from rankrl.onnx.runtimes import Batch
+
+Contents = tuple[Sequence[ir.Model], Batch]
+"""The files of a group, and the inputs that all of them take."""
+
+
+@dataclass(frozen=True)
+class FileGroup:
+    """Files that are timed in turns on the same inputs.
+
+    Attributes:
+        names: A digest of the structure of each: files of one name take equal time.
+        contents: Makes the files, which takes longer than naming them.
+        runs: Timed passes of each.
+        warm_up: Untimed passes of each before them.
+        settle: Whether an untimed pass goes before each timed one (`timed_passes`).
+    """
+
+    names: tuple[str, ...]
+    contents: Callable[[], Contents]
+    runs: int
+    warm_up: int = 6
+    settle: bool = True
+
+
+class Stopwatch(Protocol):
+    """What knows how long files take."""
+
+    def times(self, group: FileGroup) -> np.ndarray:
+        """Return the median milliseconds of each file, infinity for one that does not run."""

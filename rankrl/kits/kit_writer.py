@@ -1,0 +1,126 @@
+"""A folder of files to time on another device, with the programs that time them there."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from decomposition.cache import digest
+from rankrl.files import write_atomically, write_json
+from rankrl.kits.file_group import FileGroup
+from rankrl.onnx.protobuf import to_proto
+from rankrl.onnx.runtimes import Batch
+
+VERSION = 1
+"""Version of kits and of the tables that they measure."""
+KIT_FILE, TIMES_FILE = "kit.json", "times.json"
+_PROGRAMS = ("measure.py", "measure.mjs", "kit.mjs", "index.html", "kit.css")
+_PERIOD = 1021  # a prime: rows of a weight differ
+
+
+@dataclass(frozen=True)
+class WrittenKit:
+    """A timing kit.
+
+    Attributes:
+        folder: Where it is.
+        files: Number of different files to time.
+        bytes: What the folder takes.
+    """
+
+    folder: Path
+    files: int
+    bytes: int
+
+
+class KitWriter:
+    """Writes groups of files into a folder, each file once; a `Stopwatch` that knows no times.
+
+    Large weights are replaced by their first numbers, over and over, which leaves hardly anything of a file
+    when it is compressed, and nothing of a network that could be used.
+
+    Args:
+        folder: The folder.
+        about: What the files are of, by name (`TimesFile.check`).
+        threads: Threads that they are to be timed with.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, str], *, threads: int) -> None:
+        self.folder, self.threads, self.about = folder, threads, dict(about)
+        self._names: set[str] = set()
+        self._groups: list[dict[str, Any]] = []
+
+    def times(self, group: FileGroup) -> np.ndarray:
+        """Write the files that are new; return ones."""
+        if not self._names.issuperset(group.names):
+            models, inputs = group.contents()
+            contents = dict(zip(group.names, models, strict=True))
+            new = {name: model for name, model in contents.items() if name not in self._names}
+            for name, model in new.items():
+                write_atomically(self.folder / f"models/{name}.onnx.gz", packed(model))
+            self._names |= new.keys()
+            self._groups.append(
+                {
+                    "files": list(new),
+                    "inputs": self._written(models[0], inputs),
+                    "runs": group.runs,
+                    "warm_up": group.warm_up,
+                    "settle": group.settle,
+                }
+            )
+        return np.ones(len(group.names))
+
+    def finish(self, networks: Mapping[str, str]) -> WrittenKit:
+        """Write the list of the files and the programs that time them.
+
+        Args:
+            networks: What whole networks are called, by the names of their files.
+        """
+        content = {
+            "version": VERSION,
+            "about": self.about,
+            "threads": self.threads,
+            "networks": list(networks.items()),
+            "groups": self._groups,
+        }
+        write_json(self.folder / KIT_FILE, {**content, "digest": digest(json.dumps(content))})
+        programs = resources.files("rankrl.kits") / "assets"
+        for name in _PROGRAMS:
+            write_atomically(self.folder / name, (programs / name).read_bytes())
+        paths = [path for path in self.folder.rglob("*") if path.is_file()]
+        return WrittenKit(self.folder, len(self._names), sum(path.stat().st_size for path in paths))
+
+    def _written(self, model: ir.Model, inputs: Batch) -> list[dict[str, Any]]:
+        """Write inputs, and return how to read them."""
+        if not isinstance(inputs, Mapping):
+            inputs = {str(model.graph.inputs[0].name): inputs}
+        return [self._written_array(name, np.asarray(array)) for name, array in inputs.items()]
+
+    def _written_array(self, name: str, array: np.ndarray) -> dict[str, Any]:
+        content = _repeated(array) if array.dtype.kind == "f" else np.ascontiguousarray(array)
+        path = f"inputs/{digest(content)}.bin.gz"
+        if not (self.folder / path).exists():
+            little = content.astype(content.dtype.newbyteorder("<"), copy=False)
+            write_atomically(self.folder / path, gzip.compress(little.tobytes(), mtime=0))
+        return {"name": name, "file": path, "dtype": str(array.dtype), "shape": list(array.shape)}
+
+
+def packed(model: ir.Model) -> bytes:
+    """Return a file without its large weights, compressed."""
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and tensor.size > _PERIOD:
+            value.const_value = ir.tensor(_repeated(tensor.numpy()), name=value.name, dtype=tensor.dtype)
+    return gzip.compress(to_proto(model).SerializeToString(), mtime=0)
+
+
+def _repeated(array: np.ndarray) -> np.ndarray:
+    return np.resize(array.reshape(-1)[:_PERIOD], array.shape)

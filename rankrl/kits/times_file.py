@@ -1,0 +1,127 @@
+"""The table of times that a kit measured on another device."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankrl.errors import ConfigError
+from rankrl.kits.file_group import FileGroup
+from rankrl.kits.kit_writer import VERSION
+
+_WHAT = {
+    "network": "of another network, or of another version of its weights",
+    "candidates": "of other candidates (decomposition, candidates, calibration, seed)",
+    "batch": "of another batch (export.batch)",
+    "method": "of another version of rankrl",
+}
+
+
+@dataclass(frozen=True)
+class TimesFile:
+    """Times of a kit's files on another device; a `Stopwatch`.
+
+    Attributes:
+        path: The file.
+        about: What the kit's files are of.
+        machine: What measured: processor, runtime, version, threads, clock.
+        known: Milliseconds of each file by name.
+        failed: Why other files do not run there.
+    """
+
+    path: Path
+    about: Mapping[str, str]
+    machine: Mapping[str, Any]
+    known: Mapping[str, float]
+    failed: Mapping[str, str]
+
+    @classmethod
+    def load(cls, path: Path) -> TimesFile:
+        """Read a table.
+
+        Raises:
+            ConfigError: It is no table, of a newer version, unfinished, or holds times that are none.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            version, left = content["version"], content["left"]
+            # What else a device does shows in its wall time: of that the minimum counts.
+            wall = content["machine"]["clock"] == "wall"
+            taken = "minimum_ms" if wall else "median_ms"
+            times = {name: each[taken] for name, each in content["times"].items()}
+            table = cls(path, content["about"], content["machine"], times, content["failed"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"timing.table={path} is no table of a timing kit ({type(error).__name__}: {error}); give "
+                "the times.json that measure.py wrote"
+            ) from error
+        if version != VERSION:
+            raise ConfigError(
+                f"timing.table={path} is of version {version}, this rankrl reads {VERSION}; write the kit "
+                "with this version (task=timing_kit) and measure it anew"
+            )
+        for name, time in times.items():
+            if not (isinstance(time, int | float) and math.isfinite(time) and time > 0):
+                raise ConfigError(
+                    f"timing.table={path}: the time of {name} is {time}; it must be a positive number of "
+                    "milliseconds. Delete the entry and start measure.py in the kit again"
+                )
+        if left:
+            raise ConfigError(
+                f"timing.table={path} lacks {left} of the kit's files: the measurement was interrupted. "
+                "Start measure.py in the kit again; it goes on where it stopped"
+            )
+        return table
+
+    @property
+    def conditions(self) -> str:
+        """How the times were taken, for the reader."""
+        machine = self.machine
+        return (
+            f"{machine['runtime']} {machine['version']}, batch {self.about['batch']}, "
+            f"threads {machine['threads']}, {machine['processor']}, ms of {machine['clock']} time"
+        )
+
+    def check(self, about: Mapping[str, str], threads: int) -> None:
+        """Refuse a table that was measured of something else.
+
+        Args:
+            about: What the files are of that the search would time.
+            threads: Threads of `export.threads`.
+
+        Raises:
+            ConfigError: Naming what differs.
+        """
+        for name, value in about.items():
+            if self.about.get(name) != value:
+                raise ConfigError(
+                    f"timing.table={self.path} is {_WHAT[name]}: the kit has {self.about.get(name)}, this "
+                    f"search {value}. Search with the options that the kit was written with, or write "
+                    "and measure another kit (task=timing_kit)"
+                )
+        if self.machine["threads"] != threads:
+            raise ConfigError(
+                f"timing.table={self.path} was measured with threads={self.machine['threads']}, this search "
+                f"has export.threads={threads}; set that to {self.machine['threads']}, or measure anew with "
+                f"measure.py --threads {threads}"
+            )
+
+    def times(self, group: FileGroup) -> np.ndarray:
+        """Return the milliseconds of each file, infinity for one that does not run there.
+
+        Raises:
+            ConfigError: The table lacks a file.
+        """
+        for name in group.names:
+            if name not in self.known and name not in self.failed:
+                raise ConfigError(
+                    f"timing.table={self.path} lacks the file {name} of the kit; start measure.py in the kit "
+                    "again, or write and measure another kit (task=timing_kit)"
+                )
+        return np.array([self.known.get(name, math.inf) for name in group.names])

@@ -1,0 +1,41 @@
+"""`task=timing_kit` and `timing.table=`: a kit's table in place of this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import QUICK
+
+KIT = ("decomposition=auto", "decomposition.formats=[tucker,cp]", "export.batch=4")
+
+
+def test_a_table_without_a_budget_in_time_is_refused(refused: Callable[..., str]) -> None:
+    assert "timing.table=times.json has no effect" in refused("timing.table=times.json", "budget.params=0.5")
+
+
+def test_a_table_that_is_not_there_is_refused(refused: Callable[..., str]) -> None:
+    message = refused("timing.table=none.json", "budget.latency=0.5")
+    assert "timing.table cannot be read: there is no times file none.json" in message
+
+
+@pytest.mark.slow
+def test_a_search_for_a_device_goes_by_its_table(rankrl: Callable[..., None], tmp_path: Path) -> None:
+    rankrl(*QUICK, *KIT, "task=timing_kit", "hydra.run.dir=first")
+    kit = json.loads(Path("first/kit/kit.json").read_text())
+    files = [name for group in kit["groups"] for name in group["files"]]
+    sizes = {name: Path(f"first/kit/models/{name}.onnx.gz").stat().st_size for name in files}
+    times = {name: dict.fromkeys(("median_ms", "minimum_ms"), size / 1e3) for name, size in sizes.items()}
+    machine = {"processor": "a device", "runtime": "a", "version": "1", "threads": 1, "clock": "wall"}
+    head = {"version": kit["version"], "about": kit["about"], "machine": machine}
+    table = tmp_path / "times.json"
+    table.write_text(json.dumps({**head, "left": 0, "times": times, "failed": {}}))
+    checkpoint = "model.checkpoint=first/dense.safetensors"
+    quick = [each for each in QUICK if not each.startswith("train.")]
+    options = ("task=search", "budget.latency=0.95", f"timing.table={table}", "hydra.run.dir=second")
+    rankrl(*quick, *KIT, checkpoint, *options)
+    estimate = json.loads(Path("second/metrics.json").read_text())["search"]["estimate"]
+    assert estimate["share"] <= 0.95
+    assert "a device" in estimate["conditions"]
