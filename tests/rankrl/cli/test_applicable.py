@@ -52,6 +52,7 @@ IDLE = [
         ("task=prune", "prune.decompose_macs=0.5", "budget.latency=0.3"),
         r"latency=0\.3 .* removes channels to a fraction of the parameters or MACs; set budget\.params",
     ),
+    ("timing.table", ("timing.table=a.json",), r"table=a\.json .* no budget in time; set budget\.latency"),
     ("pruner.", ("task=search", "pruner=magnitude"), r"pruner=magnitude has no effect: task=search"),
     ("prune.", ("prune.decompose_macs=0.5",), r"prune\.decompose_macs=0\.5 .* task=pipeline prunes nothing"),
     (
@@ -146,6 +147,8 @@ def test_options_without_effect_are_refused(option: str, arguments: tuple[str, .
         ("task=finetune", "weights=a.safetensors", "finetune.epochs=3", "optim=sgd"),
         ("task=export", "weights=a.safetensors", "export.training=true", "optim=sgd"),
         ("task=search", "budget.params=0.4"),
+        ("task=timing_kit", "decomposition=auto", "calibration.images=64", "export.batch=1"),
+        ("budget.latency=0.5", "timing.table=a.json"),
         ("task=prune", "pruner=magnitude", "pruner.multiple=8", "prune.decompose_macs=0.5"),
         ("task=prune", "prune.decompose_macs=0.5", "selector=bayes", "decomposition=cp"),
         ("task=compare", "compare.seeds=[4]"),
