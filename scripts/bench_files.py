@@ -56,6 +56,10 @@ HEAD = [
 ]
 DROPS = (0.005, 0.02)
 CANDIDATES = 4
+ON_PAGE = (
+    *("original", "int8", "int8, tuned", "NNCF, OpenVINO"),
+    *(f"ours, latency at {drop}" for drop in DROPS),
+)
 COUNTS, QUICK_COUNTS = (120, 200), (12, 12)
 
 
@@ -251,6 +255,18 @@ def table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> list[str]:
     return [*HEAD, *map(_line, kept)]
 
 
+def page_table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> list[str]:
+    """Return the lines of the page's table: for each file score / time / size by the main methods."""
+    cells = {
+        (row["file"], row["method"]): f"{row['score']} / {row['time']} / {row['size']}"
+        for row in rows
+        if row["score"]
+    }
+    lines = [[file, *(cells.get((file, method), "–") for method in ON_PAGE)] for file in files]
+    head = ["file", *ON_PAGE]
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -291,13 +307,11 @@ def main() -> None:
                 files.append(find_file(name, (1, 1)).name)
             except MissingFileError as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
-    text = "\n".join(table(rows.rows, files))
-    print(text)
+    print("\n".join(table(rows.rows, files)))
     if options.output:
         command = shown_command(sys.argv, dropped=("--folder",))
-        write_section(
-            options.output, "bench_files", "Files of others", f"`{command}`\n\n{hardware_line()}\n\n{text}"
-        )
+        text = "\n".join([f"`{command}`", "", hardware_line(), "", *page_table(rows.rows, files)])
+        write_section(options.output, "bench_files", "Files of others", text)
 
 
 if __name__ == "__main__":
