@@ -194,11 +194,23 @@ def reference() -> str:
         parts += [table([each for each in section_options(AppConfig, default, "") if each.name in plain])]
         groups = [name for name in group_names() if not name.startswith("hydra")]
         registered = registered_choices(groups)
-        for name, hint in hints.items():
-            if dataclasses.is_dataclass(hint) and name not in groups:
-                section = typing.cast(type, hint)
-                rows = list(section_options(section, default[name], f"{name}."))
-                parts += [f"\n### `{name}`\n", f"{about(section)}\n", table(rows)]
+        sections = {
+            name: typing.cast(type, hint)
+            for name, hint in hints.items()
+            if dataclasses.is_dataclass(hint) and name not in groups
+        }
+        parts += [
+            "\n".join(["", *(f"- `{name}.`: {about(section)}" for name, section in sections.items()), ""])
+        ]
+        parts += [
+            table(
+                [
+                    each
+                    for name in sections
+                    for each in section_options(sections[name], default[name], f"{name}.")
+                ]
+            )
+        ]
         for group in groups:
             parts += _group(group, hints.get(group), default, registered.get(group, {}))
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
@@ -215,19 +227,39 @@ def _group(group: str, hint: Any, default: Mapping[str, Any], registered: Mappin
         section = typing.cast(type, hint)
         yield f"{about(section)}\n"
         yield table(list(section_options(section, default[group], f"{group}.")))
+    yield "\n".join(["", *(_choice(group, choice) for choice in _shown(group, registered)), ""])
+    owners: dict[Option, list[str]] = {}
+    for choice in registered:
+        for option in choice_options(group, choice, registered[choice]):
+            owners.setdefault(option, []).append(choice)
+    rows = [
+        _of(option, choices if len(choices) < len(registered) else [])
+        for option, choices in sorted(owners.items(), key=lambda each: -len(each[1]))
+    ]
+    yield f"{table(rows)}\n" if rows else ""
+
+
+def _of(option: Option, choices: Sequence[str]) -> Option:
+    """Return an option whose explanation says which choices have it; without choices as it is."""
+    names = ", ".join(f"`{each}`" for each in choices)
+    return dataclasses.replace(option, explanation=f"{names}: {option.explanation}") if names else option
+
+
+def _shown(group: str, registered: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the choices of a group that the page explains."""
     for choice in group_choices(group):
-        path = config_folder() / group / f"{choice}.yaml"
-        if not (choice in registered or path.is_file()):
-            continue
-        yield f"\n### `{group}={choice}`\n"
-        yield (comment(path) if path.is_file() else GROUPS[group].about(choice)) + "\n"
-        if path.is_file():
-            prefix = "" if "@package _global_" in path.read_text(encoding="utf-8") else f"{group}."
-            values = [f"`{prefix}{name}={value}`" for name, value in written_options(path)]
-            yield f"It sets {', '.join(values)}.\n"
-        if choice in registered:
-            rows = list(choice_options(group, choice, registered[choice]))
-            yield table(rows) + "\n" if rows else ""
+        if choice in registered or (config_folder() / group / f"{choice}.yaml").is_file():
+            yield choice
+
+
+def _choice(group: str, choice: str) -> str:
+    """Return a line on a choice of a group: what it is, and what its file sets."""
+    path = config_folder() / group / f"{choice}.yaml"
+    if not path.is_file():
+        return f"- `{group}={choice}`: {GROUPS[group].about(choice)}"
+    prefix = "" if "@package _global_" in path.read_text(encoding="utf-8") else f"{group}."
+    values = [f"`{prefix}{name}={value}`" for name, value in written_options(path)]
+    return f"- `{group}={choice}`: {comment(path)} It sets {', '.join(values)}."
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
     python scripts/story.py
     RANKRL_DATA=data python scripts/story.py --dataset cifar10 --checkpoint cifar10-resnet20.th \
-        --images 10000 --heldout 1000 --epochs 2 --output docs/story.md
+        --images 10000 --heldout 1000 --epochs 2 --folder story
 
 Meant to be read from top to bottom, as an example: a function is a chapter, its docstring the chapter's text,
 and it uses only what the packages export. Without a checkpoint the network is trained first. Images held out
@@ -303,7 +303,7 @@ def chapter_export(story: Story) -> None:
     page.tell(
         "Test accuracy is measured from the file, whose class scores differ from PyTorch's by "
         f"{max(differences):.0e} at most; latency is in ms for 64 images. What lies within the noise is "
-        "called unchanged, as the dense network timed beside itself should be."
+        "called unchanged, as the dense network timed against itself should be."
     )
     page.table("stage | test accuracy | parameters | MACs | ONNX file | latency | dense ÷ this", rows)
 

@@ -192,8 +192,8 @@ def test_page_can_be_carried_out_from_top_to_bottom(page: Path, workplace: pytes
             for command in commands(content):
                 run_command(command, workplace)
     if page == README:
-        assert Path("small.onnx").stat().st_size > 0
-        assert Path("small.safetensors").stat().st_size > 0
+        assert Path("runs/fast/model.onnx").stat().st_size > 0
+        assert Path("runs/fast/model.safetensors").stat().st_size > 0
 
 
 def onnx_scope() -> dict[str, Any]:
@@ -207,16 +207,11 @@ def onnx_scope() -> dict[str, Any]:
 
 
 def example_scope() -> dict[str, Any]:
-    """What the README's example takes for granted: a model, images and a score."""
+    """What the README's example takes for granted: a model and images."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()).eval()
     images = torch.randn(32, 3, 32, 32)
-    expected = model(images).detach()
-    return {
-        "model": model,
-        "images": images,
-        "accuracy_on_heldout_images": lambda network: -float((network(images) - expected).square().mean()),
-    }
+    return {"model": model, "images": images}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
