@@ -175,7 +175,7 @@ def compress(
             the recipe's share `distillation` of the loss: for epochs alone 0.9, without a teacher none.
         images: How image files become inputs of a file, where `inputs` is a folder of them.
         batch_axes: The axis of every input of a file that counts the inputs of a batch, by name; None for an
-            input that goes with every batch as it is, such as a rate. What is left out is found by trying.
+            input that goes with every batch as it is, such as a rate. Axes that are left out are detected.
         folder: Where the search keeps its record, for a killed one to go on, if `target` is a file; None
             keeps nothing.
         cache: Where fits, sensitivities and times are kept for later calls; None keeps times in the folder,

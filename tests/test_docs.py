@@ -220,6 +220,21 @@ def test_links_and_pictures_exist(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+STUMBLES = re.compile(
+    r"\bbeside\b|\bwhat becomes? of\b|\bis found by\b|\bwhich ones,|\bused to\b|\bnobody\b|\bfor who\b",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_avoid_words_that_a_native_reader_stumbles_over(page: Path) -> None:
+    assert not [line for line in page.read_text(encoding="utf-8").splitlines() if STUMBLES.search(line)]
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 120
+
+
 def test_readme_opens_with_the_two_commands_and_a_short_example() -> None:
     shell = [line for language, content in blocks(README) if language == "sh" for line in commands(content)]
     assert shell[:2] == ["make run", "make test"]

@@ -36,7 +36,7 @@ def inputs(
         scale: What normalised pixels are multiplied by: 255 for a network that takes them from 0 to 255.
         order: Order of the channels: rgb or bgr.
         batch_axes: The axis that counts the inputs of a batch, for inputs of the network by name; null for an
-            input that goes with every batch as it is, such as a rate. What is left out is found by trying.
+            input that goes with every batch as it is, such as a rate. Axes that are left out are detected.
 
     Raises:
         ConfigError: Always.
