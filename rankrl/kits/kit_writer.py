@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,21 @@ VERSION = 1
 KIT_FILE, TIMES_FILE = "kit.json", "times.json"
 _PROGRAMS = ("measure.py", "measure.mjs", "kit.mjs", "index.html", "kit.css")
 _PERIOD = 1021  # a prime: rows of a weight differ
+
+
+@dataclass(frozen=True)
+class NamedFile:
+    """The file of a whole network in a kit.
+
+    Attributes:
+        file: Its name in the kit.
+        title: What it is called.
+        score: How good it is, 1 at best, measured where the kit was written; None where nobody knows.
+    """
+
+    file: str
+    title: str
+    score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,10 +66,12 @@ class KitWriter:
         folder: The folder.
         about: What the files are of, by name (`TimesFile.check`).
         threads: Threads that they are to be timed with.
+        whole: Whether files keep their weights and inputs their numbers; outputs are then compared with those
+            of each group's first file.
     """
 
-    def __init__(self, folder: Path, about: Mapping[str, str], *, threads: int) -> None:
-        self.folder, self.threads, self.about = folder, threads, dict(about)
+    def __init__(self, folder: Path, about: Mapping[str, str], *, threads: int, whole: bool = False) -> None:
+        self.folder, self.threads, self.about, self.whole = folder, threads, dict(about), whole
         self._names: set[str] = set()
         self._groups: list[dict[str, Any]] = []
 
@@ -65,7 +82,7 @@ class KitWriter:
             contents = dict(zip(group.names, models, strict=True))
             new = {name: model for name, model in contents.items() if name not in self._names}
             for name, model in new.items():
-                write_atomically(self.folder / f"models/{name}.onnx.gz", packed(model))
+                write_atomically(self.folder / f"models/{name}.onnx.gz", packed(model, whole=self.whole))
             self._names |= new.keys()
             self._groups.append(
                 {
@@ -78,17 +95,18 @@ class KitWriter:
             )
         return np.ones(len(group.names))
 
-    def finish(self, networks: Mapping[str, str]) -> WrittenKit:
+    def finish(self, networks: Sequence[NamedFile]) -> WrittenKit:
         """Write the list of the files and the programs that time them.
 
         Args:
-            networks: What whole networks are called, by the names of their files.
+            networks: The files of whole networks.
         """
         content = {
             "version": VERSION,
             "about": self.about,
             "threads": self.threads,
-            "networks": list(networks.items()),
+            "compare": self.whole,
+            "networks": [asdict(each) for each in networks],
             "groups": self._groups,
         }
         write_json(self.folder / KIT_FILE, {**content, "digest": digest(json.dumps(content))})
@@ -105,7 +123,8 @@ class KitWriter:
         return [self._written_array(name, np.asarray(array)) for name, array in inputs.items()]
 
     def _written_array(self, name: str, array: np.ndarray) -> dict[str, Any]:
-        content = _repeated(array) if array.dtype.kind == "f" else np.ascontiguousarray(array)
+        made_up = array.dtype.kind == "f" and not self.whole
+        content = _repeated(array) if made_up else np.ascontiguousarray(array)
         path = f"inputs/{digest(content)}.bin.gz"
         if not (self.folder / path).exists():
             little = content.astype(content.dtype.newbyteorder("<"), copy=False)
@@ -113,9 +132,9 @@ class KitWriter:
         return {"name": name, "file": path, "dtype": str(array.dtype), "shape": list(array.shape)}
 
 
-def packed(model: ir.Model) -> bytes:
-    """Return a file without its large weights, compressed."""
-    for value in model.graph.initializers.values():
+def packed(model: ir.Model, *, whole: bool = False) -> bytes:
+    """Return a file without its large weights, or whole, compressed."""
+    for value in () if whole else model.graph.initializers.values():
         tensor = value.const_value
         if tensor is not None and tensor.size > _PERIOD:
             value.const_value = ir.tensor(_repeated(tensor.numpy()), name=value.name, dtype=tensor.dtype)

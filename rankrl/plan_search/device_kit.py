@@ -10,7 +10,7 @@ import numpy as np
 
 from decomposition import Budget, CandidateSet, CompressionPlan, LatencyTable, plan_from_choices
 from decomposition.choose.reachable import least_fraction
-from rankrl.kits.kit_writer import KitWriter, WrittenKit
+from rankrl.kits.kit_writer import KitWriter, NamedFile, WrittenKit
 from rankrl.kits.times_file import TimesFile
 from rankrl.networks.base import PricedNetwork
 from rankrl.operations import KeepChannels
@@ -53,7 +53,7 @@ class DeviceKit:
             titles[name] = title
         for name in group.names:
             titles.setdefault(name, f"random {len(titles) - len(integers)}")
-        return kit.finish(titles)
+        return kit.finish([NamedFile(name, title) for name, title in titles.items()])
 
     def trials(self, table: LatencyTable) -> list[Trial]:
         """Return the whole networks that were timed on the device and run there.

@@ -91,7 +91,8 @@ def _prunes_alone(config: Config) -> bool:
 
 _SEARCHING = ("pipeline", "search", "compare", "prune")
 _FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
-_TRAINING = ("train", "apply", "timing_kit", *_SEARCHING)
+_KITS = ("timing_kit", "verify_kit", "demo")
+_TRAINING = ("train", "apply", *_KITS, *_SEARCHING)
 _FITTING = ("inspect", "apply", "pretrain", "timing_kit", *_SEARCHING)
 
 
@@ -175,7 +176,7 @@ RULES = (
     Rule(
         "export.",
         lambda config: (
-            config["task"] not in ("export", "timing_kit", *_SEARCHING)
+            config["task"] not in ("export", *_KITS, *_SEARCHING)
             and not (_is_onnx(config) and config["task"] == "apply")
         ),
         "task={task} neither exports a network nor times one",
@@ -255,9 +256,9 @@ RULES = (
     ),
     Rule(
         "runs",
-        _other_task("report"),
+        _other_task("report", "verify_kit", "demo"),
         "task={task} gathers no runs",
-        "leave it out, or choose task=report",
+        "leave it out, or choose task=report, verify_kit or demo",
     ),
     Rule(
         "decomposition.formats",

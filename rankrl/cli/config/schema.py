@@ -34,14 +34,15 @@ class AppConfig:
 
     Attributes:
         task: What to do: pipeline (all of it), train, search, apply, prune, finetune, evaluate, export,
-            inspect, report, compare, pretrain, timing_kit.
+            inspect, report, compare, pretrain, timing_kit, verify_kit,
+            demo.
         seed: Seed of everything random: held-out images, calibration, exploration, augmentation.
         resume: A run folder to go on with after it was interrupted; its own configuration is used.
         plan: The plan that task=apply applies: a plan.json.
         weights: The compressed network that finetune, evaluate and export work on: a model.safetensors with
             its plan inside. Without options of model and dataset, those of the run in whose folder it lies
             are taken.
-        runs: The folder whose runs task=report gathers in one page.
+        runs: The folder whose runs task=report gathers in one page, and task=verify_kit and task=demo take.
     """
 
     task: str = "pipeline"

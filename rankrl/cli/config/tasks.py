@@ -54,6 +54,11 @@ def _function(module: str, name: str) -> TaskFunction:
 
 _ALL = (
     Task("apply", "rewrite the network under plan=PATH, without fine-tuning", on_file="apply"),
+    Task(
+        "demo",
+        "write a page that runs the finished network of runs=FOLDER beside the dense one in a browser",
+        on_file="verify_kit",
+    ),
     Task("compare", "several selectors on the same evaluator, over several seeds"),
     Task("evaluate", "test accuracy, parameters and MACs of model.checkpoint or weights=PATH"),
     Task("export", "write the compressed network weights=PATH as a verified ONNX file"),
@@ -72,6 +77,11 @@ _ALL = (
         "timing_kit",
         "write what a budget in time needs to be timed on another device",
         on_file="timing_kit",
+    ),
+    Task(
+        "verify_kit",
+        "write the finished networks below runs=FOLDER to be timed and compared on another device",
+        on_file="verify_kit",
     ),
     Task("train", "train a network, from scratch or from model.checkpoint"),
 )

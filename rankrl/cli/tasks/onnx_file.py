@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,12 @@ from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import ending
 from rankrl.cli.tasks.compressed import method_of
 from rankrl.cli.tasks.timing_kit import show
+from rankrl.cli.tasks.verify_kit import finished_files
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.file_compression import FileSource, apply_to_file, compress_file, write_file_kit
+from rankrl.kits.verify_kit import FinishedFile, write_verify_kit
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.graph import ImagePreprocessing
 from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.options.datasets import InputsOptions
@@ -26,6 +31,8 @@ from rankrl.result import Compression, summary
 from rankrl.runs.run_folder import RunFolder
 from rankrl.verify.output_scores import SCORES
 from rankrl.wording import counted
+
+log = logging.getLogger(__name__)
 
 INPUTS = "inputs"
 """The dataset that goes with it: inputs without labels."""
@@ -77,6 +84,22 @@ def timing_kit(config: AppConfig, folder: RunFolder) -> None:
     """Write the kit."""
     config = options.for_kit(config, folder.kit)
     show(write_file_kit(_source(config), _request(config), folder.kit))
+
+
+def verify_kit(config: AppConfig, folder: RunFolder) -> None:
+    """Write the kit of the finished runs below `runs`, with the original in float32 and in integers."""
+    finished, numbers = finished_files(config.runs)
+    source, request = _source(config), _request(config)
+    file = source.read(request)
+    files = [FinishedFile("original", source.path, numbers["dense"])]
+    try:
+        path = folder.state / "int8.onnx"
+        quantise_onnx(source.path, path, file.split.calibration, cut=file.split.axes.parts)
+        files.append(FinishedFile("original in int8", path))
+    except ExportError as error:
+        log.warning("the original in 8-bit integers is left out: %s", error)
+    feed = file.feed(request.timing.batch)
+    show(write_verify_kit([*files, *finished], feed, folder.kit, request.timing), then="")
 
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:

@@ -21,11 +21,10 @@ def timing_kit(config: AppConfig, folder: RunFolder) -> None:
     show(write_kit(network, options.candidate_options(config), options.request(config), folder.kit))
 
 
-def show(kit: WrittenKit) -> None:
+def show(kit: WrittenKit, then: str = "Then search with timing.table=times.json") -> None:
     """Say where a kit is and what to do with it."""
     Console().print(
-        f"timing kit: {counted(kit.files, 'file')}, {kit.bytes / 1e6:.1f} MB in {kit.folder}. Copy it to the "
-        "device and run `python measure.py` there, or open index.html in its browser (docs/devices.md). Then "
-        "search with timing.table=times.json",
+        f"kit: {counted(kit.files, 'file')}, {kit.bytes / 1e6:.1f} MB in {kit.folder}. Copy it to the device "
+        f"and run `python measure.py` there, or open index.html in its browser (docs/devices.md). {then}",
         soft_wrap=True,
     )

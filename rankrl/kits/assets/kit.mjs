@@ -37,7 +37,7 @@ export async function measure(ort, kit, table, read, save) {
   const start = performance.now();
   let done = 0;
   for (const group of todo) {
-    const { times, failed } = await timed(ort, group, read);
+    const { times, failed } = await timed(ort, group, read, kit.compare);
     Object.assign(table.times, times);
     Object.assign(table.failed, failed);
     table.left = kit.groups.flatMap((each) => each.files).filter((name) => !known(name)).length;
@@ -99,17 +99,19 @@ function leastMs() {
   return Math.max(1, STEPS * median(steps));
 }
 
-async function timed(ort, group, read) {
+async function timed(ort, group, read, compare) {
   const least = leastMs();
   const feeds = await tensors(ort, group.inputs, read);
   const sessions = new Map();
   const repeats = new Map();
+  const outputs = new Map();
   const failed = {};
   for (const name of group.files) {
     let session;
     try {
       session = await open(ort, await read(`models/${name}.onnx.gz`));
-      await session.run(feeds);
+      const answers = await session.run(feeds);
+      if (compare) outputs.set(name, answers[session.outputNames[0]].data.slice());
       const start = performance.now();
       for (let pass = 0; pass < Math.max(1, group.warm_up - 1); pass++) await session.run(feeds);
       const each = (performance.now() - start) / Math.max(1, group.warm_up - 1);
@@ -137,7 +139,34 @@ async function timed(ort, group, read) {
   for (const session of sessions.values()) await session.release();
   const times = {};
   for (const [name, each] of passes) times[name] = { median_ms: median(each), minimum_ms: Math.min(...each) };
+  const original = outputs.get(group.files[0]);
+  for (const [name, each] of outputs) {
+    if (original) times[name].difference = largestDifference(each, original);
+  }
   return { times, failed };
+}
+
+function largestDifference(some, others) {
+  let largest = 0;
+  for (let index = 0; index < some.length; index++) {
+    largest = Math.max(largest, Math.abs(Number(some[index]) - Number(others[index])));
+  }
+  return largest;
+}
+
+/** Return the rows of a table of whole networks: title, score, milliseconds, share of the first, difference. */
+export function networkRows(kit, table) {
+  const first = table.times[kit.networks[0]?.file]?.minimum_ms;
+  return kit.networks.map(({ file, title, score }) => {
+    const known = table.times[file];
+    return [
+      title,
+      score === null ? "" : score.toFixed(4),
+      known ? known.minimum_ms.toPrecision(3) : file in table.failed ? "does not run" : "",
+      known && first ? (known.minimum_ms / first).toFixed(3) : "",
+      known?.difference === undefined ? "" : known.difference.toPrecision(2),
+    ];
+  });
 }
 
 /** Return the median of numbers. */

@@ -9,7 +9,7 @@ import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 import { gunzipSync } from "node:zlib";
 
-import { beginTable, measure } from "./kit.mjs";
+import { beginTable, measure, networkRows } from "./kit.mjs";
 
 const here = dirname(fileURLToPath(import.meta.url));
 const option = (name, otherwise) => {
@@ -65,4 +65,8 @@ await measure(
   },
 );
 console.log(`${out}: all files are timed, ${Object.keys(table.failed).length} of them do not run here`);
+if (kit.compare) {
+  console.log("score, milliseconds, share of the first one's, largest difference of outputs:");
+  for (const [title, ...numbers] of networkRows(kit, table)) console.log(`  ${title}: ${numbers.join(", ")}`);
+}
 process.exit(0);

@@ -36,7 +36,7 @@ def main() -> None:
         print(f"{arguments.out} holds {len(kit['groups']) - len(todo)} groups already", flush=True)
     files, done, start = sum(len(group["files"]) for group in todo), 0, time.perf_counter()
     for group in todo:
-        times, failed = timed(group, arguments.threads)
+        times, failed = timed(group, arguments.threads, compare=kit["compare"])
         table["times"].update(times)
         table["failed"].update(failed)
         table["left"] = sum(not known(table, name) for each in kit["groups"] for name in each["files"])
@@ -47,6 +47,8 @@ def main() -> None:
         for name, reason in failed.items():
             print(f"  {name} does not run here: {reason}", flush=True)
     print(f"{arguments.out}: all files are timed, {len(table['failed'])} of them do not run here")
+    if kit["compare"]:
+        show(kit, table)
 
 
 def begun(kit: dict[str, Any], threads: int, path: Path) -> dict[str, Any]:
@@ -76,15 +78,34 @@ def known(table: dict[str, Any], name: str) -> bool:
     return name in table["times"] or name in table["failed"]
 
 
-def timed(group: dict[str, Any], threads: int) -> tuple[dict[str, Any], dict[str, str]]:
+def show(kit: dict[str, Any], table: dict[str, Any]) -> None:
+    """Print what whole networks take, beside the first one."""
+    first = table["times"].get(kit["networks"][0]["file"])
+    print("score, milliseconds, share of the first one's, largest difference of outputs:")
+    for network in kit["networks"]:
+        known = table["times"].get(network["file"])
+        score = "-" if network["score"] is None else f"{network['score']:.4f}"
+        if known is None:
+            print(f"  {network['title']}: {score}, does not run here")
+            continue
+        share = "-" if first is None else f"{known['median_ms'] / first['median_ms']:.3f}"
+        difference = "-" if known.get("difference") is None else f"{known['difference']:.2g}"
+        print(f"  {network['title']}: {score}, {known['median_ms']:.3f} ms, {share}, {difference}")
+
+
+def timed(
+    group: dict[str, Any], threads: int, *, compare: bool = False
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Time the files of a group in turns (A B C, C B A, ...); return times, and why others do not run."""
     inputs = {each["name"]: read_array(each) for each in group["inputs"]}
-    sessions, failed, read = {}, {}, clock(threads)
+    sessions, outputs, failed, read = {}, {}, {}, clock(threads)
     for name in group["files"]:
         try:
             session = opened(gzip.decompress((HERE / "models" / f"{name}.onnx.gz").read_bytes()), threads)
             for _ in range(max(1, group["warm_up"])):
                 session.run(None, inputs)
+            if compare:
+                outputs[name] = session.run(None, inputs)[0]
             sessions[name] = session
         except Exception as error:  # whatever the runtime raises: the kit never stops at one file
             failed[name] = " ".join(str(error).split())[:300]
@@ -97,7 +118,12 @@ def timed(group: dict[str, Any], threads: int) -> tuple[dict[str, Any], dict[str
             start = read()
             session.run(None, inputs)
             times[name].append(read() - start)
-    return {name: summary(each) for name, each in times.items()}, failed
+    summaries = {name: summary(each) for name, each in times.items()}
+    original = outputs.get(group["files"][0])
+    for name, each in outputs.items():
+        if original is not None:
+            summaries[name]["difference"] = float(np.abs(each.astype(float) - original.astype(float)).max())
+    return summaries, failed
 
 
 def opened(model: bytes, threads: int) -> onnxruntime.InferenceSession:

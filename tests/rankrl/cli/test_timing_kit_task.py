@@ -6,8 +6,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 from command_line import QUICK
+from small_graphs import convolutions, images
 
 KIT = ("decomposition=auto", "decomposition.formats=[tucker,cp]", "export.batch=4")
 
@@ -19,6 +22,35 @@ def test_a_table_without_a_budget_in_time_is_refused(refused: Callable[..., str]
 def test_a_table_that_is_not_there_is_refused(refused: Callable[..., str]) -> None:
     message = refused("timing.table=none.json", "budget.latency=0.5")
     assert "timing.table cannot be read: there is no times file none.json" in message
+
+
+@pytest.mark.parametrize("task", ["verify_kit", "demo"])
+def test_finished_runs_are_needed(refused: Callable[..., str], task: str) -> None:
+    net = ("model=onnx", "model.path=net.onnx", "dataset=inputs", "dataset.path=inputs.npy")
+    onnx.save(convolutions(), "net.onnx")
+    np.save("inputs.npy", images())
+    assert "need runs=FOLDER" in refused(f"task={task}", *net)
+
+
+@pytest.mark.parametrize("task", ["verify_kit", "demo"])
+def test_a_kit_holds_the_finished_networks_and_what_they_were_made_from(
+    rankrl: Callable[..., None], task: str
+) -> None:
+    onnx.save(convolutions(), "net.onnx")
+    np.save("inputs.npy", images())
+    finished = Path("sweep/half")
+    finished.mkdir(parents=True)
+    onnx.save(convolutions(), finished / "model.onnx")
+    (finished / "metrics.json").write_text('{"baseline": {"score": 1.0}, "compressed": {"score": 0.97}}')
+    net = ("model=onnx", "model.path=net.onnx", "dataset=inputs", "dataset.path=inputs.npy")
+    rankrl(f"task={task}", *net, "runs=sweep", "export.batch=2", "hydra.run.dir=out")
+    kit = json.loads(Path("out/kit/kit.json").read_text())
+    assert [(each["title"], each["score"]) for each in kit["networks"]] == [
+        ("original", 1.0),
+        ("original in int8", None),
+        ("half", 0.97),
+    ]
+    assert kit["about"] == {"batch": "2"}
 
 
 @pytest.mark.slow

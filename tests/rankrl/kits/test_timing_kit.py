@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 from small_graphs import convolutions, images
@@ -31,6 +32,7 @@ from rankrl.errors import ConfigError
 from rankrl.kits.file_group import FileGroup
 from rankrl.kits.kit_writer import KitWriter, packed
 from rankrl.kits.times_file import TimesFile
+from rankrl.kits.verify_kit import FinishedFile, write_verify_kit
 from rankrl.timing.layer_timing import LayerTimer
 from rankrl.timing.local_stopwatch import LocalStopwatch
 from rankrl.timing.network_timer import NetworkTimer
@@ -167,10 +169,10 @@ def test_a_dense_network_that_does_not_run_leaves_nothing_to_compare_with(kit: P
     networks = json.loads((kit / "kit.json").read_text())["networks"]
 
     def fail(content: dict[str, Any]) -> None:
-        del content["times"][networks[0][0]]
-        content["failed"][networks[0][0]] = "no memory"
+        del content["times"][networks[0]["file"]]
+        content["failed"][networks[0]["file"]] = "no memory"
 
-    assert networks[0][1] == "dense"
+    assert networks[0]["title"] == "dense"
     table = edited(kit / "times.json", fail)
     with pytest.raises(Exception, match="the dense network does not run where it was timed"):
         searched(table, tmp_path / "run")
@@ -361,6 +363,28 @@ def test_the_page_and_the_program_for_node_are_javascript(tmp_path: Path) -> Non
         path = tmp_path / name
         path.write_bytes((ASSETS / name).read_bytes())
         subprocess.run(["node", "--check", path], check=True)
+
+
+def test_finished_networks_are_compared_with_the_first(tmp_path: Path) -> None:
+    model = convolutions()
+    onnx.save(model, tmp_path / "dense.onnx")
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor) * 1.01, tensor.name))
+    onnx.save(model, tmp_path / "small.onnx")
+    files = [
+        FinishedFile("dense", tmp_path / "dense.onnx", 0.92),
+        FinishedFile("small", tmp_path / "small.onnx", None),
+    ]
+    kit = write_verify_kit(files, images()[:2], tmp_path / "kit", LatencyOptions(**TIMING))
+    assert kit.files == 2
+    done = measured(kit.folder)
+    assert done.returncode == 0, done.stderr
+    assert "dense: 0.9200, " in done.stdout
+    assert "1.000, 0" in done.stdout
+    times = json.loads((kit.folder / "times.json").read_text())["times"]
+    differences = [each["difference"] for each in times.values()]
+    outputs = [onnxruntime.InferenceSession(each.path).run(None, {"x": images()[:2]})[0] for each in files]
+    assert differences == pytest.approx([0.0, np.abs(outputs[0] - outputs[1]).max()], rel=1e-6)
 
 
 def test_each_file_is_written_once(tmp_path: Path) -> None:

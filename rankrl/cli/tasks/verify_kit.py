@@ -1,0 +1,75 @@
+"""`task=verify_kit`: finished networks, to be timed and compared on another device before one is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+from rankrl.cli.config import options
+from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.tasks import steps
+from rankrl.cli.tasks.timing_kit import show
+from rankrl.errors import ConfigError
+from rankrl.kits.verify_kit import FinishedFile, write_verify_kit
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export import quantise_onnx
+from rankrl.report.run_folder import read_metrics
+from rankrl.runs.run_folder import RunFolder
+from rankrl.verify.measure import export_dense, file_batches, range_batches
+
+log = logging.getLogger(__name__)
+
+
+def verify_kit(config: AppConfig, folder: RunFolder) -> None:
+    """Write the kit of the finished runs below `runs`, with the dense network in float32 and in integers."""
+    finished, numbers = finished_files(config.runs)
+    data = options.dataset(config)
+    export = dataclasses.replace(options.export_options(config), pad_channels=False)
+    network = steps.dense_network(config, data, folder)
+    dense = FinishedFile("dense", export_dense(network, data, folder.state, export), numbers["dense"])
+    files = [dense]
+    try:
+        path = folder.state / "dense-int8.onnx"
+        quantise_onnx(dense.path, path, range_batches(data, export), reduce_range=export.reduce_range)
+        files.append(FinishedFile("dense int8", path, numbers["dense int8"]))
+    except ExportError as error:
+        log.warning("the dense network in 8-bit integers is left out: %s", error)
+    inputs, _ = next(file_batches(data.heldout.first(export.batch), export.batch, data, export))
+    show(write_verify_kit([*files, *finished], inputs.numpy(), folder.kit, export), then="")
+
+
+def finished_files(runs: str | None) -> tuple[list[FinishedFile], dict[str, float | None]]:
+    """Return the files of finished runs, and the scores of the dense network in float32 and in integers.
+
+    Args:
+        runs: A run's folder, or one that holds runs.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    above = Path(runs or "")
+    paths = [path for path in sorted(above.rglob("model.onnx")) if RunFolder(path.parent).finished]
+    if not runs or not paths:
+        raise ConfigError(
+            f"task=verify_kit and task=demo need runs=FOLDER, a finished run or a folder of some; runs={runs} "
+            "has none with a model.onnx and its metrics.json"
+        )
+    files, dense, dense_int8 = [], None, None
+    for path in paths:
+        metrics = read_metrics(path.parent)
+        title = path.parent.relative_to(above).as_posix()
+        files.append(FinishedFile(above.name if title == "." else title, path, _score(metrics, "compressed")))
+        dense = _score(metrics, "baseline") if dense is None else dense
+        dense_int8 = (metrics.get("dense_int8") or {}).get("accuracy") if dense_int8 is None else dense_int8
+    return files, {"dense": dense, "dense int8": dense_int8}
+
+
+def _score(metrics: dict[str, Any], stage: str) -> float | None:
+    stages = [metrics.get("finetuned") or {}] if stage == "compressed" else []
+    for each in (*stages, metrics.get(stage) or {}):
+        for name in ("accuracy", "score"):
+            if each.get(name) is not None:
+                return float(each[name])
+    return None
