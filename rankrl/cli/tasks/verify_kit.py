@@ -53,8 +53,8 @@ def finished_files(runs: str | None) -> tuple[list[FinishedFile], dict[str, floa
     paths = [path for path in sorted(above.rglob("model.onnx")) if RunFolder(path.parent).finished]
     if not runs or not paths:
         raise ConfigError(
-            f"task=verify_kit and task=demo need runs=FOLDER, a finished run or a folder of some; runs={runs} "
-            "has none with a model.onnx and its metrics.json"
+            f"give runs=FOLDER with task=verify_kit or task=demo, a finished run or some; runs={runs} "
+            "holds no model.onnx with its metrics.json"
         )
     files, dense, dense_int8 = [], None, None
     for path in paths:

@@ -29,7 +29,7 @@ def test_finished_runs_are_needed(refused: Callable[..., str], task: str) -> Non
     net = ("model=onnx", "model.path=net.onnx", "dataset=inputs", "dataset.path=inputs.npy")
     onnx.save(convolutions(), "net.onnx")
     np.save("inputs.npy", images())
-    assert "need runs=FOLDER" in refused(f"task={task}", *net)
+    assert "give runs=FOLDER with" in refused(f"task={task}", *net)
 
 
 @pytest.mark.parametrize("task", ["verify_kit", "demo"])
