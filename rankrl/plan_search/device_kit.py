@@ -18,14 +18,16 @@ from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.timing.correction import Trial
 from rankrl.timing.network_timer import NetworkTimer
 
-_SHARES = (0.05, 0.15, 0.35, 0.6, 0.05, 0.15, 0.35, 0.85)
-"""Where plans are tried on the way from the smallest network to the dense one."""
+_SHARES = (0.05, 0.15, 0.35, 0.6)
+"""Where mixed plans are tried on the way from the smallest network to the dense one, in bytes."""
+_OF_ONE_KIND = 2
+"""Plans in floating point alone, and as many in integers alone."""
 
 
 class DeviceKit:
     """All that a search in a network times, for another device.
 
-    Whole networks under random plans are among it, which no time chooses: there is none yet.
+    Whole networks are among it, under random plans: there is no time yet that could choose them.
 
     Args:
         network: The network.
@@ -44,16 +46,13 @@ class DeviceKit:
         """
         timer = self._timer
         kit = KitWriter(folder, timer.about(self.sites), threads=timer.options.threads)
-        integers, trials = timer.in_integers(self.sites), list(map(self._plan, self._choices))
-        group = timer.networks([None, *integers, *trials])
+        group = timer.networks([None, *map(self._plan, self._choices.values())])
         kit.times(group)
         timer.table(self.sites, kit, "")
-        titles: dict[str, str] = {}  # two plans may be one
-        for name, title in zip(group.names, ["dense", *("all int8" for _ in integers)], strict=False):
-            titles[name] = title
-        for name in group.names:
-            titles.setdefault(name, f"random {len(titles) - len(integers)}")
-        return kit.finish([NamedFile(name, title) for name, title in titles.items()])
+        networks: dict[str, NamedFile] = {}  # two plans may be one
+        for name, title in zip(group.names, ["dense", *self._choices], strict=True):
+            networks.setdefault(name, NamedFile(name, title))
+        return kit.finish(list(networks.values()))
 
     def trials(self, table: LatencyTable) -> list[Trial]:
         """Return the whole networks that were timed on the device and run there.
@@ -66,9 +65,9 @@ class DeviceKit:
         """
         timer, options = self._timer, self._timer.options
         assert options.table is not None
-        group = timer.networks([None, *map(self._plan, self._choices)])
+        group = timer.networks([None, *map(self._plan, self._choices.values())])
         times = TimesFile.load(options.table).times(group)
-        choices = [[site.dense for site in self.sites], *self._choices]
+        choices = [[site.dense for site in self.sites], *self._choices.values()]
         return [
             Trial.of(
                 table,
@@ -87,12 +86,27 @@ class DeviceKit:
         )
 
     @cached_property
-    def _choices(self) -> list[list[int]]:
-        """Random plans within several budgets in bytes, so that formats and precisions are mixed."""
-        total, generator = self.network.costs["bytes"], np.random.default_rng(0)
+    def _choices(self) -> dict[str, list[int]]:
+        """The plans by their titles: all in integers, and random ones of one arithmetic or of both."""
+        generator, choices = np.random.default_rng(0), dict[str, list[int]]()
+        if any(candidate.computes_integers for site in self.sites for candidate in site.candidates):
+            choices["all int8"] = self._timer.all_in_integers(self.sites)
+        for title, integer in (("floats", False), ("integers", True)):
+            for number in range(_OF_ONE_KIND if not integer or choices else 0):
+                choices[f"{title} {number + 1}"] = [_of_kind(site, integer, generator) for site in self.sites]
+        total = self.network.costs["bytes"]
         least = least_fraction(self.sites, Budget.of_total(total, self.sites, "bytes", 1.0))
-        budgets = [
-            Budget.of_total(total, self.sites, "bytes", min(1.0, least + share * (1 - least) + 1e-9))
-            for share in _SHARES
-        ]
-        return [spend_at_random(self.sites, budget, generator).tolist() for budget in budgets]
+        for number, share in enumerate(_SHARES):
+            budget = Budget.of_total(total, self.sites, "bytes", min(1.0, least + share * (1 - least) + 1e-9))
+            choices[f"mixed {number + 1}"] = spend_at_random(self.sites, budget, generator).tolist()
+        return choices
+
+
+def _of_kind(site: CandidateSet, integer: bool, generator: np.random.Generator) -> int:
+    """Draw a candidate that computes in integers, or one that does not; the dense one where there is none."""
+    of_kind = [
+        index
+        for index, candidate in enumerate(site.candidates)
+        if candidate.integer == integer and candidate.removed is None and candidate.reads is None
+    ]
+    return int(generator.choice(of_kind)) if of_kind else site.dense

@@ -161,11 +161,15 @@ class NetworkTimer:
         """Return the plan under which all layers that can compute in integers, if any can."""
         if not any(candidate.computes_integers for site in sites for candidate in site.candidates):
             return []
-        choices = [
+        choices = self.all_in_integers(sites)
+        return [plan_from_choices(sites, choices, self._specs, self._input_shape, "all in integers")]
+
+    def all_in_integers(self, sites: Sequence[CandidateSet]) -> list[int]:
+        """Return the candidate of every site that is the dense layer in integers, else the dense layer."""
+        return [
             next((j for j, candidate in enumerate(site.candidates) if candidate.only_integers), site.dense)
             for site in sites
         ]
-        return [plan_from_choices(sites, choices, self._specs, self._input_shape, "all in integers")]
 
     @cached_property
     def _dense(self) -> Path:
