@@ -15,9 +15,10 @@ test: $(INSTALLED)  ## all tests but the slow ones, one thread in each of two pr
 test-all: $(INSTALLED)  ## the whole test suite with more examples of each property, and its slowest tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --hypothesis-profile=thorough --durations=20
 
-lint: $(INSTALLED)  ## ruff and mypy
+lint: $(INSTALLED)  ## ruff, spelling and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell README.md CONTRIBUTING.md CHANGELOG.md docs/*.md rankrl decomposition pruning optim
 	$(BIN)/mypy
 
 docs: $(INSTALLED)  ## the pages with the reference of the API, in site/; a warning is an error
