@@ -165,12 +165,13 @@ def _runtimes(metrics: Mapping[str, Any]) -> Table | None:
 
 
 def _search(report: RunReport) -> Drawing | None:
-    ruled = len(report.episodes) == 1 and _of_file(report.metrics)  # the one plan of a rule is no search
-    if not report.episodes or ruled:
+    rows = report.scored
+    ruled = len(rows) == 1 and _of_file(report.metrics)  # the one plan of a rule is no search
+    if not rows or ruled:
         return None
-    best = max(report.episodes, key=lambda row: row.reward)
+    best = max(rows, key=lambda row: row.reward)
     seconds = number(report.metrics, "search", "seconds")
-    plans = counted(len(report.episodes), "evaluated plan")
+    plans = counted(len(rows), "evaluated plan")
     caption = (
         f"{plans}{'' if seconds is None else f' in {seconds:.0f} s'}. "
         f"The best one, episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
@@ -179,7 +180,7 @@ def _search(report: RunReport) -> Drawing | None:
         f"{heldout_note(report.metrics)}"
     )
     return drawing(
-        partial(reward_figure, report.episodes),
+        partial(reward_figure, rows),
         "reward",
         f"Reward of each episode; the best is {best.reward:.4f} in episode {best.episode}.",
         caption.strip(),
