@@ -108,6 +108,7 @@ def compress(
     search: SearchOptions | None = None,
     timing: LatencyOptions | None = None,
     score: Score | SessionScore | None = None,
+    score_name: str | None = None,
     heldout: float | CalibrationInputs = HELDOUT,
     test: CalibrationInputs | None = None,
     finetune: FineTuning | None = None,
@@ -162,6 +163,8 @@ def compress(
             one, a file as an onnxruntime session. When omitted, the accuracy on the held-out inputs if they
             have labels of classes (from 0; -100 for inputs without one), else the agreement of the outputs
             with the original's there.
+        score_name: What the report calls `score`, such as `IoU`; `Score` when omitted. Scores from 0 to 1 are
+            written as percent.
         heldout: Share of `inputs` that plans are scored on and results compared on, and nothing is fitted to;
             for a module also other inputs for that.
         test: Inputs of a module that choose nothing: they are scored once, at the end, for the report.
@@ -210,7 +213,8 @@ def compress(
         _timing(timing, file),
     )
     options = _decomposition(network, decomposition)
-    request = Request(goal, options, selector, selector_options or {}, seed, _path(cache), progress)
+    name = _score_name(score, score_name)
+    request = Request(goal, options, selector, selector_options or {}, seed, _path(cache), progress, name)
     with _run_folder(Path(target), _path(folder)) as where:
         if file is None:
             assert isinstance(network, nn.Module)
@@ -473,6 +477,21 @@ def _term(search: SearchOptions | None) -> FileTerm:
     if search is None or search.term == SearchOptions.term:
         return OnnxScoring.term
     return search.term  # type: ignore[return-value]  # checked there, with a message for users
+
+
+def _score_name(score: Score | SessionScore | None, name: str | None) -> str | None:
+    """Return what the report calls the user's score; None without one.
+
+    Raises:
+        ConfigError: There is a name and no score, or it is empty.
+    """
+    if score is None and name is not None:
+        raise ConfigError(
+            f"score_name={name!r} names the function in score=; give that too, or leave both out"
+        )
+    if name is not None and not name.strip():
+        raise ConfigError("score_name is empty; give the name of your score, such as 'IoU', or leave it out")
+    return name if score is None or name is not None else "Score"
 
 
 def _share(heldout: Any) -> float:

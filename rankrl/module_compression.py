@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from rankrl.networks.own_module import OwnModule
 from rankrl.plan_search.scores.score_evaluator import Score
 from rankrl.plan_search.session import check_reachable
 from rankrl.progress import Progress, progress_bar
+from rankrl.report.quality import HELDOUT_ACCURACY
 from rankrl.request import Request, opened_session, write_kit
 from rankrl.result import ModuleCompression, run_numbers, write_run
 from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
@@ -166,6 +167,8 @@ def compress_module(
         held, certifying = held.parted(0.5, request.seed)  # what certifies a loss has chosen nothing
         unseen = HeldoutScore(dense, certifying, "unseen held-out")
     measure = HeldoutScore(dense, held)
+    if score is None and measure.by_class and tested is None:
+        request = replace(request, score_name=HELDOUT_ACCURACY.title)
     taught = {} if tuner.teacher is None else {"teacher": _teacher_score(tuner, dense, held, measure)}
     run.prepare()
     run.claim(record, (), resume=True)

@@ -40,6 +40,8 @@ class Request:
         cache: Folder of fits, sensitivities and times that later calls reuse, or None.
         progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
             called with the stage, the number of its steps that are done and of all.
+        score_name: What the report calls the score that plans are chosen by; None for one that the report has
+            a name for.
     """
 
     goal: SearchGoal
@@ -49,6 +51,7 @@ class Request:
     seed: int = 0
     cache: Path | None = None
     progress: Progress = None
+    score_name: str | None = None
 
     @property
     def timing(self) -> LatencyOptions:

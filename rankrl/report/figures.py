@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.report.axes import number_axis, percent_axis, whole_axis
 from rankrl.report.data import PRESET_PHASE, WARM_UP_PHASE, LayerRow, layer_formats
+from rankrl.report.quality import HELDOUT_ACCURACY, Quality
 from rankrl.training import EpochRow
 
 PALETTE = {
@@ -183,12 +184,15 @@ def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def fine_tuning_figure(epochs: Sequence[EpochRow], size: tuple[float, float] = WIDE) -> Figure:
-    """Draw fine-tuning: held-out accuracy and training loss per epoch.
+def fine_tuning_figure(
+    epochs: Sequence[EpochRow], size: tuple[float, float] = WIDE, *, score: Quality = HELDOUT_ACCURACY
+) -> Figure:
+    """Draw fine-tuning: the score on held-out inputs and training loss per epoch.
 
     Args:
         epochs: The epochs in order, at least one.
         size: Width and height in inches; the panels stand side by side where there is room.
+        score: The score that the best epoch was chosen by.
 
     Returns:
         The figure.
@@ -198,14 +202,22 @@ def fine_tuning_figure(epochs: Sequence[EpochRow], size: tuple[float, float] = W
     left, right = figure.subplots(*((1, 2) if side_by_side else (2, 1)))
     numbers = [row.epoch for row in epochs]
     for axes, label, values, colour in (
-        (left, "held-out accuracy", [row.accuracy for row in epochs], "accent"),
+        (
+            left,
+            score.words,
+            [row.accuracy for row in epochs],
+            "accent",
+        ),
         (right, "training loss", [row.loss for row in epochs], "second"),
     ):
         style_axes(axes, "epoch", label)
         marker = "o" if len(epochs) <= 40 else None
         axes.plot(numbers, values, marker=marker, markersize=4, color=PALETTE[colour], linewidth=1.6)
         whole_axis(axes)
-    percent_axis(left)
+    if score.is_share:
+        percent_axis(left)
+    else:
+        number_axis(left)
     number_axis(right, low=0.0)
     return figure
 

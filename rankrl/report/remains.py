@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rankrl.report.quality import qualities
 from rankrl.report.stages import (
-    format_accuracy,
     format_bytes,
     format_count,
     format_large,
@@ -49,7 +49,7 @@ class Remaining:
 
 
 def remains(metrics: Mapping[str, Any]) -> list[Remaining]:
-    """Return a bar for accuracy, parameters, MACs, time and bytes, as far as they were measured.
+    """Return a bar for what was measured of quality, parameters, MACs, time and bytes.
 
     Args:
         metrics: The content of `metrics.json`.
@@ -62,13 +62,11 @@ def remains(metrics: Mapping[str, Any]) -> list[Remaining]:
         return []
     first, last = run_stages[0], run_stages[-1]
     bars = []
-    for name, attribute in (("Test accuracy", "accuracy"), ("Agreement", "agreement")):
-        before, after = getattr(first, attribute), getattr(last, attribute)
-        if before and after is not None:
-            note = f"{format_accuracy(after)} of {format_accuracy(before)}"
-            bars.append(
-                Remaining(name, after / before, format_share(after / before), note, good_if_kept=True)
-            )
+    for quality in qualities(metrics):
+        before, after = quality.before, quality.after
+        if before is not None and before > 0 and after is not None:
+            note, kept = f"{quality.write(after)} of {quality.write(before)}", after / before
+            bars.append(Remaining(quality.title, kept, format_share(kept), note, good_if_kept=True))
     sizes = (number(metrics, "onnx", "baseline_file_bytes"), number(metrics, "onnx", "file_bytes"))
     for name, key, before, after, write in (
         ("Parameters", "params", first.params, last.params, format_count),

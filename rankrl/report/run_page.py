@@ -22,6 +22,7 @@ from rankrl.report.layer_costs import LAYER_COSTS_NOTE, layer_cost_rows
 from rankrl.report.measured import estimate_note, measured_note, measured_rows
 from rankrl.report.network_drawing import plan_drawing
 from rankrl.report.provenance import DATE
+from rankrl.report.quality import AGREEMENT, epoch_score, qualities, score_quality
 from rankrl.report.remains import remains
 from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
@@ -31,7 +32,6 @@ from rankrl.report.stages import (
     format_count,
     format_large,
     format_latency,
-    format_points,
     format_ratio,
     format_share,
     heldout_note,
@@ -101,10 +101,11 @@ def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if len(run_stages) < 2:
         return []
     first, last = run_stages[0], run_stages[-1]
-    values = []
-    if last.accuracy is not None:
-        note = f"{format_points(first.accuracy, last.accuracy)}, from {format_accuracy(first.accuracy)}"
-        values.append(("Test accuracy", format_accuracy(last.accuracy), note))
+    values = [
+        (each.title, each.write(each.after), f"{each.change}, from {each.write(each.before)}")
+        for each in qualities(metrics)
+        if each.after is not None and each.title != AGREEMENT
+    ]
     values += certificate_card(metrics)
     for name, key, attribute, write, better, worse in (
         ("Parameters", "params", "params", format_count, "fewer", "more"),
@@ -126,6 +127,9 @@ def _comparison(metrics: Mapping[str, Any]) -> Table | None:
     if _of_file(metrics):
         caption = "Agreement with the original is measured on held-out inputs, which nothing was fitted to."
         caption += agreement_note(metrics)
+    score = score_quality(metrics)
+    if score is not None:
+        caption = f"{score.title} is what plans were chosen by. {caption}"
     if certificate_note(metrics):
         caption += f" {certificate_note(metrics)}"
     if estimate_note(metrics):
@@ -154,6 +158,14 @@ _SCORED = {
 }
 
 
+def _scored(metrics: Mapping[str, Any], value: float) -> str:
+    """Return what a plan's score says, by the name that the run gives it."""
+    score = score_quality(metrics)
+    if score is not None:
+        return f"{score.title} {score.write(value)} before the refit"
+    return f"{format_accuracy(value)} {_SCORED[_of_file(metrics)]}"
+
+
 def _of_file(metrics: Mapping[str, Any]) -> bool:
     """Tell whether the network was compared with its original, without labels."""
     return number(metrics, "compressed", "agreement") is not None
@@ -175,7 +187,7 @@ def _search(report: RunReport) -> Drawing | None:
     caption = (
         f"{plans}{'' if seconds is None else f' in {seconds:.0f} s'}. "
         f"The best one, episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
-        f"{format_accuracy(best.accuracy)} {_SCORED[_of_file(report.metrics)]}, with "
+        f"{_scored(report.metrics, best.accuracy)}, with "
         f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs. "
         f"{heldout_note(report.metrics)}"
     )
@@ -258,12 +270,12 @@ def _error(row: LayerRow) -> str:
 def _fine_tuning(report: RunReport) -> Drawing | None:
     if not report.epochs:
         return None
-    best = max(report.epochs, key=lambda row: row.accuracy)
+    best, score = max(report.epochs, key=lambda row: row.accuracy), epoch_score(report.metrics)
     return drawing(
-        partial(fine_tuning_figure, report.epochs),
+        partial(fine_tuning_figure, report.epochs, score=score),
         "fine-tuning",
-        "Held-out accuracy and training loss per epoch of fine-tuning.",
-        f"Best held-out accuracy: {format_accuracy(best.accuracy)}, after epoch {best.epoch} "
+        f"{score.title} and training loss per epoch of fine-tuning.",
+        f"Best {score.words}: {score.write(best.accuracy)}, after epoch {best.epoch} "
         f"of {len(report.epochs)}. {heldout_note(report.metrics)}".strip(),
     )
 

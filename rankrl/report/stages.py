@@ -19,6 +19,7 @@ UNKNOWN = "–"
 UNCHANGED = "unchanged"
 """Stands where a time differs by no more than the noise."""
 
+_SECTIONS = {"Baseline": "baseline", "Compressed": "compressed", "Fine-tuned": "finetuned"}
 _CLOCKS = {"processor": "processor time", "wall": "time on the wall"}
 
 
@@ -33,6 +34,7 @@ class Stage:
         macs: Multiply-accumulates for one input.
         latency_ms: Measured latency of its ONNX file in milliseconds.
         agreement: How far its outputs agree with the original's on held-out inputs, 1 at most.
+        score: The score that plans were chosen by.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Stage:
     macs: float | None = None
     latency_ms: float | None = None
     agreement: float | None = None
+    score: float | None = None
 
 
 def stages(metrics: Mapping[str, Any]) -> list[Stage]:
@@ -65,18 +68,17 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
         last, accuracy = run_stages[-1] if run_stages else Stage(""), number(metrics, "finetuned", "accuracy")
         if metrics.get("epochs") or accuracy != last.accuracy or "agreement" in metrics["finetuned"]:
             run_stages.append(Stage("Fine-tuned", accuracy, last.params, last.macs))
-    agreements = {
-        "Baseline": number(metrics, "baseline", "agreement"),
-        "Compressed": number(metrics, "compressed", "agreement"),
-        "Fine-tuned": number(metrics, "finetuned", "agreement"),
-    }
     latencies = {}
     if run_stages:
         latencies[len(run_stages) - 1] = number(metrics, "onnx", "latency_ms")
         if run_stages[0].name == "Baseline":
             latencies[0] = number(metrics, "onnx", "baseline_latency_ms")
     return [
-        replace(stage, latency_ms=latencies.get(index), agreement=agreements.get(stage.name))
+        replace(
+            stage,
+            latency_ms=latencies.get(index),
+            **{key: number(metrics, _SECTIONS[stage.name], key) for key in ("agreement", "score")},
+        )
         for index, stage in enumerate(run_stages)
     ]
 

@@ -9,14 +9,13 @@ from rich.table import Table
 
 from rankrl.report.certificate import certificate_note
 from rankrl.report.measured import estimate_note, measured_note, measured_rows
+from rankrl.report.quality import qualities
 from rankrl.report.remains import remains
 from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
-    format_accuracy,
     format_count,
     format_large,
     format_latency,
-    format_points,
     format_ratio,
     latency_change,
     latency_note,
@@ -35,8 +34,8 @@ def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[st
         metrics: The content of `metrics.json`.
 
     Returns:
-        The column titles, and one row per measure (accuracy, parameters, MACs, latency) that was taken. The
-        last column compares the last stage with the first.
+        The column titles, and one row per measure (accuracy, parameters, MACs, latency, ...) that was taken.
+        The last column compares the last stage with the first.
 
     Raises:
         ReportError: A value is no finite number.
@@ -51,22 +50,24 @@ def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[st
         return format_ratio(ratio(metrics, name, before, after), better, worse)
 
     table: list[tuple[str, Any, str, str]] = [
-        ("Test accuracy", format_accuracy, "accuracy", format_points(first.accuracy, last.accuracy)),
-        ("Agreement", format_accuracy, "agreement", format_points(first.agreement, last.agreement)),
         ("Parameters", format_count, "params", reduction("params", "params", "fewer", "more")),
         ("MACs", format_large, "macs", reduction("macs", "macs", "fewer", "more")),
         ("Latency", format_latency, "latency_ms", latency_change(metrics, first.latency_ms, last.latency_ms)),
     ]
+    several = len(run_stages) > 1
     rows = [
+        [each.title, *map(each.write, each.values), *([each.change] if several else [])]
+        for each in qualities(metrics)
+    ] + [
         [
             title,
             *(write(getattr(stage, attribute)) for stage in run_stages),
-            *([change] if len(run_stages) > 1 else []),
+            *([change] if several else []),
         ]
         for title, write, attribute, change in table
         if any(getattr(stage, attribute) is not None for stage in run_stages)
     ]
-    return ["", *(stage.name for stage in run_stages), *(["Change"] if len(run_stages) > 1 else [])], rows
+    return ["", *(stage.name for stage in run_stages), *(["Change"] if several else [])], rows
 
 
 def summary_table(metrics: Mapping[str, Any]) -> Table:
@@ -97,22 +98,26 @@ def conclusion(metrics: Mapping[str, Any]) -> str:
         ReportError: A value is no finite number.
     """
     bars = remains(metrics)
-    kept = [bar for bar in bars if bar.good_if_kept][:1]
     costs = [f"{bar.share} of the {_COST_WORDS[bar.name]}" for bar in bars if not bar.good_if_kept]
     if not costs:
         return ""
     needs = f"{', '.join(costs[:-1])} and {costs[-1]}" if len(costs) > 1 else costs[0]
-    quality = ""
-    if kept:
-        name = kept[0].name.lower()
-        article = "an" if name[0] in "aeiou" else "a"
-        quality = f" for {article} {name} of {kept[0].note.replace(' of ', ' instead of ')}"
     sentences = [
-        f"The compressed network needs {needs}{quality}.",
+        f"The compressed network needs {needs}{_worth(metrics)}.",
         certificate_note(metrics),
         estimate_note(metrics),
     ]
     return " ".join(filter(None, sentences))
+
+
+def _worth(metrics: Mapping[str, Any]) -> str:
+    """Return how good the compressed network is, by what counts most; empty where that is not known."""
+    known = [each for each in qualities(metrics) if each.before is not None and each.after is not None]
+    if not known:
+        return ""
+    best = known[0]
+    article = "an" if best.words[0].lower() in "aeiou" else "a"
+    return f" for {article} {best.words} of {best.write(best.after)} instead of {best.write(best.before)}"
 
 
 def runtimes_table(metrics: Mapping[str, Any]) -> Table:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from rankrl.files import atomic_path, write_atomically
 from rankrl.report.data import LayerRow, RunReport
 from rankrl.report.figures import fine_tuning_figure, layers_figure, reward_figure
+from rankrl.report.quality import epoch_score
 from rankrl.report.run_folder import read_episodes, read_metrics
 from rankrl.report.run_page import run_page
 from rankrl.training import EpochRow
@@ -72,7 +73,8 @@ def write_report(
     if report.layers:
         save_figure(layers_figure(report.layers), folder / "plots" / "layers.png")
     if report.epochs:
-        save_figure(fine_tuning_figure(report.epochs), folder / "plots" / "finetune.png")
+        figure = fine_tuning_figure(report.epochs, score=epoch_score(report.metrics))
+        save_figure(figure, folder / "plots" / "finetune.png")
     write_atomically(page, document)
     return page
 

@@ -23,6 +23,7 @@ import rankrl
 from rankrl.data.sample import Sample
 from rankrl.errors import ConfigError, DataError, NonFiniteError, StorageError
 from rankrl.onnx.errors import ExportError
+from rankrl.report import conclusion
 from rankrl.result import Compression
 from rankrl.verify.own_inputs import HeldoutScore
 
@@ -194,13 +195,31 @@ def test_network_that_is_left_as_it_was_fitted_is_scored_once(
         return 0.5
 
     found = rankrl.compress(
-        two(), LOADER, tmp_path, params=0.6, score=score, finetune=finetune, **grouped(**QUICK)
+        two(),
+        LOADER,
+        tmp_path,
+        params=0.6,
+        score=score,
+        score_name="IoU",
+        finetune=finetune,
+        **grouped(**QUICK),
     )
     assert seen.count(True) == times
     assert found.score == found.compressed_score == 0.5
     metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["score_name"] == "IoU"
+    assert "for an IoU of 50.00" in conclusion(metrics)
     agreements = metrics["compressed"]["agreement"], metrics["finetuned"]["agreement"]
     assert agreements[0] == pytest.approx(agreements[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("score", "name", "words"),
+    [(None, "IoU", "score_name='IoU' names the function in score="), (len, " ", "score_name is empty")],
+)
+def test_a_name_without_a_score_is_refused(tmp_path: Path, score: Any, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rankrl.compress(two(), LOADER, tmp_path, params=0.6, score=score, score_name=name)
 
 
 @pytest.mark.slow

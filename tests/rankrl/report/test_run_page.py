@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankrl.report import EpisodeRow, LayerRow, ReportError, RunReport, run_page
+from rankrl.report import EpisodeRow, LayerRow, ReportError, RunReport, conclusion, run_page
 from rankrl.report.network_drawing import plan_drawing
 from rankrl.report.remains import remains
+from rankrl.report.summary import comparison_rows
 from rankrl.training import EpochRow
 
 VOID = {"meta", "br", "path", "use", "rect"}
@@ -295,6 +296,43 @@ def test_a_bar_for_every_measure_says_what_is_left(document: str, metrics: dict[
     assert (time.name, time.share) == ("Time", "86.7\N{NO-BREAK SPACE}%")
     assert (size.name, size.width, size.is_more) == ("Bytes of the file", 100.0, True)
     assert remains({"baseline": metrics["baseline"]}) == []
+
+
+def own_score(before: float, after: float, name: str = "mean IoU") -> dict[str, Any]:
+    """The numbers of a network that its user judges."""
+    return {
+        "score_name": name,
+        "baseline": {"params": 1000, "macs": 10, "score": before, "agreement": 1.0},
+        "compressed": {"params": 400, "macs": 5, "score": after, "agreement": 0.8628},
+    }
+
+
+def test_the_users_score_leads_under_its_name(whole_run: RunReport) -> None:
+    numbers = own_score(0.983, 0.986)
+    _, rows = comparison_rows(numbers)
+    assert [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in rows[:2]] == [
+        ["mean IoU", "98.30 %", "98.60 %", "+0.30 points"],
+        ["Agreement", "100.00 %", "86.28 %", "−13.72 points"],
+    ]
+    assert [bar.name for bar in remains(numbers)][:2] == ["mean IoU", "Agreement"]
+    assert "for a mean IoU of 98.60\N{NO-BREAK SPACE}% instead of 98.30" in conclusion(numbers)
+    page = run_page(dataclasses.replace(whole_run, metrics=numbers))
+    assert '<dt>mean IoU</dt><dd class="value">98.60' in page
+    assert "mean IoU is what plans were chosen by." in page
+    assert "Best mean IoU: " in page
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "cells"),
+    [(31.2, 30.7, ["31.2", "30.7", "−0.5"]), (-0.25, -0.5, ["−0.25", "−0.5", "−0.25"])],
+)
+def test_a_score_that_is_no_share_is_written_as_it_is(before: float, after: float, cells: list[str]) -> None:
+    numbers = own_score(before, after, "PSNR")
+    assert comparison_rows(numbers)[1][0] == ["PSNR", *cells]
+    assert f"PSNR of {cells[1]} instead of {cells[0]}" in conclusion(numbers)
+    assert next(bar.name for bar in remains(numbers) if bar.good_if_kept) == (
+        "PSNR" if before > 0 else "Agreement"
+    )
 
 
 def test_the_plan_is_drawn_layer_by_layer_with_words_to_point_at(layers: list[LayerRow]) -> None:
