@@ -8,6 +8,7 @@ from .options.decomposition import DecompositionOptions
 from .options.search import SearchOptions
 from .options.timing import LatencyOptions
 from .plan_search.envs import RankSelectionEnv
+from .report import load_runs
 from .result import Compression, ModuleCompression
 from .training import TrainingRecipe
 
@@ -27,6 +28,7 @@ __all__ = [
     "compress_onnx",
     "export_onnx",
     "load_compressed",
+    "load_runs",
     "reuse_memory",
     "search",
     "timing_kit",

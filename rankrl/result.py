@@ -233,6 +233,7 @@ def write_run(
         "decomposition": request.decomposition.format,
         "selector": request.selector,
         "seed": request.seed,
+        "budget": request.goal.budget.numbers,
         **({} if request.score_name is None else {"score_name": request.score_name}),
         **numbers,
     }

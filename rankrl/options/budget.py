@@ -66,6 +66,13 @@ class BudgetOptions:
         return {name: value for name, value in self._all.items() if value is not None}
 
     @property
+    def numbers(self) -> dict[str, float | str]:
+        """What was asked for, as metrics.json says it: `{"params": 0.5}`."""
+        if self.drop is not None:
+            return {"drop": self.drop, "minimise": self.minimise}
+        return dict(self.fractions)
+
+    @property
     def counted(self) -> dict[str, float | None]:
         """The fractions of what is counted, not timed, by measure."""
         return {"params": self.params, "macs": self.macs, "bytes": self.bytes}

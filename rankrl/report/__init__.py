@@ -11,7 +11,7 @@ from rankrl.report.run_folder import EPISODE_COLUMNS, read_episodes, read_metric
 from rankrl.report.run_page import run_page
 from rankrl.report.stages import heldout_note
 from rankrl.report.summary import conclusion, measured_table, runtimes_table, summary_table
-from rankrl.report.sweep_page import sweep_page, write_sweep_report
+from rankrl.report.sweep_page import load_runs, sweep_page, write_sweep_report
 from rankrl.report.write import write_report
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "conclusion",
     "gather_runs",
     "heldout_note",
+    "load_runs",
     "measured_table",
     "read_episodes",
     "read_metrics",

@@ -31,6 +31,7 @@ class GatheredRun:
         config: Its configuration, as far as it was recorded.
         stages: Baseline, compressed and fine-tuned, as far as the run went.
         has_page: Whether it has a page of its own.
+        overrides: What its configuration was composed from, `optim.lr=0.001`.
         best_in: What it is best in among the runs beside it (`rankrl.report.pareto`).
     """
 
@@ -41,6 +42,7 @@ class GatheredRun:
     config: Mapping[str, Any] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
     has_page: bool = False
+    overrides: tuple[str, ...] = ()
     best_in: tuple[str, ...] = ()
 
     @property
@@ -73,10 +75,18 @@ class GatheredRun:
     @property
     def budget(self) -> str:
         """The budget as text: `params 0.5`."""
-        budget = self.config.get("budget")
+        return ", ".join(
+            f"{name} {value:g}" for name, value in self.budgets.items() if isinstance(value, float)
+        )
+
+    @property
+    def budgets(self) -> Mapping[str, Any]:
+        """The budgets that are set, by measure."""
+        budget = self.metrics.get("budget", self.config.get("budget"))
         if not isinstance(budget, Mapping):
-            return ""
-        return ", ".join(f"{name} {value:g}" for name, value in budget.items() if isinstance(value, float))
+            return {}
+        unused = () if budget.get("drop") is not None else ("minimise",)
+        return {name: value for name, value in budget.items() if value is not None and name not in unused}
 
     def named(self, key: str) -> str:
         """Return a value of the metrics (model, dataset, selector) as text; empty where there is none."""
@@ -130,18 +140,24 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 def _read(path: Path, above: Path) -> GatheredRun:
     folder = path.relative_to(above)
-    config = _object(path / _CONFIGURATION).get("config")
-    config = config if isinstance(config, dict) else {}
+    record = _object(path / _CONFIGURATION)
+    config, overrides = record.get("config"), record.get("overrides")
+    known: dict[str, Any] = {
+        "config": config if isinstance(config, dict) else {},
+        "overrides": tuple(map(str, overrides)) if isinstance(overrides, list) else (),
+    }
     page = (path / "report.html").is_file()
     if not (path / "metrics.json").is_file():
         failed = (path / "error.json").is_file()
         error = str(_object(path / "error.json").get("error", "")) if failed else ""
-        return GatheredRun(folder, "failed" if failed else "unfinished", error, config=config)
+        return GatheredRun(folder, "failed" if failed else "unfinished", error, **known)
     try:
         metrics = read_metrics(path)
-        return GatheredRun(folder, "finished", "", metrics, config, tuple(stages(metrics)), page)
+        return GatheredRun(
+            folder, "finished", metrics=metrics, stages=tuple(stages(metrics)), has_page=page, **known
+        )
     except ReportError as error:
-        return GatheredRun(folder, "failed", str(error), config=config)
+        return GatheredRun(folder, "failed", str(error), **known)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rankrl.files import write_atomically
 from rankrl.report.figures import NARROW
@@ -21,9 +21,11 @@ from rankrl.report.pareto import (
     with_fronts,
 )
 from rankrl.report.provenance import date_line
+from rankrl.report.quality import score_quality
 from rankrl.report.run_page import run_title
+from rankrl.report.seed_means import mean_rows, mean_table
 from rankrl.report.stages import format_accuracy
-from rankrl.report.sweep_table import runs_csv, shared_values, shown_columns, table_rows
+from rankrl.report.sweep_table import run_rows, runs_csv, shared_values, shown_columns, table_rows
 
 PAGE_FILE = "report.html"
 CSV_FILE = "runs.csv"
@@ -49,6 +51,25 @@ def write_sweep_report(folder: str | Path) -> Path:
     return folder / PAGE_FILE
 
 
+def load_runs(folder: str | Path, *, average_seeds: bool = False) -> list[dict[str, Any]]:
+    """Read the results of all runs below a folder, as rows for `pandas.DataFrame`.
+
+    Args:
+        folder: A sweep's folder, or any that holds run folders.
+        average_seeds: Whether runs that differ in their seed alone become one row, with the means of their
+            numbers, half of each mean's 95 % interval (`accuracy_interval`) and how many they are (`runs`).
+
+    Returns:
+        A row for every run: its folder and status, a key for every option in which runs differ, and the
+        numbers of `runs.csv`.
+
+    Raises:
+        ReportError: The folder holds no run, or is one run itself.
+    """
+    runs = with_fronts(gather_runs(folder))
+    return mean_rows(runs) if average_seeds else run_rows(runs)
+
+
 def sweep_page(runs: Sequence[GatheredRun], folder: Path, *, date: str = "") -> str:
     """Write the page of many runs as one self-contained HTML document.
 
@@ -70,6 +91,7 @@ def sweep_page(runs: Sequence[GatheredRun], folder: Path, *, date: str = "") -> 
         Head(title, [folder.resolve().name, *states, *([date] if date else [])], cards=_headline(runs)),
         pareto=_pareto(finished),
         runs=_table(finished),
+        means=mean_table(finished),
         warnings=_warnings(finished),
         others=_others(runs),
         shared=shared_values(finished),
@@ -83,6 +105,8 @@ def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
     if measured:
         best = max(measured, key=_accuracy)
         values.append(("Most accurate", format_accuracy(_accuracy(best)), _name(best)))
+    else:
+        values += _best_score(runs)
     for title, cost in (
         ("Fewest parameters", "params"),
         ("Fewest MACs", "macs"),
@@ -105,6 +129,16 @@ def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
             )
             values.append((title, change, note))
     return values
+
+
+def _best_score(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
+    """Return the run with the highest score, where all call it the same."""
+    scores = [(quality, run) for run in runs if (quality := score_quality(run.metrics)) is not None]
+    known = [(quality.after, quality, run) for quality, run in scores if quality.after is not None]
+    if len({quality.title for _, quality, _ in known}) != 1:
+        return []
+    after, quality, run = max(known, key=lambda each: each[0])
+    return [(f"Highest {quality.words}", quality.write(after), _name(run))]
 
 
 def _accuracy(run: GatheredRun) -> float:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
 from rankrl.report.gather import GatheredRun
 from rankrl.report.html_page import Cell
+from rankrl.report.quality import score_quality
 from rankrl.report.stages import (
     UNCHANGED,
     UNKNOWN,
@@ -23,6 +25,7 @@ from rankrl.report.stages import (
     number,
     ratio,
 )
+from rankrl.report.varied import BUDGET, option, varied_options
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Column:
         write: How a number is written on the page; None for words.
         optional: Whether it is left out of the page where all runs have the same.
         words: What is written instead of a run's number, where there is something to be said.
+        is_measure: Whether it is a result, which can be averaged over runs.
     """
 
     key: str
@@ -44,6 +48,7 @@ class Column:
     write: Callable[[float | None], str] | None = None
     optional: bool = False
     words: Callable[[GatheredRun], str | None] | None = None
+    is_measure: bool = False
 
     @property
     def is_text(self) -> bool:
@@ -78,6 +83,10 @@ def _write_points(points: float | None) -> str:
     return UNKNOWN if points is None else f"{points:+.2f}".replace("-", "−")
 
 
+def _write_number(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:g}"
+
+
 def _write_ratio(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.2f}×"
 
@@ -86,6 +95,22 @@ def _unchanged(run: GatheredRun) -> str | None:
     return UNCHANGED if run.latency_change == UNCHANGED else None
 
 
+def _score(run: GatheredRun) -> float | None:
+    return run.final.score if run.final is not None and run.metrics.get("score_name") else None
+
+
+def _write_score(run: GatheredRun) -> str | None:
+    quality = score_quality(run.metrics)
+    return None if quality is None else quality.write(quality.after)
+
+
+def _measure(
+    key: str, title: str, value: Callable[[GatheredRun], Any], write: Callable[[float | None], str]
+) -> Column:
+    return Column(key, title, value, write, is_measure=True)
+
+
+SCORE = "score"
 COLUMNS = (
     Column("method", "Method", lambda run: run.method.replace("_", " ")),
     Column("budget", "Budget", lambda run: run.budget, optional=True),
@@ -94,15 +119,25 @@ COLUMNS = (
     Column("selector", "Selector", lambda run: run.named("selector"), optional=True),
     Column("task", "Task", lambda run: run.named("task"), optional=True),
     Column("seed", "Seed", lambda run: run.metrics.get("seed"), lambda seed: f"{seed:g}", optional=True),
-    Column("accuracy", "Test accuracy", _final("accuracy"), format_accuracy),
-    Column("accuracy_change_points", "Change, points", _change, _write_points),
-    Column("params", "Parameters", _final("params"), format_count),
-    Column("params_ratio", "Fewer parameters", _reduction("params", "params"), _write_ratio),
-    Column("macs", "MACs", _final("macs"), format_large),
-    Column("macs_ratio", "Fewer MACs", _reduction("macs", "macs"), _write_ratio),
-    Column("latency_ms", "Latency", _final("latency_ms"), format_latency),
-    Column("latency_ratio", "Faster", _reduction("latency", "latency_ms"), _write_ratio, words=_unchanged),
-    Column("file_bytes", "File", lambda run: number(run.metrics, "onnx", "file_bytes"), format_bytes),
+    Column("score_name", "Scored by", lambda run: run.named("score_name"), optional=True),
+    Column(SCORE, "Score", _score, _write_number, words=_write_score, is_measure=True),
+    _measure("accuracy", "Test accuracy", _final("accuracy"), format_accuracy),
+    _measure("accuracy_change_points", "Change, points", _change, _write_points),
+    _measure("agreement", "Agreement", _final("agreement"), format_accuracy),
+    _measure("params", "Parameters", _final("params"), format_count),
+    _measure("params_ratio", "Fewer parameters", _reduction("params", "params"), _write_ratio),
+    _measure("macs", "MACs", _final("macs"), format_large),
+    _measure("macs_ratio", "Fewer MACs", _reduction("macs", "macs"), _write_ratio),
+    _measure("latency_ms", "Latency", _final("latency_ms"), format_latency),
+    Column(
+        "latency_ratio",
+        "Faster",
+        _reduction("latency", "latency_ms"),
+        _write_ratio,
+        words=_unchanged,
+        is_measure=True,
+    ),
+    _measure("file_bytes", "File", lambda run: number(run.metrics, "onnx", "file_bytes"), format_bytes),
     Column("best_in", "Best in", lambda run: ", ".join(run.best_in)),
     Column("folder", "Folder", lambda run: str(run.folder)),
 )
@@ -110,14 +145,37 @@ COLUMNS = (
 _DENSE_COLUMNS = ("accuracy", "params", "macs", "latency_ms")
 
 
+def varied_columns(runs: Sequence[GatheredRun]) -> list[Column]:
+    """Return a column for every option in which runs differ and that has none of its own."""
+    taken = {column.key for column in COLUMNS}
+    return [_varied(name, runs) for name in varied_options(runs) if name not in taken]
+
+
+def _varied(name: str, runs: Sequence[GatheredRun]) -> Column:
+    values = [option(run, name) for run in runs]
+    are_words = any(isinstance(value, str | bool) for value in values)
+    return Column(name, name, lambda run: option(run, name), None if are_words else _write_number)
+
+
 def shown_columns(runs: Sequence[GatheredRun]) -> list[Column]:
-    """Return the columns in which a run has something, and the optional ones only where runs differ."""
+    """Return the columns in which a run has something, and the optional ones only where runs differ.
+
+    Options in which runs differ follow the words; budgets have one column together.
+    """
     shown = []
     for column in COLUMNS:
+        if column.key == SCORE:
+            shown += [each for each in varied_columns(runs) if not each.key.startswith(BUDGET)]
         values = {column.value(run) for run in runs} - {None, ""}
         if values and (len(values) > 1 or not column.optional):
-            shown.append(column)
+            shown.append(_titled(column, runs))
     return shown
+
+
+def _titled(column: Column, runs: Sequence[GatheredRun]) -> Column:
+    """Return the column of the score under its name, where all runs call it the same."""
+    names = {run.named("score_name") for run in runs} - {""}
+    return replace(column, title=names.pop()) if column.key == SCORE and len(names) == 1 else column
 
 
 def shared_values(runs: Sequence[GatheredRun]) -> dict[str, str]:
@@ -130,37 +188,53 @@ def shared_values(runs: Sequence[GatheredRun]) -> dict[str, str]:
     return shared
 
 
+def written(column: Column, run: GatheredRun) -> str:
+    """Return what a run has in a column, as the page shows it."""
+    value = column.value(run)
+    if column.write is None:
+        return UNKNOWN if value in (None, "") else str(value)
+    words = None if column.words is None else column.words(run)
+    return words or (UNKNOWN if value is None else column.write(value))
+
+
 def table_rows(runs: Sequence[GatheredRun], columns: Sequence[Column]) -> list[list[Cell]]:
-    """Return the cells of every run, the most accurate first; the first cell leads to the run's own page."""
+    """Return the cells of every run, the best first; the first cell leads to the run's own page."""
 
     def order(run: GatheredRun) -> float:
-        accuracy = _final("accuracy")(run)
-        return 1.0 if accuracy is None else -accuracy
+        known = [value for value in (_final("accuracy")(run), _score(run)) if value is not None]
+        return -known[0] if known else math.inf
 
     rows = []
     for run in sorted(runs, key=order):
         page = f"{quote(run.folder.as_posix())}/report.html" if run.has_page else None
-        cells = []
-        for index, column in enumerate(columns):
-            value = column.value(run)
-            if column.write is None:
-                text = str(value or UNKNOWN)
-            else:
-                words = None if column.words is None else column.words(run)
-                text = words or (UNKNOWN if value is None else column.write(value))
-            cells.append(Cell(text, value, page if index == 0 else None))
-        rows.append(cells)
+        rows.append(
+            [
+                Cell(written(column, run), column.value(run), page if index == 0 else None)
+                for index, column in enumerate(columns)
+            ]
+        )
     return rows
 
 
+def run_rows(runs: Sequence[GatheredRun]) -> list[dict[str, Any]]:
+    """Return a row for every run: the options in which they differ, plain numbers, and what failed."""
+    columns = [*varied_columns(runs), *(column for column in COLUMNS if column.key != "folder")]
+    return [
+        {
+            "folder": str(run.folder),
+            "status": run.status,
+            **{column.key: column.value(run) for column in columns},
+            **{f"baseline_{name}": _dense(name)(run) for name in _DENSE_COLUMNS},
+            "error": run.error,
+        }
+        for run in runs
+    ]
+
+
 def runs_csv(runs: Sequence[GatheredRun]) -> str:
-    """Return all runs as CSV text: plain numbers, the dense network's too, and what failed."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    dense = [f"baseline_{name}" for name in _DENSE_COLUMNS]
-    writer.writerow(["folder", "status", *(c.key for c in COLUMNS if c.key != "folder"), *dense, "error"])
-    for run in runs:
-        values = [column.value(run) for column in COLUMNS if column.key != "folder"]
-        before = [_dense(name)(run) for name in _DENSE_COLUMNS]
-        writer.writerow([run.folder, run.status, *values, *before, run.error])
+    """Return all runs as CSV text, with the columns of `run_rows`."""
+    text, rows = io.StringIO(), run_rows(runs)
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()

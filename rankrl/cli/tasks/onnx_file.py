@@ -62,7 +62,7 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
     further: dict[str, Any] = {
         "decomposition": config.decomposition.format,
         "selector": request.selector,
-        "budget": config.budget.fractions,
+        "budget": config.budget.numbers,
     }
     if result.search is not None and request.selector not in list_heuristics():
         further["search"] = search_numbers(result.search)

@@ -253,7 +253,7 @@ def _trained(
 
 
 def head(
-    config: AppConfig, data: ImageData, network: nn.Module, method: Mapping[str, str | None] | None = None
+    config: AppConfig, data: ImageData, network: nn.Module, method: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return what metrics.json says of the run itself.
 
@@ -277,6 +277,10 @@ def head(
     }
 
 
-def searched(config: AppConfig) -> dict[str, str | None]:
-    """Return what a search of this run compresses a network with: the format and the selector."""
-    return {"decomposition": config.decomposition.format, "selector": config.selector["name"]}
+def searched(config: AppConfig) -> dict[str, Any]:
+    """Return what a search of this run compresses a network with: format, selector and budget."""
+    return {
+        "decomposition": config.decomposition.format,
+        "selector": config.selector["name"],
+        "budget": config.budget.numbers,
+    }

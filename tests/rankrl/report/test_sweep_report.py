@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rankrl
 from decomposition import list_formats
 from rankrl.report import ReportError, gather_runs, write_sweep_report
 from rankrl.report.figures import method_styles
@@ -163,6 +164,85 @@ def test_what_differs_gets_a_column(sweep: Path) -> None:
     assert ">Seed<" in header
     assert ">Model<" in header
     assert "<b>resnet56" not in page
+
+
+def swept(folder: Path, **options: Any) -> None:
+    """Add a run of a sweep over options of the command line, `optim__lr=0.1`."""
+    overrides = {name.replace("__", "."): value for name, value in options.items()}
+    config: dict[str, Any] = {"task": "pipeline", "optim": {"name": "sgd", "lr": 0.5}}
+    for name, value in overrides.items():
+        group, _, key = name.partition(".")
+        config[group] = {**config.get(group, {}), key: value} if key else value
+    content = metrics("cp", options.get("budget__params", 0.5), options.get("seed", 0))
+    content["finetuned"]["accuracy"] += 0.01 * options.get("seed", 0)
+    name = "+".join(f"{name}-{value}" for name, value in overrides.items())
+    make_run(folder / name, content, config)
+    record = {"config": config, "overrides": [f"{name}={value}" for name, value in overrides.items()]}
+    (folder / name / "state" / "configuration.json").write_text(json.dumps(record))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_every_option_in_which_runs_differ_is_a_column(tmp_path: Path) -> None:
+    for rate in (0.001, 0.01):
+        for images in (64, 256):
+            swept(tmp_path, optim__lr=rate, calibration__images=images, budget__params=0.25, train__epochs=3)
+    swept(tmp_path, budget__params=0.5, calibration__images=64)  # the sweep before it grew by a rate
+    page = write_sweep_report(tmp_path).read_text()
+    found = {
+        (float(row["optim.lr"]), int(row["calibration.images"]), float(row["budget.params"]))
+        for row in rows(tmp_path)
+    }
+    grown = {(rate, images, 0.25) for rate in (0.001, 0.01) for images in (64, 256)}
+    assert found == grown | {(0.5, 64, 0.5)}
+    header = page.partition('<table class="sortable">')[2].partition("</thead>")[0]
+    for name in ("optim.lr", "calibration.images", "Budget"):
+        assert f">{name}<" in header
+    for name in ("budget.params", "seed"):  # which have a column, or are all the same
+        assert f">{name}<" not in header
+    loaded = rankrl.load_runs(tmp_path)
+    assert {(row["optim.lr"], row["calibration.images"], row["budget.params"]) for row in loaded} == found
+    assert "Means over seeds" not in page
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_seeds_are_averaged(tmp_path: Path) -> None:
+    for seed in (0, 1, 2):
+        swept(tmp_path, optim__lr=0.1, seed=seed)
+    swept(tmp_path, optim__lr=0.2, seed=0)
+    page = write_sweep_report(tmp_path).read_text()
+    first = metrics("cp", 0.5)["finetuned"]["accuracy"]
+    several, alone = sorted(rankrl.load_runs(tmp_path, average_seeds=True), key=lambda row: row["optim.lr"])
+    assert (several["runs"], alone["runs"]) == (3, 1)
+    assert several["accuracy"] == pytest.approx(first + 0.01)
+    # Student's t for two degrees of freedom, 4.303, times the standard error.
+    assert several["accuracy_interval"] == pytest.approx(4.303 * 0.01 / 3**0.5, rel=1e-3)
+    assert (alone["accuracy"], alone["accuracy_interval"]) == (pytest.approx(first), None)
+    assert "seed" not in several
+    assert "Means over seeds" in page
+    assert re.search(r"91\.00\xa0% ± 2\.48\xa0%", page)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_runs_from_python_are_told_apart_by_their_calls(tmp_path: Path) -> None:
+    for candidates, iou in ((4, 0.81), (8, 0.83)):
+        numbers = {"params": 500, "macs": 5, "score": iou, "agreement": 0.9}
+        content = {
+            "task": "compress",
+            "model": "Net",
+            "budget": {"params": 0.5},
+            "score_name": "mean IoU",
+            "baseline": {"params": 1000, "macs": 10, "score": 0.85, "agreement": 1.0},
+            "compressed": numbers,
+        }
+        record = {"task": "rankrl.compress", "params": 0.5, "candidates": {"candidates": candidates}}
+        make_run(tmp_path / str(candidates), content, record)
+    page = write_sweep_report(tmp_path).read_text()
+    loaded = rankrl.load_runs(tmp_path)
+    assert [(row["candidates.candidates"], row["score"]) for row in loaded] == [(4, 0.81), (8, 0.83)]
+    assert [row["params"] for row in loaded] == [500, 500]
+    assert ">mean IoU<" in page
+    assert ">83.00\xa0%<" in page
+    assert "<dt>Highest mean IoU</dt>" in page
 
 
 @pytest.mark.usefixtures("undrawn")
