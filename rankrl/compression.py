@@ -119,6 +119,7 @@ def compress(
     folder: str | Path | None = None,
     cache: str | Path | None = None,
     seed: int = 0,
+    overwrite: bool = False,
     progress: Progress = None,
 ) -> Compression:
     """Compress a network: choose what becomes of its layers, carry it out, verify the file and time it.
@@ -141,7 +142,7 @@ def compress(
         target: A folder for the plan, the network, its file, the numbers and the report; or the ONNX file to
             write alone, with a name that ends in .onnx. The same call into the same folder again goes on with
             the search in it, also after it was killed, to the same plan; another network, budget or selector
-            is refused. No two calls may work in a folder at once.
+            is refused, unless `overwrite` is on. No two calls may work in a folder at once.
         drop: How much of the score may be lost, in [0, 1): the result is the fastest network found that loses
             no more, 0.005 for half a point of accuracy or agreement.
         minimise: With `drop`, what is to be as little as possible: `latency`, `bytes`, `macs` or `params`.
@@ -184,6 +185,8 @@ def compress(
         cache: Where fits, sensitivities and times are kept for later calls; None keeps times in the folder,
             for this call.
         seed: Seed of everything random.
+        overwrite: Whether results of another call in the folder are removed, to begin anew there, instead of
+            refused. The same call goes on all the same.
         progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
             called with the stage, the number of its steps that are done and of all.
 
@@ -213,8 +216,21 @@ def compress(
         _timing(timing, file),
     )
     options = _decomposition(network, decomposition)
-    name = _score_name(score, score_name)
-    request = Request(goal, options, selector, selector_options or {}, seed, _path(cache), progress, name)
+    if overwrite and Path(target).suffix == ".onnx":
+        raise ConfigError(
+            f"overwrite=True is for a folder; the file target={target} is written anew by every call"
+        )
+    request = Request(
+        goal,
+        options,
+        selector,
+        selector_options or {},
+        seed,
+        _path(cache),
+        progress,
+        _score_name(score, score_name),
+        overwrite,
+    )
     with _run_folder(Path(target), _path(folder)) as where:
         if file is None:
             assert isinstance(network, nn.Module)

@@ -215,7 +215,9 @@ def compress_file_in(source: FileSource, folder: Path | None, request: Request, 
     request.check()
     run = RunFolder(folder)
     record = request.record(digest(source.path.read_bytes())[:16])
-    run.check(record, advice=SAME_CALL)
+    if not request.overwrite:
+        run.check(record, advice=SAME_CALL)
+    run.replace(record)
     run.prepare()
     run.claim(record, (), resume=True)
     result = compress_file(source, run.state / "model.onnx", request, folder=folder)

@@ -144,7 +144,8 @@ def compress_module(
     timing = request.timing
     check_writable(run.path, "target")
     record = request.record(network_digest(model))
-    run.check(record, advice=SAME_CALL)
+    if not request.overwrite:
+        run.check(record, advice=SAME_CALL)
     candidates = request.timed_candidates()
     dense = _plain(model)
     fitted, held, tested = read_samples(
@@ -170,6 +171,7 @@ def compress_module(
     if score is None and measure.by_class and tested is None:
         request = replace(request, score_name=HELDOUT_ACCURACY.title)
     taught = {} if tuner.teacher is None else {"teacher": _teacher_score(tuner, dense, held, measure)}
+    run.replace(record)
     run.prepare()
     run.claim(record, (), resume=True)
     batches = calibration_batches(fitted.inputs, dense)

@@ -42,6 +42,7 @@ class Request:
             called with the stage, the number of its steps that are done and of all.
         score_name: What the report calls the score that plans are chosen by; None for one that the report has
             a name for.
+        overwrite: Whether the results of another call in the folder are removed.
     """
 
     goal: SearchGoal
@@ -52,6 +53,7 @@ class Request:
     cache: Path | None = None
     progress: Progress = None
     score_name: str | None = None
+    overwrite: bool = False
 
     @property
     def timing(self) -> LatencyOptions:

@@ -87,7 +87,9 @@ def _run_alone(
 ) -> RunNotes:
     """Run the task in a folder that no other run can get; return what its steps noted."""
     try:
-        if plain["resume"] is None:
+        if plain["resume"] is None and plain["overwrite"]:
+            folder.begin_anew()
+        elif plain["resume"] is None:
             refuse_used_folder(folder)
         elif folder.finished:  # by another `resume`, since the command line was checked
             _show_finished(folder.path)

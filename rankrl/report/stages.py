@@ -77,7 +77,8 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
         replace(
             stage,
             latency_ms=latencies.get(index),
-            **{key: number(metrics, _SECTIONS[stage.name], key) for key in ("agreement", "score")},
+            agreement=number(metrics, _SECTIONS[stage.name], "agreement"),
+            score=number(metrics, _SECTIONS[stage.name], "score"),
         )
         for index, stage in enumerate(run_stages)
     ]

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MISSING = "not set"
+_NETWORK = "network"  # recorded as a hash, which tells a reader nothing
 _LONGEST_SHOWN = 60
 _MOST_NAMED = 3
 # Options that change nothing in a run's results.
 _WITHOUT_EFFECT = (
     "resume",
+    "overwrite",
     "tracking",
     *(f"search.{name}" for name in ("workers", "cluster", "worker_cpus", "worker_gpus")),
 )
@@ -44,6 +46,8 @@ def _changes(before: Any, after: Any, name: str = "") -> Iterator[str]:
         for key in {**before, **after}:
             inner = f"{name}.{key}" if name else str(key)
             yield from _changes(before.get(key, _MISSING), after.get(key, _MISSING), inner)
+    elif before != after and name == _NETWORK:
+        yield f"{name} was another one, with other layers or weights"
     elif before != after:
         yield f"{name} was {_brief(before)}, is now {_brief(after)}"
 

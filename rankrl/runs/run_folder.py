@@ -23,12 +23,18 @@ log = logging.getLogger(__name__)
 
 COMPRESS = "rankrl.compress"
 """The task in the record of a call of it."""
-SAME_CALL = "the same call goes on with it; for another one name another folder, or delete this one"
-_ANOTHER_FOLDER = "`rankrl resume=FOLDER` goes on with it; choose another folder for a new run"
+SAME_CALL = (
+    "the same call goes on with it; for another one name another folder, or delete this one (overwrite=True)"
+)
+_ANOTHER_FOLDER = (
+    "`rankrl resume=FOLDER` goes on with it; choose another folder for a new run, or overwrite=true"
+)
 _LONGEST_NAME = 200
 _BEGAN = time.time()  # when this process did, or a little later
 # What a run folder holds before there is anything to keep: records of the configuration, trackers' files.
 _WRITTEN_BEFORE = (".hydra", "state", "tensorboard", "tracking", "wandb", LOCK_FILE)
+
+_OF_A_SEARCH = ("episodes.csv", "search.safetensors", "candidates.json")
 
 
 @dataclass
@@ -182,14 +188,46 @@ class RunFolder:
         Raises:
             ConfigError: It does; the options that differ are named.
         """
-        config = with_effect(as_recorded(config))
-        if self.holds_results:
-            before = self._recorded()
-            if before is None:
-                raise ConfigError(f"{self.path} holds a run of unknown configuration; {advice}")
-            changes = changed_options(with_effect(before), config)
-            if changes:
-                raise ConfigError(f"{self.path} holds a run with another configuration ({changes}); {advice}")
+        difference = self._difference(config)
+        if difference is not None:
+            raise ConfigError(f"{self.path} holds a run {difference}; {advice}")
+
+    def replace(self, config: Mapping[str, Any]) -> None:
+        """Begin anew where the folder holds results of another configuration; the same one's stay.
+
+        Args:
+            config: The run's configuration, plain values.
+        """
+        difference = self._difference(config)
+        if difference is not None:
+            log.warning("%s held a run %s; it is overwritten", self.path, difference)
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Remove a run's results and its state, and no other file.
+
+        The mark that it is finished goes first, then the record of whose results these are: what is left
+        when this is interrupted is never taken for a run.
+        """
+        for file in (self.metrics, self.record):
+            file.unlink(missing_ok=True)
+        self.remove_results()
+        of_search = (self.path / name for name in _OF_A_SEARCH)
+        for file in (*of_search, self.dense, self.optimizer_step, self.error):
+            file.unlink(missing_ok=True)
+        records = (self.path / name for name in _WRITTEN_BEFORE if name != LOCK_FILE)
+        for folder in (*records, self.searches, self.kit):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _difference(self, config: Mapping[str, Any]) -> str | None:
+        """Return in which way results in the folder are of another configuration, or None."""
+        if not self.holds_results:
+            return None
+        before = self._recorded()
+        if before is None:
+            return "of unknown configuration"
+        changes = changed_options(with_effect(before), with_effect(as_recorded(config)))
+        return f"with another configuration ({changes})" if changes else None
 
     def remove_results(self) -> None:
         """Remove the files that a run ends with, `metrics.json` first, before another run writes its own."""

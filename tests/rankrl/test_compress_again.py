@@ -111,7 +111,7 @@ def test_the_same_call_with_a_budget_in_time_comes_to_the_same_plan(
     ("changes", "named"),
     [
         ({"params": 0.5}, "params was 0.6, is now 0.5"),
-        ({"network": network(16)}, "network was "),
+        ({"network": network(16)}, "network was another one, with other layers or weights)"),
         ({"network": network(seed=1)}, "network was "),
         ({"selector": "random", "episodes": 2}, "selector was greedy, is now random"),
         ({"decomposition": "cp"}, "candidates.formats was ['tucker'], is now ['cp']"),
@@ -134,6 +134,28 @@ def test_another_call_leaves_every_byte_alone(folder: Path, changes: dict[str, A
         )
     assert named in str(refused.value)
     assert content(folder) == before
+
+
+def test_a_call_that_overwrites_begins_anew(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+    (folder / "state" / "left.txt").write_text("of the call before")
+    with pytest.raises(ConfigError, match="there is no selector"):
+        rankrl.compress(network(), IMAGES, folder, params=0.5, selector="nothing", overwrite=True)
+    assert (folder / "metrics.json").is_file(), "a call that is refused removes nothing"
+    for _ in range(2):  # the second one is the same call, which is no other
+        found = rankrl.compress(network(16), IMAGES, folder, params=0.5, overwrite=True, **grouped(**QUICK))
+        assert CompressionPlan.load(folder / "plan.json") == found.plan
+        assert not (folder / "state" / "left.txt").exists()
+        (folder / "state" / "kept.txt").write_text("of this call")
+    assert (folder / "state" / "kept.txt").is_file()
+    assert (folder / "notes.txt").read_text() == "mine"
+    record = json.loads((folder / "state" / "configuration.json").read_text())
+    assert record["config"]["params"] == 0.5
+
+
+def test_a_file_needs_no_overwriting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is written anew by every call"):
+        rankrl.compress(network(), IMAGES, tmp_path / "net.onnx", params=0.5, overwrite=True)
 
 
 def test_a_run_of_the_command_line_is_left_alone(folder: Path) -> None:

@@ -39,6 +39,10 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
             f"resume={folder} goes on with one run; a sweep goes on when its command is run again with "
             "hydra.sweep.dir=FOLDER: finished jobs are skipped"
         )
+    if "overwrite=true" in (argument.lower() for argument in arguments):
+        raise ConfigError(
+            f"resume={folder} goes on with a run, and overwrite=true begins anew; leave one of them out"
+        )
     arguments = _without_run_folder(arguments, folder)
     before = _recorded_overrides(folder)
     new = {argument.partition("=")[0] for argument in arguments}

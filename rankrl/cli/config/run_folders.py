@@ -65,7 +65,7 @@ def refuse_used_folder(folder: RunFolder) -> None:
     if folder.holds_results:
         raise ConfigError(
             f"{folder.path} holds a run already; `rankrl resume={folder.path}` goes on with it; for a new "
-            "run choose another folder with hydra.run.dir=FOLDER"
+            "run choose another folder with hydra.run.dir=FOLDER, or overwrite=true to remove that one"
         )
 
 
@@ -76,7 +76,7 @@ def _check_run_folder(config: DictConfig) -> None:
     if record is not None:
         check_writable(folder / str(record), "hydra.output_subdir")
     check_free(folder)
-    if config.resume is None:
+    if config.resume is None and not config.overwrite:
         refuse_used_folder(RunFolder(folder))
 
 

@@ -49,6 +49,9 @@ def run_sweep_job(
         with locked(folder.path):
             folder.prepare()
             folder.error.unlink(missing_ok=True)
+            if config.get("overwrite"):
+                folder.replace(config)
+                folder.prepare()
             folder.claim(config, overrides)
             if folder.finished:
                 log.info("finished already: %s", folder.path)

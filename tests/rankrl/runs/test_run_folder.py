@@ -39,6 +39,22 @@ def test_a_folder_with_results_belongs_to_its_configuration(name: str, tmp_path:
         folder.claim({"seed": 2}, [])
 
 
+@pytest.mark.parametrize("name", RESULTS)
+def test_beginning_anew_leaves_what_is_no_runs(name: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.prepare()
+    folder.claim({"seed": 0}, [])
+    written(tmp_path, name)
+    written(tmp_path, "notes.txt")
+    folder.replace({"seed": 0})
+    assert folder.holds_results, "the same configuration goes on"
+    folder.replace({"seed": 1})
+    assert not folder.holds_results
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["notes.txt"]
+    folder.prepare()
+    folder.claim({"seed": 1}, [])
+
+
 @pytest.mark.parametrize("name", [".hydra/config.yaml", "state/configuration.json", "rankrl.log"])
 def test_a_folder_that_has_got_nowhere_is_free(name: str, tmp_path: Path) -> None:
     assert not written(tmp_path, name).holds_results

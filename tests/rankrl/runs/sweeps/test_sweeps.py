@@ -52,6 +52,12 @@ def test_jobs_are_named_after_what_varies_and_finished_ones_are_skipped(
     message = capfd.readouterr().err
     assert "2 jobs of the sweep failed" in message
     assert "dataset.heldout was 10, is now 20" in message
+    assert sweep("seed=0,1", "dataset.heldout=20", "overwrite=true") == 0
+    again = written()
+    assert all(again[name] != before[name] for name in ("seed-0", "seed-1"))
+    assert again["seed-2"] == before["seed-2"]
+    assert sweep("seed=0,1", "dataset.heldout=20", "overwrite=true") == 0
+    assert written() == again, "the same jobs are skipped"
 
 
 def test_a_job_whose_folder_is_in_use_is_listed_and_leaves_that_run_alone(
