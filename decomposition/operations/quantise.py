@@ -205,7 +205,7 @@ class Quantise(LayerOperation):
         bits, activations = values.get("weight_bits", 8), values.get("activations", INTEGERS)
         if type(bits) is not int or bits not in BITS:
             raise PlanError(f"{where}: weight_bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")
-        if activations not in _SUFFIXES:
+        if not isinstance(activations, str) or activations not in _SUFFIXES:
             raise PlanError(
                 f"{where}: activations must be one of {', '.join(_SUFFIXES)}, got {activations!r}"
             )

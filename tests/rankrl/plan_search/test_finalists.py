@@ -11,6 +11,7 @@ from rankrl.data import load_dataset
 from rankrl.models import create_model
 from rankrl.options.budget import BudgetOptions
 from rankrl.options.search import SearchOptions
+from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search import compare
 from rankrl.plan_search.compare import ComparedSearch, winner
 from rankrl.plan_search.finalists import best_finalist, finalists
@@ -130,6 +131,8 @@ def test_a_session_ends_with_the_finalist_that_is_best_when_applied(
 
 class Clock(LatencyBudget):
     """Times plans by a table instead of a clock."""
+
+    options = LatencyOptions()
 
     def __init__(self, fraction, times) -> None:
         self.fraction, self.times, self.timed, self._timed, self._ratio = fraction, times, [], {}, 1.0

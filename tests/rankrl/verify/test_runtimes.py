@@ -94,7 +94,7 @@ def test_layers_plans_and_files_are_timed_where_the_budget_goes_by(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    for where in ("rankrl.timing.latency", "rankrl.timing.layer_timing"):
+    for where in ("rankrl.timing.latency", "rankrl.timing.local_stopwatch"):
 
         def look(path: Path, *, runtime: str = "onnxruntime", **options: Any) -> Any:
             opened.append(runtime)

@@ -189,7 +189,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, times: dict[str, float], beside: floa
 
     monkeypatch.setattr(positions, "time_in_turns", in_turns)
     monkeypatch.setattr(positions, "relative_time", lambda *_: beside)
-    monkeypatch.setattr(positions, "fast_multiple", lambda _: 8)
+    monkeypatch.setattr(positions, "fast_multiple", lambda *_: 8)
     return calls
 
 
