@@ -25,7 +25,7 @@ def test_curves_are_written_point_by_point_and_go_on(
     monkeypatch.setattr(curves, "create_model", lambda name, **_: tiny())
     arguments = ["--dataset", "digits", "--images", "64", "--points", "2", "--dense-seeds", "1"]
     arguments += ["--epochs", "1", "--mask-epochs", "1", "--finetune-epochs", "1"]
-    arguments += ["--output-folder", str(tmp_path)]
+    arguments += ["--output-folder", str(tmp_path), "--pictures", str(tmp_path)]
     find = curves.prune_network
 
     class Killed(BaseException):
