@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,27 +140,13 @@ def test_a_killed_and_resumed_run_is_the_undisturbed_one_bit_for_bit(
 def test_a_training_does_not_go_on_with_another_teacher(
     digits: ImageData, make_network: MakeNetwork, tmp_path: Path
 ) -> None:
-    path = tmp_path / "state.safetensors"
+    taught = partial(
+        train, data=digits, recipe=EVERYTHING, precision=FLOAT32, state_file=tmp_path / "s.safetensors"
+    )
     with pytest.raises(KilledError):
-        train(
-            make_network(0),
-            digits,
-            EVERYTHING,
-            precision=FLOAT32,
-            teacher=make_network(9),
-            state_file=path,
-            on_step=kill_in_epoch(2),
-        )
+        taught(make_network(0), teacher=make_network(9), on_step=kill_in_epoch(2))
     with pytest.raises(CheckpointError, match=r"teacher was '[0-9a-f]+', is now '[0-9a-f]+'"):
-        train(
-            make_network(0),
-            digits,
-            EVERYTHING,
-            precision=FLOAT32,
-            teacher=make_network(8),
-            state_file=path,
-            resume=True,
-        )
+        taught(make_network(0), teacher=make_network(8), resume=True)
 
 
 def assert_resumes(
