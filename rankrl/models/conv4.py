@@ -35,9 +35,9 @@ class Conv4(nn.Module):
         self.fc1 = nn.Linear(128 * (height // 4) * (width // 4), 256)
         self.fc2 = nn.Linear(256, num_classes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Map images (N, C, H, W) to class scores (N, num_classes)."""
-        x = self.pool1(self.relu2(self.conv2(self.relu1(self.conv1(x)))))
+        x = self.pool1(self.relu2(self.conv2(self.relu1(self.conv1(input)))))
         x = self.pool2(self.relu4(self.conv4(self.relu3(self.conv3(x)))))
         x = self.dropout(self.flatten(x))
         return self.fc2(self.relu5(self.fc1(x)))

@@ -33,9 +33,9 @@ class LeNet5(nn.Module):
         self.fc1 = nn.Linear(50 * height * width, 500)
         self.fc2 = nn.Linear(500, num_classes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Map images (N, C, H, W) to class scores (N, num_classes)."""
-        x = self.pool1(self.relu1(self.conv1(x)))
+        x = self.pool1(self.relu1(self.conv1(input)))
         x = self.pool2(self.relu2(self.conv2(x)))
         return self.fc2(self.relu3(self.fc1(self.flatten(x))))
 

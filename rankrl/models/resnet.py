@@ -91,9 +91,9 @@ class CifarResNet(nn.Module):
         first = BasicBlock(in_channels, channels, stride, shortcut)
         return nn.Sequential(first, *(BasicBlock(channels, channels, 1, shortcut) for _ in range(blocks - 1)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Map images (N, in_channels, H, W) to class scores (N, num_classes)."""
-        out = F.relu(self.bn1(self.conv1(x)))
+        out = F.relu(self.bn1(self.conv1(input)))
         out = self.layer3(self.layer2(self.layer1(out)))
         return self.linear(F.adaptive_avg_pool2d(out, 1).flatten(1))
 

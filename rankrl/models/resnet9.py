@@ -54,9 +54,9 @@ class ResNet9(nn.Module):
         self.pool = nn.MaxPool2d((height // _LEAST_SIDE, width_of_image // _LEAST_SIDE))
         self.fc = nn.Linear(8 * width, num_classes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Map images (N, C, H, W) to class scores (N, num_classes)."""
-        x = self.layer3(self.layer2(self.layer1(self.prepare(x))))
+        x = self.layer3(self.layer2(self.layer1(self.prepare(input))))
         return self.fc(self.pool(x).flatten(1)) * _SCALE_OF_SCORES
 
 

@@ -18,6 +18,7 @@ from rankrl.data.calibration import calibration_images
 from rankrl.networks.base import WrittenFile
 from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.once import once_per_network
+from rankrl.onnx.export.names import check_names, name_file
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
@@ -82,7 +83,9 @@ class ImageModule(ModuleNetwork):
     @cached_property
     def baseline(self) -> Path:
         """ONNX file of the dense network."""
-        return export_dense(self.model, self.data, self.folder, self.export)
+        path = export_dense(self.model, self.data, self.folder, self.export)
+        check_names(path, self.export)
+        return path
 
     @cached_property
     def accuracy(self) -> float:
@@ -116,6 +119,7 @@ class ImageModule(ModuleNetwork):
         runtimes = image_runtimes(
             compressed, self.baseline, path, self.data, options, known=numbers, scratch=self.folder
         )
+        name_file(path, options)
         return WrittenFile(numbers["max_abs_difference"], times, numbers=numbers, runtimes=runtimes)
 
     @property

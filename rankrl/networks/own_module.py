@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rankrl.networks.base import WrittenFile
 from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.once import once_per_network
 from rankrl.onnx.export import export_onnx, verify_onnx
+from rankrl.onnx.export.names import check_names, name_file
 from rankrl.onnx.export.verification import BATCH_SIZES
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
@@ -87,8 +88,16 @@ class OwnModule(ScoredModule):
     def baseline(self) -> Path:
         """ONNX file of the dense network, compared with it on held-out inputs."""
         path = self.folder / "dense.onnx"
-        block = self.timing.channel_block
-        export_onnx(self.model, path, self.input_shape, channel_block=block, progress=False)
+        timing = self.timing
+        export_onnx(
+            self.model,
+            path,
+            self.input_shape,
+            channel_block=timing.channel_block,
+            dynamic_axes=timing.dynamic_axes,
+            progress=False,
+        )
+        check_names(path, timing)
         verify_onnx(self.model, path, split(self.heldout.sample.inputs, max(BATCH_SIZES))[0])
         return path
 
@@ -106,6 +115,7 @@ class OwnModule(ScoredModule):
             timing=timing.timing,
             metadata=metadata,
             scratch=self.folder,
+            dynamic_axes=timing.dynamic_axes,
         )
         outputs = tuple(self.files.agreement(self.baseline, path))
         runtimes = None
@@ -113,6 +123,10 @@ class OwnModule(ScoredModule):
             files, score = self.files, self.files.score(self.baseline)
             compared = ComparedFiles(self.baseline, path, timing, files.feeds, score, files.timed)
             runtimes = runtime_numbers(compared, self.folder)
+        name_file(path, timing)
+        if timing.output_names:
+            named = zip(outputs, timing.output_names, strict=True)
+            outputs = tuple(replace(output, name=name) for output, name in named)
         return WrittenFile(numbers["max_abs_difference"], times, outputs, numbers, runtimes)
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,14 @@ class LatencyOptions:
         folder: Where tables of measured layers are kept for later runs, or None.
         table: The times.json that a timing kit measured on another device, for which is searched then; None
             times here.
+        input_names: What the exported file calls its inputs; by default as the forward's parameters.
+        output_names: What it calls its outputs; by default as the keys or fields of what the forward returns,
+            else `output`.
+        dynamic_axes: Axes but the batch's that stay free in the file of a module, with names, by the
+            forward's parameter: `{"images": {2: "height", 3: "width"}}`.
     """
 
-    PYTHON_ONLY = ("folder", "table")
+    PYTHON_ONLY = ("folder", "table", "dynamic_axes")
 
     preprocess: bool = False
     pad_channels: bool = True
@@ -54,12 +60,18 @@ class LatencyOptions:
     runs: int = 30
     folder: Path | None = None
     table: Path | None = None
+    input_names: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ()
+    dynamic_axes: Mapping[str, Mapping[int, str]] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("batch", "threads", "runs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"export.{name} must be at least 1, got {getattr(self, name)}")
+        names = [*self.input_names, *self.output_names]
+        if len(set(names)) < len(names) or "" in names:
+            raise ConfigError(f"export.input_names and output_names must be different names, got {names}")
 
     def kept_in(self, cache: str | Path | None, folder: str | Path | None) -> LatencyOptions:
         """Return these options with times kept in a cache, or without one in the folder of the search.

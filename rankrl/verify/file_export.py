@@ -15,6 +15,7 @@ from decomposition.network.input_specs import InputShape
 from rankrl.data import Preprocessing
 from rankrl.files import write_atomically
 from rankrl.onnx.export import export_network
+from rankrl.onnx.export.names import AxisNames
 from rankrl.onnx.export.weight_range import as_in_file
 from rankrl.onnx.operators import opset_of
 from rankrl.onnx.protobuf import load_model, save_model
@@ -84,6 +85,7 @@ def export_file(
     timing: Mapping[str, Any],
     metadata: Mapping[str, str],
     scratch: Path,
+    dynamic_axes: AxisNames | None = None,
 ) -> tuple[dict[str, Any], LatencyComparison]:
     """Export a network, verify the file on real inputs, and time it beside the dense network.
 
@@ -100,6 +102,7 @@ def export_file(
         timing: `batch`, `threads`, `runs` and `runtime` of `compare_latency`.
         metadata: Text to store in the file.
         scratch: Folder for files that are needed for timing only, or have yet to be verified.
+        dynamic_axes: As in `export_onnx`.
 
     Returns:
         The section `onnx` of metrics.json, and the times of both files.
@@ -114,6 +117,7 @@ def export_file(
         "opset": opset,
         "channel_block": channel_block,
         "preprocessing": inputs.preprocessing,
+        "dynamic_axes": dynamic_axes,
     }
     fastest, execution, timed = fastest_form(
         in_file, inputs.shape, scratch, timing=timing, timed=inputs.timed, **options

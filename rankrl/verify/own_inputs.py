@@ -19,7 +19,7 @@ from rankrl.device import model_device
 from rankrl.errors import DataError
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import export_onnx, verify_onnx
-from rankrl.onnx.export.feeds import ONLY_INPUT, feed_of
+from rankrl.onnx.export.feeds import feed_of
 from rankrl.onnx.export.outputs import output_names
 from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph_edits import Array
@@ -191,7 +191,8 @@ class OwnInputs(FileInputs):
         """Return what a file says to the held-out inputs."""
         session = OnnxNetwork.load(path).session()
         feeds = (feed_of(self.model, each) for each in split(self.heldout.inputs, BATCH))
-        named = ({ONLY_INPUT: feed} if isinstance(feed, np.ndarray) else feed for feed in feeds)
+        (first, *_) = session.input_names
+        named = ({first: feed} if isinstance(feed, np.ndarray) else feed for feed in feeds)
         return _Answers(session.output_names, [session.run(feed) for feed in named])
 
 

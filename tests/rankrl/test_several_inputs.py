@@ -93,7 +93,7 @@ def test_file_takes_its_inputs_by_the_names_of_the_parameters(
     model, inputs = case
     path = exported(request.node.callspec.params["case"])
     session = onnxruntime.InferenceSession(path)
-    feed = {"image": IMAGES, "numbers": NUMBERS} if isinstance(model, TwoInputs) else {"input": TOKENS}
+    feed = {"image": IMAGES, "numbers": NUMBERS} if isinstance(model, TwoInputs) else {"tokens": TOKENS}
     assert {each.name for each in session.get_inputs()} == set(feed)
     for count in (1, 5):  # the batch is free
         some = {name: value[:count].numpy() for name, value in feed.items()}
@@ -139,6 +139,24 @@ def test_channels_of_a_network_with_several_inputs_stay() -> None:
             params=0.7,
             decomposition=layer_options(channels=(0.5,)),
         )
+
+
+def test_file_is_named_as_asked_after_it_was_verified(tmp_path: Path) -> None:
+    result = rankrl.compress(
+        TwoInputs().eval(),
+        {"image": IMAGES, "numbers": NUMBERS},
+        tmp_path,
+        params=0.7,
+        timing=rankrl.LatencyOptions(
+            batch=2, runs=2, input_names=("picture", "known"), output_names=("answer",)
+        ),
+        progress=False,
+    )
+    session = onnxruntime.InferenceSession(result.path)
+    assert [each.name for each in session.get_inputs()] == ["picture", "known"]
+    assert (
+        [each.name for each in session.get_outputs()] == [each.name for each in result.outputs] == ["answer"]
+    )
 
 
 @pytest.mark.slow

@@ -122,6 +122,7 @@ _UNUSED_BY_ONNX = (
     *("calibration", "finetune", "optim", "train"),
     *("decomposition.sequential", "export.opset", "export.preprocess"),
     *("export.int8", "export.training", "export.pad_channels"),
+    *("export.input_names", "export.output_names"),
     *("search.images", "search.augmented", "search.statistics", "search.workers"),
 )
 

@@ -13,20 +13,22 @@ from decomposition.network.inputs import ExampleInputs, Inputs, random_batch, te
 from rankrl.onnx.runtimes import Batch
 
 ONLY_INPUT = "input"
-"""What a file calls the input of a network that takes one tensor."""
+"""What a file calls an input that the forward has no name for."""
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def input_names(model: nn.Module, inputs: Inputs) -> list[str]:
-    """Return the names of a file's inputs: those of the forward's parameters where there are several."""
-    if isinstance(inputs, torch.Tensor):
-        return [ONLY_INPUT]
-    if isinstance(inputs, dict):
-        return list(inputs)
+    """Return the names of a file's inputs: those of the forward's parameters, if no weight is called so."""
+    count = len(tensors_of(inputs))
     parameters = inspect.signature(model.forward).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL][
-        : len(inputs)
-    ]
-    return names if len(names) == len(inputs) else [f"{ONLY_INPUT}_{j}" for j in range(len(inputs))]
+    positional = [each.name for each in parameters if each.kind in _POSITIONAL]
+    names = list(inputs) if isinstance(inputs, dict) else positional[:count]
+    return names if len(names) == count and not set(names) & set(model.state_dict()) else plain_names(count)
+
+
+def plain_names(count: int) -> list[str]:
+    """Return what inputs are called of which nothing else is known."""
+    return [ONLY_INPUT] if count == 1 else [f"{ONLY_INPUT}_{index}" for index in range(count)]
 
 
 def feed_of(model: nn.Module, inputs: Inputs) -> Batch:

@@ -25,8 +25,6 @@ from rankrl.onnx.graph_edits import (
 )
 from rankrl.onnx.operators import is_standard
 
-BATCH_AXIS = "batch"
-"""What the free batch size is called in the file; runtimes and viewers show it."""
 _SMALL = 256
 """Elements that a folded constant may always have: shapes, axes, short vectors."""
 
@@ -118,45 +116,56 @@ def fold_batchnorm_into_computed_weights(model: ir.Model) -> None:
     without_unused(model)
 
 
-def name_batch_axis(graph: ir.Graph) -> None:
-    """Call the first axis of the input `batch`, and sizes that follow from it after it (`2*batch`).
+def name_axes(graph: ir.Graph, axes: Sequence[Mapping[int, str]]) -> None:
+    """Name free axes of the inputs, and sizes that follow from them after these (`2*batch`).
 
-    The exporter writes the symbol that tracing made up, such as `s77`.
+    The exporter writes the symbols that tracing made up, such as `s77`.
 
     Args:
-        graph: The graph; changed in place. One with a fixed batch size stays as it is.
+        graph: The graph; changed in place. Fixed sizes stay as they are.
+        axes: The names of each input's axes, by their position.
     """
-    shape = graph.inputs[0].shape
-    symbol = None if shape is None or isinstance(shape[0], int) else shape[0].value
-    if not symbol:
+    names: dict[str, str] = {}
+    for value, named in zip(graph.inputs, axes, strict=True):
+        sizes = () if value.shape is None else value.shape
+        for index, size in enumerate(sizes):
+            if index in named and isinstance(size, ir.SymbolicDim) and size.value is not None:
+                names.setdefault(size.value, named[index])
+    if not names:
         return
-    occurrence = re.compile(rf"\b{re.escape(symbol)}\b")
+    occurrence = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
 
     def renamed(axis: int | ir.SymbolicDim) -> int | str | None:
-        if isinstance(axis, int):
-            return axis
-        return None if axis.value is None else occurrence.sub(BATCH_AXIS, axis.value)
+        if isinstance(axis, int) or axis.value is None:
+            return axis if isinstance(axis, int) else None
+        return occurrence.sub(lambda match: names[match[0]], axis.value)
 
     for value in (value for part in (graph, *graph.subgraphs()) for value in values_in(part)):
         if value.shape is not None:
             value.shape = ir.Shape(map(renamed, value.shape))
 
 
-def name_outputs(graph: ir.Graph, names: Sequence[str]) -> None:
-    """Give a graph's outputs names, unless inputs or constants have them; other values make way.
+def name_values(graph: ir.Graph, values: Sequence[ir.Value], names: Sequence[str]) -> bool:
+    """Give values names, unless constants, or other inputs or outputs, have them; the rest makes way.
 
     Args:
         graph: Changed in place.
-        names: Different names, one for each output.
+        values: Inputs or outputs of the graph.
+        names: Different names, one for each.
+
+    Returns:
+        Whether they have these names now.
     """
-    if {value.name for value in (*graph.inputs, *graph.initializers.values())} & set(names):
-        return
+    ends = {*graph.inputs, *graph.outputs, *graph.initializers.values()} - set(values)
+    if {value.name for value in ends} & set(names):
+        return False
     taken = names_in(graph) | set(names)
     for value in (value for part in (graph, *graph.subgraphs()) for value in values_in(part)):
-        if value.name in names and value not in graph.outputs:
+        if value.name in names and value not in values:
             value.name = new_name(str(value.name), taken)
-    for value, name in zip(graph.outputs, names, strict=True):
+    for value, name in zip(values, names, strict=True):
         value.name = name
+    return True
 
 
 def take_bytes(graph: ir.Graph, preprocessing: Preprocessing) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,8 +28,9 @@ from rankrl.data import Preprocessing
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.checked_file import write_checked
-from rankrl.onnx.export.feeds import input_names
-from rankrl.onnx.export.graph import name_batch_axis, name_outputs, simplify, take_bytes
+from rankrl.onnx.export.feeds import plain_names
+from rankrl.onnx.export.graph import name_axes, name_values, simplify, take_bytes
+from rankrl.onnx.export.names import AxisNames, checked_axes, default_names, name_ends
 from rankrl.onnx.export.outputs import return_tensors_alone, say_left_out
 from rankrl.onnx.export.subsampling import convolve_subsampling
 from rankrl.onnx.export.tracing import convert, inference_copy, trace
@@ -70,6 +71,9 @@ def export_onnx(
     metadata: Mapping[str, str] | None = None,
     fold_batchnorm: bool = True,
     dynamic_batch: bool = True,
+    dynamic_axes: AxisNames | None = None,
+    input_names: Sequence[str] = (),
+    output_names: Sequence[str] = (),
     preprocessing: Preprocessing | None = None,
     channel_block: int = 1,
     progress: Progress = None,
@@ -86,14 +90,18 @@ def export_onnx(
         path: The file to write.
         input_shape: Shape of one input without the batch, e.g. (3, 32, 32); or a batch of inputs to trace
             with: a tensor, a tuple of tensors that the forward takes in order, or a dict of those it takes by
-            name. The file's input is called `input`; several are called as the forward's parameters. The
-            outputs are called by the keys or fields that the forward returns them under, else `output`.
+            name.
         sample: A batch of inputs to trace with where a shape is given and zeros will not do (a model that
             checks its input).
         opset: Version of the ONNX operator set, at least 18; None for the default of torch's exporter.
         metadata: Text to store in the file, e.g. the plan and the metrics as JSON.
         fold_batchnorm: Fold every batch normalisation that follows a convolution or linear layer into it.
         dynamic_batch: Leave the batch size free. Otherwise it is the sample's (1 without a sample).
+        dynamic_axes: Other axes to leave free, with names, by the forward's parameter: `{"images": {2:
+            "height", 3: "width"}}`.
+        input_names: What the file calls its inputs; by default as the forward's parameters.
+        output_names: What it calls its outputs; by default by the keys or fields that the forward returns
+            them under, else `output`.
         preprocessing: What is done to images of bytes before the model. With it the file does that itself:
             it takes uint8 of shape (N, height, width, channels), and its metadata says so under
             `preprocessing`. Without it the file takes what the model takes.
@@ -120,6 +128,8 @@ def export_onnx(
     if metadata and not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ExportError("metadata must map strings to strings; write other values as JSON text first.")
     if preprocessing is not None:
+        if dynamic_axes:
+            raise ExportError("dynamic_axes and preprocessing exclude one another: images have one size")
         preprocessing = replace(preprocessing, in_graph=False)
         shape = input_shape_of(input_shape)
         if shape != preprocessing.input_shape:
@@ -132,19 +142,23 @@ def export_onnx(
         name = type(network).__name__
         batch = _sample_batch(network, input_shape, sample, 2 if dynamic_batch else 1)
         outputs = return_tensors_alone(network)
-        program = trace(network, batch, dynamic_batch=dynamic_batch)
+        axes = checked_axes(network, batch, dynamic_axes, dynamic_batch=dynamic_batch)
+        program = trace(network, batch, axes)
         say_left_out(name, tuple(outputs.left_out))
         bar.advance()
-        translated = convert(program, name, opset, inputs=input_names(network, batch))
+        translated = convert(program, name, opset, inputs=plain_names(len(axes)))
         bar.advance()
         simplify(translated, fold_batchnorm=fold_batchnorm)
         bar.advance()
-        name_batch_axis(translated.graph)
-        name_outputs(translated.graph, outputs.names)
+        graph = translated.graph
+        name_axes(graph, axes)
+        name_values(graph, graph.inputs, default_names(network, batch, outputs.names))
+        name_values(graph, graph.outputs, outputs.names)
+        name_ends(graph, input_names, output_names)
         convolve_subsampling(translated)
         translated.metadata_props.update(metadata or {})
         if preprocessing is not None:
-            take_bytes(translated.graph, preprocessing)
+            take_bytes(graph, preprocessing)
             notes = json.dumps(replace(preprocessing, in_graph=True).to_dict())
             translated.metadata_props[PREPROCESSING_KEY] = notes
         pad_channels(translated, channel_block)
@@ -154,7 +168,7 @@ def export_onnx(
         path=Path(path),
         file_bytes=size,
         opset=opset_of(translated),
-        operators=dict(Counter(node.op_type for node in translated.graph)),
+        operators=dict(Counter(node.op_type for node in graph)),
     )
 
 

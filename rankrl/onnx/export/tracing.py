@@ -43,14 +43,16 @@ def inference_copy(model: nn.Module) -> nn.Module:
         raise ExportError(f"cannot export {type(model).__name__}: {error}.") from error
 
 
-def trace(model: nn.Module, sample: Inputs, *, dynamic_batch: bool) -> torch.export.ExportedProgram:
+def trace(
+    model: nn.Module, sample: Inputs, axes: Sequence[Mapping[int, str]]
+) -> torch.export.ExportedProgram:
     """Capture the graph of a model.
 
     Args:
         model: A module in evaluation mode.
-        sample: Any inputs of the right shapes and types, batch first; two or more where the batch is dynamic,
-            because `torch.export` treats 0 and 1 as constants.
-        dynamic_batch: Whether the first dimension, which all inputs share, stays free.
+        sample: Any inputs of the right shapes and types, batch first; two or more along free axes, because
+            `torch.export` treats 0 and 1 as constants.
+        axes: The axes of each input that stay free, with their names; all share the first.
 
     Returns:
         The captured program.
@@ -60,15 +62,18 @@ def trace(model: nn.Module, sample: Inputs, *, dynamic_batch: bool) -> torch.exp
     """
     try:
         with _silence(), _in_order(model, sample) as (args, keywords):
-            dynamic_shapes = _free_batch(model, args, keywords) if dynamic_batch else None
+            free = dict(zip(map(id, tensors_of(sample)), map(_free, axes), strict=True))
+            dynamic_shapes = _by_parameter(model, args, keywords, free) if any(axes) else None
             return torch.export.export(model, args, keywords, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # torch.export passes on whatever the model's own code raises
         layer = _failing_layer(model, error)
         advice = "Use only tensor operations in its forward: no branches on the values of tensors, no NumPy"
         if not _runs(model, sample):
             advice = "It fails outside of the export too: give the shape of one real input, without the batch"
-        elif layer is None and dynamic_batch and isinstance(error, torch._dynamo.exc.UserError):
+        elif layer is None and any(axes) and isinstance(error, torch._dynamo.exc.UserError):
             advice = "If a layer needs a fixed batch size, export with dynamic_batch=False"
+            if any(set(each) - {0} for each in axes):
+                advice = "If a layer needs a fixed size, leave its axis out of dynamic_axes"
         raise ExportError(
             f"cannot export {type(model).__name__} to ONNX: {layer or 'the model'} cannot be traced with "
             f"{_given(sample)}: {_one_line(error)}. {advice}."
@@ -123,14 +128,22 @@ def convert(
     return converted.model
 
 
-def _free_batch(
-    model: nn.Module, positional: Sequence[torch.Tensor], keywords: Mapping[str, torch.Tensor]
+def _free(axes: Mapping[int, str]) -> dict[int, Any]:
+    """Return the free axes of an input for torch; only the batch is known to be the same for all."""
+    return {axis: torch.export.Dim.DYNAMIC if axis else torch.export.Dim("batch") for axis in axes}
+
+
+def _by_parameter(
+    model: nn.Module,
+    positional: Sequence[torch.Tensor],
+    keywords: Mapping[str, torch.Tensor],
+    free: Mapping[int, Any],
 ) -> dict[str, Any]:
-    """Return the free first axis of every input, by parameter of the forward; `*inputs` holds several."""
-    free = {0: torch.export.Dim("batch")}
+    """Return the free axes by parameter of the forward, of those by `id`; `*inputs` holds several."""
     arguments = inspect.signature(model.forward).bind_partial(*positional, **keywords).arguments
     return {
-        name: (free,) * len(value) if isinstance(value, tuple) else free for name, value in arguments.items()
+        name: tuple(free[id(each)] for each in value) if isinstance(value, tuple) else free[id(value)]
+        for name, value in arguments.items()
     }
 
 

@@ -213,7 +213,7 @@ class GraphSession:
             self._session = open_session(model, source, threads=threads)
         else:
             self._session = model
-        self._inputs = {entry.name for entry in self._session.get_inputs()}
+        self.input_names = [entry.name for entry in self._session.get_inputs()]
         self.output_names = [entry.name for entry in self._session.get_outputs()]
 
     def run(self, feed: Feed, *, quiet: bool = False) -> list[Array]:
@@ -226,7 +226,9 @@ class GraphSession:
         Raises:
             OnnxGraphError: The graph fails on the inputs.
         """
-        arrays = {name: np.asarray(value, order="C") for name, value in feed.items() if name in self._inputs}
+        arrays = {
+            name: np.asarray(value, order="C") for name, value in feed.items() if name in self.input_names
+        }
         try:
             outputs: list[Array] = self._session.run(None, arrays, _QUIET if quiet else None)
         except Exception as error:

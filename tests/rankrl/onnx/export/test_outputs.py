@@ -20,7 +20,7 @@ import rankrl
 from decomposition.network.outputs import tensors_in
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import verify_onnx
-from rankrl.onnx.export.graph import name_outputs
+from rankrl.onnx.export.graph import name_values
 from rankrl.onnx.export.outputs import return_tensors_alone
 
 IMAGES = torch.randn(3, 3, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -55,11 +55,11 @@ OUTPUTS: dict[str, tuple[Any, list[str]]] = {
         ["relu", "conv2d", "mul"],
     ),
     "name of a constant": (lambda x, y: {"scale": y + 1, "b": y}, ["output_0", "output_1"]),
-    "name of the input": (lambda x, y: {"input": y}, ["output"]),
+    "name of the input": (lambda x, y: {"x": y}, ["x"]),
     "no identifiers": (lambda x, y: {"a b": y, "": y + 1}, ["output_0", "output_1"]),
     "names joined alike": (lambda x, y: {"a": [y], "a_0": y + 1}, ["output_0", "output_1"]),
 }
-RENAMED = {"name of a constant": ["scale", "b"], "name of the input": ["input"]}
+RENAMED = {"name of a constant": ["scale", "b"]}
 """What the network calls outputs where its file has the name for something else."""
 
 
@@ -88,7 +88,16 @@ def test_network_to_be_exported_returns_the_tensors_alone_with_their_names(kind:
 
 
 @pytest.mark.parametrize(
-    "kind", ["dict with a size", "named tuple", "one tensor twice", "an input", "names of values", *RENAMED]
+    "kind",
+    [
+        "dict with a size",
+        "named tuple",
+        "one tensor twice",
+        "an input",
+        "names of values",
+        "name of the input",
+        *RENAMED,
+    ],
 )
 def test_file_returns_the_tensors_by_their_names(kind: str, tmp_path: Path) -> None:
     output, names = OUTPUTS[kind]
@@ -96,11 +105,57 @@ def test_file_returns_the_tensors_by_their_names(kind: str, tmp_path: Path) -> N
     rankrl.export_onnx(network, path, (3, 6, 6))
     session = onnxruntime.InferenceSession(path)
     assert [each.name for each in session.get_outputs()] == names
+    (name,) = (each.name for each in session.get_inputs())
+    assert name == ("input" if "x" in names else "x")
     with torch.no_grad():
         expected = tensors_in(network(IMAGES))
-    for found, tensor in zip(session.run(None, {"input": IMAGES.numpy()}), expected, strict=True):
+    for found, tensor in zip(session.run(None, {name: IMAGES.numpy()}), expected, strict=True):
         np.testing.assert_allclose(found, tensor.numpy(), atol=1e-5)
     assert verify_onnx(network, path, IMAGES) < 1e-5
+
+
+def test_outputs_with_names_of_several_inputs_are_numbered(tmp_path: Path) -> None:
+    class Two(Returning):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return {"z": self.conv(x), "y": y}
+
+    inputs = (IMAGES, IMAGES + 1)
+    rankrl.export_onnx(Two(None).eval(), tmp_path / "two.onnx", inputs)
+    graph = onnx.load(tmp_path / "two.onnx").graph
+    assert [each.name for each in (*graph.input, *graph.output)] == ["x", "y", "output_0", "output_1"]
+
+
+def test_names_and_free_axes_are_as_asked(tmp_path: Path) -> None:
+    network, path = Returning(lambda x, y: {"z": y, "a": y + 1}).eval(), tmp_path / "network.onnx"
+    free = {"x": {2: "height", 3: "width"}}
+    rankrl.export_onnx(
+        network, path, (3, 6, 6), input_names=["picture"], output_names=["conv2d", "b"], dynamic_axes=free
+    )
+    session = onnxruntime.InferenceSession(path)
+    (entry,) = session.get_inputs()
+    assert (entry.name, entry.shape) == ("picture", ["batch", 3, "height", "width"])
+    images = torch.randn(2, 3, 9, 7)
+    found = session.run(["conv2d", "b"], {"picture": images.numpy()})
+    with torch.no_grad():
+        for array, tensor in zip(found, tensors_in(network(images)), strict=True):
+            np.testing.assert_allclose(array, tensor.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input_names": ["a", "b"]}, r"input_names=\['a', 'b'\] cannot be given to the inputs .* \['x'\]"),
+        ({"output_names": ["scale", "b"]}, "none that a weight"),
+        ({"dynamic_axes": {"y": {2: "height"}}}, "names the input 'y'; there are x"),
+        ({"dynamic_axes": {"x": {4: "height"}}}, "the axis 4 of 'x', which has 4"),
+    ],
+)
+def test_names_and_axes_that_the_file_cannot_have_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    network = Returning(lambda x, y: {"z": y, "a": y + 1})
+    with pytest.raises(ExportError, match=message):
+        rankrl.export_onnx(network, tmp_path / "network.onnx", (3, 6, 6), **options)
 
 
 def test_what_is_no_tensor_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,7 +188,7 @@ def test_values_inside_make_way_for_the_names_of_outputs() -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     expected = None
     for names in (["first", "second"], ["a", "b"], ["second", "first"], ["b", "x"]):
-        edited(model, lambda each, names=names: name_outputs(each.graph, names))
+        edited(model, lambda each, names=names: name_values(each.graph, each.graph.outputs, names))
         onnx.checker.check_model(model, full_check=True)
         feed = {"x": np.array([-1, 2], np.float32), "condition": np.array(True)}
         session = onnxruntime.InferenceSession(model.SerializeToString())

@@ -47,7 +47,7 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
 
 def computed(path: Path, x: Tensor) -> np.ndarray:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return session.run(None, {"input": x.numpy()})[0]
+    return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
 def run(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
