@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageErro
 from rankrl.runs.run_folder import RunFolder, RunNotes
 from rankrl.runs.run_lock import locked
 from rankrl.runs.sweeps import run_sweep_job
+from rankrl.runs.sweeps.devices import runs_in_pool
 from rankrl.runs.tracking import start_tracking
 
 FIRST_RUN = "experiment=first_run"
@@ -41,6 +43,7 @@ USER_ERROR = 2
 BUDGET_MISSED = 3
 COLLAPSED = 4
 INTERRUPTED = 130
+_SWEEP_FOLDER = "hydra.sweep.dir"
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
 
 
@@ -53,12 +56,12 @@ def _run(config: DictConfig) -> None:
     try:
         if hydra_config.mode == RunMode.MULTIRUN:
             run_sweep_job(
-                lambda: _run_task(plain, folder),
+                lambda folder: _run_task(plain, folder),
                 folder,
                 number=int(hydra_config.job.num),
                 config=plain,
                 overrides=overrides,
-                record=lambda: write_record(config, folder.path),
+                record=lambda folder: write_record(config, folder.path),
                 sweep_folder=Path(hydra_config.sweep.dir),
                 explain=lambda error: str(_for_users(error, folder) or f"{type(error).__name__}: {error}"),
             )
@@ -70,6 +73,8 @@ def _run(config: DictConfig) -> None:
             if notes.missed is not None:
                 _leave(ConfigError(f"the run is finished, but {notes.missed}."), BUDGET_MISSED)
     except (RunStoppedError, KeyboardInterrupt) as error:  # a search finishes its episode first
+        if hydra_config.mode == RunMode.MULTIRUN and not runs_in_pool():
+            raise KeyboardInterrupt from error  # `main` says how the sweep goes on
         stopped = error if isinstance(error, RunStoppedError) else RunStoppedError(folder.path)
         _leave(stopped, INTERRUPTED)
     except Exception as error:
@@ -190,8 +195,16 @@ def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
         if finished is not None:
             _show_finished(finished)
             return None
-        check_folders(arguments)
-    return arguments
+        sweep_folder = check_folders(arguments)
+    if sweep_folder is None or _sweep_folders(arguments):
+        return arguments
+    # By default its name holds the time.
+    return [*readable_arguments([f"{_SWEEP_FOLDER}={sweep_folder}"]), *arguments]
+
+
+def _sweep_folders(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that name a sweep's folder."""
+    return [each for each in arguments if each.startswith(f"{_SWEEP_FOLDER}=")]
 
 
 def main() -> None:
@@ -208,13 +221,14 @@ def main() -> None:
     if len(sys.argv) == 1:
         print(f"rankrl {FIRST_RUN}")
         sys.argv.append(FIRST_RUN)
-    given = set(sys.argv[1:])
+    written = sys.argv[1:]
+    given = set(written)
     if given & VERSION_FLAGS:
         print(version_line())
         return
     try:
         if not _COMPLETION_FLAGS & given:  # completion has arguments of its own
-            checked = checked_arguments(sys.argv[1:])
+            checked = checked_arguments(written)
             if checked is None:
                 return
             sys.argv[1:] = checked
@@ -223,7 +237,9 @@ def main() -> None:
     try:
         _run()
     except KeyboardInterrupt:
-        _leave(ConfigError("stopped; the same command with hydra.sweep.dir=FOLDER goes on"), INTERRUPTED)
+        folder = [] if _sweep_folders(written) else _sweep_folders(sys.argv)
+        command = shlex.join(["rankrl", *written, *folder])
+        _leave(ConfigError(f"stopped; `{command}` goes on"), INTERRUPTED)
 
 
 if __name__ == "__main__":

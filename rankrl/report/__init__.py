@@ -7,6 +7,7 @@ from rankrl.report.data import LayerRow, RunReport
 from rankrl.report.errors import ReportError
 from rankrl.report.gather import gather_runs
 from rankrl.report.provenance import collect_setup
+from rankrl.report.results_table import results_table
 from rankrl.report.run_folder import EPISODE_COLUMNS, read_episodes, read_metrics
 from rankrl.report.run_page import run_page
 from rankrl.report.stages import heldout_note
@@ -28,6 +29,7 @@ __all__ = [
     "measured_table",
     "read_episodes",
     "read_metrics",
+    "results_table",
     "run_page",
     "runtimes_table",
     "summary_table",

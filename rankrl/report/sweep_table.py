@@ -64,6 +64,12 @@ def _dense(name: str) -> Callable[[GatheredRun], Any]:
     return lambda run: None if run.baseline is None else getattr(run.baseline, name)
 
 
+def _accuracy(run: GatheredRun) -> float | None:
+    """Return the accuracy of the network that the run left, which may be the dense one."""
+    last = run.final or run.baseline
+    return None if last is None else last.accuracy
+
+
 def _change(run: GatheredRun) -> float | None:
     before: Stage | None = run.baseline
     after = run.final
@@ -121,7 +127,7 @@ COLUMNS = (
     Column("seed", "Seed", lambda run: run.metrics.get("seed"), lambda seed: f"{seed:g}", optional=True),
     Column("score_name", "Scored by", lambda run: run.named("score_name"), optional=True),
     Column(SCORE, "Score", _score, _write_number, words=_write_score, is_measure=True),
-    _measure("accuracy", "Test accuracy", _final("accuracy"), format_accuracy),
+    _measure("accuracy", "Test accuracy", _accuracy, format_accuracy),
     _measure("accuracy_change_points", "Change, points", _change, _write_points),
     _measure("agreement", "Agreement", _final("agreement"), format_accuracy),
     _measure("params", "Parameters", _final("params"), format_count),
@@ -201,7 +207,7 @@ def table_rows(runs: Sequence[GatheredRun], columns: Sequence[Column]) -> list[l
     """Return the cells of every run, the best first; the first cell leads to the run's own page."""
 
     def order(run: GatheredRun) -> float:
-        known = [value for value in (_final("accuracy")(run), _score(run)) if value is not None]
+        known = [value for value in (_accuracy(run), _score(run)) if value is not None]
         return -known[0] if known else math.inf
 
     rows = []

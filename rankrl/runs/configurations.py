@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ _MOST_NAMED = 3
 # Options that change nothing in a run's results.
 _WITHOUT_EFFECT = (
     "resume",
+    "reuse",
     "overwrite",
     "tracking",
     *(f"search.{name}" for name in ("workers", "cluster", "worker_cpus", "worker_gpus")),
@@ -26,6 +28,12 @@ def with_effect(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
         for name, value in config.items()
         if f"{within}{name}" not in _WITHOUT_EFFECT
     }
+
+
+def digest(config: Mapping[str, Any]) -> str:
+    """Return what tells a configuration from those with other results."""
+    text = json.dumps(with_effect(as_recorded(config)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

@@ -223,7 +223,7 @@ class RunFolder:
         """Return in which way results in the folder are of another configuration, or None."""
         if not self.holds_results:
             return None
-        before = self._recorded()
+        before = self.recorded()
         if before is None:
             return "of unknown configuration"
         changes = changed_options(with_effect(before), with_effect(as_recorded(config)))
@@ -235,8 +235,8 @@ class RunFolder:
             path.unlink(missing_ok=True)
         shutil.rmtree(self.path / "plots", ignore_errors=True)
 
-    def _recorded(self) -> dict[str, Any] | None:
-        """The recorded configuration, or None where there is none that can be read."""
+    def recorded(self) -> dict[str, Any] | None:
+        """Return the recorded configuration, or None where there is none that can be read."""
         try:
             config = json.loads(self.record.read_text(encoding="utf-8"))["config"]
         except (OSError, ValueError, KeyError, TypeError):

@@ -20,11 +20,14 @@ from rankrl.runs.run_folder import RunFolder, check_writable
 from rankrl.runs.run_lock import check_free
 
 
-def check_folders(arguments: Sequence[str]) -> None:
+def check_folders(arguments: Sequence[str]) -> Path | None:
     """Refuse the folder that Hydra is about to make if it cannot be; leave none behind.
 
     Args:
         arguments: The command line; its overrides have been checked.
+
+    Returns:
+        The folder of a sweep; None for any other command.
 
     Raises:
         ConfigError: The folder's name cannot be read, or a run is there already.
@@ -33,7 +36,7 @@ def check_folders(arguments: Sequence[str]) -> None:
     """
     flags = parsed_flags(arguments)
     if flags.help or flags.hydra_help or flags.cfg or flags.info:
-        return
+        return None
     before = HydraConfig.instance().cfg
     with composing(flags):
         try:
@@ -47,8 +50,10 @@ def check_folders(arguments: Sequence[str]) -> None:
                 check_writable(sweep, "hydra.sweep.dir")
                 subfolder = str(OmegaConf.select(config, "hydra.sweep.subdir") or "")
                 check_writable(sweep / subfolder, "hydra.sweep.subdir")
-            else:
-                _check_run_folder(config)
+                _check_reused(config.reuse)
+                return sweep
+            _check_run_folder(config)
+            return None
         except (HydraException, OmegaConfBaseException) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(f"the name of the run folder cannot be read: {reason}") from error
@@ -69,7 +74,14 @@ def refuse_used_folder(folder: RunFolder) -> None:
         )
 
 
+def _check_reused(folder: str | None) -> None:
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"reuse={folder}: there is no such folder; give one that holds finished runs")
+
+
 def _check_run_folder(config: DictConfig) -> None:
+    if config.reuse is not None:
+        raise ConfigError(f"reuse={config.reuse} is for the jobs of a sweep; leave it out, or add -m")
     folder = _named(config, "hydra.run.dir")
     check_writable(folder, "hydra.run.dir")
     record = OmegaConf.select(config, "hydra.output_subdir")  # null writes no record of Hydra's

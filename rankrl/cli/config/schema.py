@@ -38,6 +38,8 @@ class AppConfig:
             demo.
         seed: Seed of everything random: held-out images, calibration, exploration, augmentation.
         resume: A run folder to go on with after it was interrupted; its own configuration is used.
+        reuse: A folder whose finished runs a sweep takes for its jobs with the same options, as it does
+            those in its own folder.
         overwrite: Whether a run begins anew in a folder that holds another one, whose files are removed,
             instead of being refused; jobs of a sweep that are finished with the same options stay.
         plan: The plan that task=apply applies: a plan.json.
@@ -50,6 +52,7 @@ class AppConfig:
     task: str = "pipeline"
     seed: int = 0
     resume: str | None = None
+    reuse: str | None = None
     overwrite: bool = False
     plan: str | None = None
     weights: str | None = None

@@ -14,27 +14,28 @@ from rankrl.runs.run_folder import RunFolder
 from rankrl.runs.run_lock import locked
 from rankrl.runs.sweeps.devices import runs_in_pool, take_one_gpu
 from rankrl.runs.sweeps.failures import sweep_identifier, write_failure
+from rankrl.runs.sweeps.known_jobs import job_folder
 from rankrl.runs.sweeps.progress import JobProgress
 
 log = logging.getLogger(__name__)
 
 
 def run_sweep_job(
-    run: Callable[[], object],
+    run: Callable[[RunFolder], object],
     folder: RunFolder,
     *,
     number: int,
     config: Mapping[str, Any],
     overrides: Sequence[str],
-    record: Callable[[], object],
+    record: Callable[[RunFolder], object],
     sweep_folder: Path,
     explain: Callable[[Exception], str],
 ) -> None:
-    """Carry out a job unless the folder holds its results; write a failure to `error.json`.
+    """Carry out a job unless its results are there; write a failure to `error.json`.
 
     Args:
-        run: Carries the job out.
-        folder: The job's folder.
+        run: Carries the job out in its folder.
+        folder: The folder that its options name; an earlier command may have named another (`job_folder`).
         number: The job's number in the sweep.
         config: The job's configuration, plain values; results in the folder must be of the same.
         overrides: The overrides that it was composed from.
@@ -46,6 +47,7 @@ def run_sweep_job(
         RunStoppedError: The user stopped it, which ends the whole sweep.
     """
     try:
+        folder = job_folder(folder, config, sweep_folder)
         with locked(folder.path):
             folder.prepare()
             folder.error.unlink(missing_ok=True)
@@ -56,11 +58,11 @@ def run_sweep_job(
             if folder.finished:
                 log.info("finished already: %s", folder.path)
                 return
-            record()
+            record(folder)
             if runs_in_pool():
                 take_one_gpu(number)
             with listening(JobProgress(folder)):
-                run()
+                run(folder)
     except RunStoppedError:
         raise
     except Exception as error:  # whatever it is, the other jobs go on; the traceback is in the file

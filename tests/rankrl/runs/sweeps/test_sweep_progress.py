@@ -16,10 +16,10 @@ from omegaconf import open_dict
 from rich.console import Console
 
 from rankrl.cli.config.folder import config_folder
+from rankrl.cli.sweep_callback import SweepCallback, number_of_jobs
 from rankrl.progress import listening, progress_bar
 from rankrl.runs.run_folder import RunFolder
 from rankrl.runs.sweeps import progress as module
-from rankrl.runs.sweeps.callback import SweepCallback, number_of_jobs
 from rankrl.runs.sweeps.progress import JobProgress, SweepState, SweepWatch
 
 

@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from rankrl.files import write_json
 from rankrl.runs.sweeps.failures import SWEEP_FILE, failures
@@ -29,7 +30,7 @@ FAILED_JOBS = 1
 
 
 class SweepCallback(Callback):
-    """Gives each sweep an identifier, shows how far it is, and lists its failed jobs at the end.
+    """Gives each sweep an identifier, shows how far it is, and ends with its table and its failed jobs.
 
     The identifier (`sweep.json` in the sweep's folder) tells this sweep's failures from those of an earlier
     one in the same folder. Configured under `hydra.callbacks`.
@@ -60,7 +61,7 @@ class SweepCallback(Callback):
             log.info("job %d%s: %s", int(config.hydra.job.num) + 1, of_all, config.hydra.sweep.subdir)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """List the failed jobs.
+        """Print the table of the jobs, and list the failed ones.
 
         Raises:
             SystemExit: A job failed.
@@ -69,6 +70,7 @@ class SweepCallback(Callback):
             self._watch.stop()
             print(self._watch.line())
         folder = Path(str(config.hydra.sweep.dir))
+        _show_results(folder)
         failed = failures(folder)
         if not failed:
             return
@@ -81,6 +83,17 @@ class SweepCallback(Callback):
             file=sys.stderr,
         )
         raise SystemExit(FAILED_JOBS)
+
+
+def _show_results(folder: Path) -> None:
+    from rankrl.report import ReportError, results_table  # imports torch
+
+    try:
+        table = results_table(folder)
+    except ReportError:  # jobs without results, as those of task=inspect
+        return
+    if table.row_count:
+        Console().print(table)
 
 
 def number_of_jobs(config: DictConfig) -> int | None:
