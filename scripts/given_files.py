@@ -99,7 +99,11 @@ def _prepared(path: Path, script: Path, counts: tuple[int, int]) -> RealFile:
 
 
 def _network(name: str, counts: tuple[int, int]) -> RealFile:
-    """Return a network trained on CIFAR-10, exported, with images of the training set and of the test set."""
+    """Return a network trained on CIFAR-10, exported, with images that it was not trained on.
+
+    They are test images, as it knows the others by heart: methods see the last ones, scores are those of
+    the first.
+    """
     folder = os.environ.get("RANKRL_CHECKPOINTS")
     if folder is None or "RANKRL_DATA" not in os.environ:
         raise MissingFileError(
@@ -110,13 +114,15 @@ def _network(name: str, counts: tuple[int, int]) -> RealFile:
         raise MissingFileError(f"there is no cifar10-{name}.th or .safetensors in RANKRL_CHECKPOINTS")
     data = load_dataset("cifar10", seed=0)
 
-    def sample(images: Any, count: int, step: int) -> Sample:
-        mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (data.mean, data.std))
-        pixels = (images.x[:count].float() / 255 - mean) / std
-        return Sample({"input": pixels.numpy()}, images.y[:count].tolist(), step)
+    images = data.test.for_report()
 
-    fitted = sample(data.train, counts[0], 1)
-    tested = sample(data.test.for_report(), _TIMES * counts[1], _BATCH)
+    def sample(part: slice, step: int) -> Sample:
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (data.mean, data.std))
+        pixels = (images.x[part].float() / 255 - mean) / std
+        return Sample({"input": pixels.numpy()}, images.y[part].tolist(), step)
+
+    fitted = sample(slice(len(images.y) - counts[0], None), 1)
+    tested = sample(slice(_TIMES * counts[1]), _BATCH)
     return RealFile(name, _exported(name, checkpoint), fitted, tested, accuracy, "test accuracy", accuracy)
 
 
