@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from rankrl.onnx.export.ranges import Array, Feed, tensors_of
-from rankrl.onnx.graph_edits import add_constant, free_ends, node_of, part_of, stored
+from rankrl.onnx.graph_edits import add_constant, free_ends, node_of, part_of, stored, without_unused
 from rankrl.onnx.operators import dequantises, is_standard, quantises
 from rankrl.onnx.protobuf import to_proto
 from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
@@ -59,6 +59,7 @@ def correct_biases(plain: ir.Model, quantised: ir.Model, moves: Mapping[str, Arr
     for name, node in _corrected_nodes(plain.graph, quantised.graph).items():
         if name in moves:
             _subtract(quantised.graph, node, moves[name])
+    without_unused(quantised)  # onnxruntime would turn the biases that are replaced back in every pass
 
 
 def _subtract(graph: ir.Graph, node: ir.Node, move: Array) -> None:

@@ -45,6 +45,8 @@ def test_the_mean_of_every_channel_is_that_in_floating_point(kind: str, tmp_path
     quantised = load_model(integers)
     network = load_model(plain)
     correct_biases(network, quantised, mean_moves(network, quantised, cut(feed, 1)))
+    values = [value for node in quantised.graph for value in node.outputs]
+    assert all(value.uses() or value in quantised.graph.outputs for value in values)
     save_model(quantised, corrected)
     exact = means(plain, feed)
     before, after = (np.abs(means(path, feed) - exact) for path in (integers, corrected))
