@@ -14,7 +14,8 @@ from dataclasses import replace
 from decomposition import CandidateSet, allocate
 from decomposition.choose.reachable import least_fraction
 from rankrl.plan_search.corrected_losses import LossModel, loss_model
-from rankrl.plan_search.measured_plans import MeasuredPlan, PlanMeter, undominated
+from rankrl.plan_search.measured_plans import MeasuredPlan, undominated
+from rankrl.plan_search.plan_meter import PlanMeter
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.plan_search.standard_plans import ALL_INT8, standard_plans, without_most_sensitive
 

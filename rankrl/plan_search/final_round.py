@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from decomposition import CompressionPlan, list_heuristics
 from rankrl.plan_search.bounded_loss import within_loss
-from rankrl.plan_search.measured_plans import MeasuredPlan, PlanMeter, undominated
+from rankrl.plan_search.measured_plans import MeasuredPlan, undominated
+from rankrl.plan_search.plan_meter import PlanMeter
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.scores.history import (

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from decomposition import CompressionPlan
-from decomposition.cache import Cache, digest
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.timing.latency import RelativeTime
-
-log = logging.getLogger(__name__)
 
 SMALLEST_GAIN = 0.01
 """Share of its cost by which a plan has to be cheaper to count as cheaper: two timings of one file differ."""
@@ -31,6 +25,8 @@ class MeasuredPlan:
         measure: What that is: `latency`, `bytes`, `macs` or `params`; `estimated_latency` for the estimated
             time on another device.
         expected_loss: What the sum of its layers' losses says, without a unit.
+        predicted_loss: What the plans measured before it let expect of `loss` (`loss_model`); None where they
+            told nothing.
         expected_cost: What the sum of its layers' costs says, as a fraction of the original's.
         width: Of the 95 % interval of a measured time; None where the cost is exact.
     """
@@ -43,6 +39,7 @@ class MeasuredPlan:
     expected_loss: float
     expected_cost: float
     width: float | None = None
+    predicted_loss: float | None = None
 
     def keeps(self, fraction: float) -> bool:
         """Tell whether the plan costs at most so much of the original, a measured time with a margin."""
@@ -55,67 +52,6 @@ class MeasuredPlan:
         cheaper = self.cost < other.cost * (1 - SMALLEST_GAIN)
         no_dearer = self.cost <= other.cost
         return (cheaper and self.loss <= other.loss) or (no_dearer and self.loss < other.loss)
-
-
-class PlanMeter:
-    """Carries plans out, once each, and measures them.
-
-    Args:
-        problem: What is searched over.
-        loss: From a plan to what its network, refit and all, loses of the original's score.
-        time: From a plan to its file's time / the original's; None where costs are counted or estimated.
-        identity: What losses depend on beside the plan.
-        folder: Where measurements are kept, so that a search that is resumed goes on with the same; or None.
-    """
-
-    def __init__(
-        self,
-        problem: SearchProblem,
-        loss: Callable[[CompressionPlan], float],
-        time: Callable[[CompressionPlan], RelativeTime] | None,
-        *,
-        identity: str,
-        folder: Path | None = None,
-    ) -> None:
-        self.problem, self._loss, self._time = problem, loss, time
-        self._identity, self._cache = identity, Cache(folder)
-        self.plans: dict[Choices, MeasuredPlan] = {}
-
-    def __call__(self, name: str, key: Sequence[int], chosen_by: str = "") -> MeasuredPlan:
-        """Return what is measured of a plan.
-
-        Args:
-            name: What proposed it.
-            key: The candidate of every site, by index.
-            chosen_by: Recorded in the plan.
-        """
-        choices: Choices = tuple(map(int, key))
-        if choices not in self.plans:
-            plan = self.problem.plan(choices, chosen_by or name)
-            operations = [[each.to_dict() for each in layer.operations] for layer in plan]
-            known = digest(self._identity, self.problem.fingerprint, operations)
-            kept = self._cache.value("measured-plan", known, lambda: self._measured(plan, choices))
-            loss, cost, width = kept
-            problem = self.problem
-            expected = sum(
-                float(site.losses[choice]) for site, choice in zip(problem.sites, choices, strict=True)
-            )
-            estimated = problem.measure == "latency" and self._time is None
-            measure = "estimated_latency" if estimated else problem.measure
-            measured = MeasuredPlan(
-                name, choices, loss, cost, measure, expected, spent(problem, choices), width
-            )
-            log.info("%s: %.4f lost at %.3f of the %s", name, loss, cost, measure.replace("_", " "))
-            self.plans[choices] = measured
-        return self.plans[choices]
-
-    def _measured(self, plan: CompressionPlan, choices: Choices) -> tuple[float, float, float | None]:
-        if all(j == site.dense for site, j in zip(self.problem.sites, choices, strict=True)):
-            return 0.0, 1.0, None
-        if self._time is None:
-            return self._loss(plan), spent(self.problem, choices), None
-        time = self._time(plan)
-        return self._loss(plan), time.share, time.width
 
 
 def spent(problem: SearchProblem, choices: Sequence[int]) -> float:

@@ -12,7 +12,7 @@ _MEASURES = {
     "macs": "multiply-accumulates",
     "params": "parameters",
 }
-_COLUMNS = ["Plan", "Loss of score", "Cost", "Expected cost"]
+_COLUMNS = ["Plan", "Loss of score", "Expected loss", "Cost", "Expected cost"]
 
 
 def measured_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -23,12 +23,14 @@ def measured_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]
 
     Returns:
         The column titles, and one row for each plan, the cheapest first; no rows where none was measured.
-        Costs are shares of the original's; the expected one is the sum of the layers' costs.
+        Costs are shares of the original's; the expected one is the sum of the layers' costs, the expected
+        loss what the plans measured before let expect.
     """
     rows = [
         [
             str(plan["name"]) + (" (taken)" if plan["taken"] else ""),
             f"{plan['loss']:.4f}",
+            "–" if plan.get("predicted_loss") is None else f"{plan['predicted_loss']:.4f}",
             f"{plan['cost']:.3f}",
             f"{plan['expected_cost']:.3f}",
         ]
@@ -46,6 +48,8 @@ def measured_note(metrics: Mapping[str, Any]) -> str:
     measure = plans[0]["measure"]
     done = "scored" if measure.startswith("estimated") else "measured"
     note = f"Each plan was carried out and {done}; the cost is the {_MEASURES[measure]}."
+    if any(plan.get("predicted_loss") is not None for plan in plans):
+        note += " What it was expected to lose is known from the plans that were measured before it."
     if taken == "all dense":
         return f"{note} Nothing cheaper loses as little: the network is handed back as it was."
     if taken is not None:

@@ -21,6 +21,7 @@ def metrics(taken: str) -> dict[str, Any]:
                     "measure": "latency",
                     "expected_cost": cost + 0.01,
                     "expected_loss": loss,
+                    "predicted_loss": 0.008 if name == "all int8" else None,
                     "taken": name == taken,
                 }
                 for name, loss, cost in plans
@@ -32,11 +33,13 @@ def metrics(taken: str) -> dict[str, Any]:
 def test_every_plan_has_a_row_and_the_one_that_was_taken_is_marked() -> None:
     columns, rows = measured_rows(metrics("all int8"))
     assert rows == [
-        ["all int8 (taken)", "0.0100", "0.400", "0.410"],
-        ["all dense", "0.0000", "1.000", "1.010"],
+        ["all int8 (taken)", "0.0100", "0.0080", "0.400", "0.410"],
+        ["all dense", "0.0000", "–", "1.000", "1.010"],
     ]
     assert len(columns) == len(rows[0])
-    assert "the cost is the time. All int8 was taken" in measured_note(metrics("all int8"))
+    note = measured_note(metrics("all int8"))
+    assert "the cost is the time. What it was expected to lose" in note
+    assert "All int8 was taken" in note
     assert measured_table(metrics("all int8")).row_count == 2
 
 
