@@ -140,7 +140,7 @@ class FileSearch:
         candidates = _of_file(request.timed_candidates(), file)
         budget = request.goal.budget
         in_time_alone = not any(budget.counted.values())
-        if timing.table is not None:  # nothing is timed here
+        if timing.tables:  # nothing is timed here
             return replace(self, candidates=candidates)
         if in_time_alone:
             faster = faster_positions(file.network, file.sites, network.feed, timing)

@@ -19,7 +19,7 @@ from rankrl.kits.file_group import FileGroup
 from rankrl.onnx.protobuf import to_proto
 from rankrl.onnx.runtimes import Batch
 
-VERSION = 1
+VERSION = 2
 """Version of kits and of the tables that they measure."""
 KIT_FILE, TIMES_FILE = "kit.json", "times.json"
 _PROGRAMS = ("measure.py", "measure.mjs", "kit.mjs", "index.html", "kit.css")
@@ -34,11 +34,13 @@ class NamedFile:
         file: Its name in the kit.
         title: What it is called.
         score: How good it is, 1 at best, measured where the kit was written; None where nobody knows.
+        plan: What it was made by, as JSON (`CompressionPlan.to_json`); None for none, or an unknown one.
     """
 
     file: str
     title: str
     score: float | None = None
+    plan: str | None = None
 
 
 @dataclass(frozen=True)

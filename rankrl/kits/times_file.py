@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from decomposition import CompressionPlan
 from rankrl.errors import ConfigError
 from rankrl.kits.file_group import FileGroup
 from rankrl.kits.kit_writer import VERSION
@@ -24,6 +25,25 @@ _WHAT = {
 
 
 @dataclass(frozen=True)
+class TimedNetwork:
+    """A whole network that runs on another device.
+
+    Attributes:
+        title: What it is called.
+        score: How good it is, 1 at best, measured where the kit was written; None where nobody knows.
+        milliseconds: Its time on the device.
+        share: That / the time of the first network of its kit, which is the dense one.
+        plan: What it was made by; None where nobody knows.
+    """
+
+    title: str
+    score: float | None
+    milliseconds: float
+    share: float
+    plan: CompressionPlan | None
+
+
+@dataclass(frozen=True)
 class TimesFile:
     """Times of a kit's files on another device; a `Stopwatch`.
 
@@ -33,6 +53,7 @@ class TimesFile:
         machine: What measured: processor, runtime, version, threads, clock.
         known: Milliseconds of each file by name.
         failed: Why other files do not run there.
+        networks: The whole networks that run there, if the first of its kit does.
     """
 
     path: Path
@@ -40,6 +61,7 @@ class TimesFile:
     machine: Mapping[str, Any]
     known: Mapping[str, float]
     failed: Mapping[str, str]
+    networks: Sequence[TimedNetwork] = ()
 
     @classmethod
     def load(cls, path: Path) -> TimesFile:
@@ -56,6 +78,7 @@ class TimesFile:
             taken = "minimum_ms" if wall else "median_ms"
             times = {name: each[taken] for name, each in content["times"].items()}
             table = cls(path, content["about"], content["machine"], times, content["failed"])
+            networks = content.get("networks", ())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"timing.table={path} is no table of a timing kit ({type(error).__name__}: {error}); give "
@@ -77,7 +100,21 @@ class TimesFile:
                 f"timing.table={path} lacks {left} of the kit's files: the measurement was interrupted. "
                 "Start measure.py in the kit again; it goes on where it stopped"
             )
-        return table
+        return replace(table, networks=table._timed(networks))
+
+    def _timed(self, networks: Sequence[Mapping[str, Any]]) -> list[TimedNetwork]:
+        """Return those of a kit's whole networks that run, if the first one does."""
+        first = self.known.get(networks[0]["file"]) if networks else None
+        return [
+            TimedNetwork(each["title"], each["score"], time, time / first, self._plan(each["plan"]))
+            for each in networks
+            if first is not None and (time := self.known.get(each["file"])) is not None
+        ]
+
+    def _plan(self, text: str | None) -> CompressionPlan | None:
+        return (
+            None if text is None else CompressionPlan.from_json(text, f"a plan in timing.table={self.path}")
+        )
 
     @property
     def conditions(self) -> str:
@@ -110,6 +147,28 @@ class TimesFile:
                 f"timing.table={self.path} was measured with threads={self.machine['threads']}, this search "
                 f"has export.threads={threads}; set that to {self.machine['threads']}, or measure anew with "
                 f"measure.py --threads {threads}"
+            )
+
+    def check_device(self, other: TimesFile) -> None:
+        """Refuse a table that was measured on another device, or otherwise.
+
+        Args:
+            other: Where layers were timed.
+
+        Raises:
+            ConfigError: Naming what differs.
+        """
+        for name in ("processor", "runtime", "version", "threads"):
+            if self.machine[name] != other.machine[name]:
+                raise ConfigError(
+                    f"timing.table={self.path} was measured with {name}={self.machine[name]}, "
+                    f"timing.table={other.path} with {name}={other.machine[name]}; measure both kits on one "
+                    "device in one runtime"
+                )
+        if self.about["batch"] != other.about["batch"]:
+            raise ConfigError(
+                f"timing.table={self.path} is {_WHAT['batch']}: {self.about['batch']} instead of "
+                f"{other.about['batch']}; write the kit with that and measure it anew"
             )
 
     def times(self, group: FileGroup) -> np.ndarray:

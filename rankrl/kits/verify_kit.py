@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from decomposition import CompressionPlan
 from decomposition.cache import digest
 from rankrl.kits.file_group import Contents, FileGroup
 from rankrl.kits.kit_writer import KitWriter, NamedFile, WrittenKit
@@ -22,11 +23,13 @@ class FinishedFile:
         title: What it is called.
         path: The file.
         score: How good it is, 1 at best; None where nobody knows.
+        plan: What it was made by; None where nothing was done, or nobody knows.
     """
 
     title: str
     path: Path
     score: float | None = None
+    plan: CompressionPlan | None = None
 
 
 def write_verify_kit(
@@ -40,7 +43,15 @@ def write_verify_kit(
         folder: The folder.
         timing: How often and with how many threads they are timed.
     """
-    named = [NamedFile(digest(each.path.read_bytes()), each.title, each.score) for each in files]
+    named = [
+        NamedFile(
+            digest(each.path.read_bytes()),
+            each.title,
+            each.score,
+            None if each.plan is None else each.plan.to_json(),
+        )
+        for each in files
+    ]
 
     def contents() -> Contents:
         return [load_model(each.path) for each in files], inputs

@@ -81,10 +81,11 @@ class TimingOptions:
 
     Attributes:
         table: The times.json that the kit of task=timing_kit measured on another device; plans are searched
-            for that. None times on this machine.
+            for that. Or a list of it and of those that kits of task=verify_kit measured there: the times of
+            whole networks correct those of layers. None times on this machine.
     """
 
-    table: str | None = None
+    table: str | tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

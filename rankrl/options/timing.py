@@ -39,8 +39,9 @@ class LatencyOptions:
         threads: Threads of the runtime.
         runs: Timed runs of each network.
         folder: Where tables of measured layers are kept for later runs, or None.
-        table: The times.json that a timing kit measured on another device, for which is searched then; None
-            times here.
+        table: The times.json that a timing kit measured on another device, for which is searched then; or a
+            list of that and of those that kits of finished networks (`task=verify_kit`) measured there, which
+            correct it. None times here.
         input_names: What the exported file calls its inputs; by default as the forward's parameters.
         output_names: What it calls its outputs; by default as the keys or fields of what the forward returns,
             else `output`.
@@ -59,7 +60,7 @@ class LatencyOptions:
     threads: int = 1
     runs: int = 30
     folder: Path | None = None
-    table: Path | None = None
+    table: str | Path | tuple[str | Path, ...] | None = None
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()
     dynamic_axes: Mapping[str, Mapping[int, str]] | None = field(default=None, hash=False)
@@ -72,6 +73,12 @@ class LatencyOptions:
         names = [*self.input_names, *self.output_names]
         if len(set(names)) < len(names) or "" in names:
             raise ConfigError(f"export.input_names and output_names must be different names, got {names}")
+
+    @property
+    def tables(self) -> tuple[Path, ...]:
+        """The tables of another device, that of the timing kit first; none where times are taken here."""
+        tables = () if self.table is None else self.table
+        return tuple(map(Path, (tables,) if isinstance(tables, str | Path) else tables))
 
     def kept_in(self, cache: str | Path | None, folder: str | Path | None) -> LatencyOptions:
         """Return these options with times kept in a cache, or without one in the folder of the search.
@@ -90,7 +97,7 @@ class LatencyOptions:
         from rankrl.device import channel_block  # imports torch
 
         # Another device's processor is not known.
-        return channel_block() if self.pad_channels and self.table is None else 1
+        return channel_block() if self.pad_channels and not self.tables else 1
 
     @property
     def compared_runtimes(self) -> tuple[str, ...]:
@@ -110,7 +117,7 @@ class LatencyOptions:
     @property
     def record(self) -> dict[str, Any]:
         """What times depend on, for the record of a run."""
-        return self.timing | ({} if self.table is None else {"table": str(self.table)})
+        return self.timing | ({"table": [*map(str, self.tables)]} if self.tables else {})
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.timing.correction import Trial, corrected, correction
 from rankrl.timing.latency import SMALLEST_CHANGE, RelativeTime
+from rankrl.timing.network_timer import operations_of
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class LatencyBudget:
     @property
     def elsewhere(self) -> bool:
         """Whether times are those of another device, on which plans cannot be timed but estimated alone."""
-        return self.options.table is not None
+        return bool(self.options.tables)
 
     def estimate(self, problem: SearchProblem, choices: Sequence[int]) -> TimeEstimate | None:
         """Return the estimated time of a plan on another device; None where times are taken here.
@@ -172,7 +173,19 @@ class LatencyBudget:
         """
         if not self.elsewhere:
             return None
-        return TimeEstimate(self._ratio * spent(problem, choices), self._measured_sites[0].conditions)
+        taken = operations_of(problem.plan(choices, ""))
+        networks = tuple(
+            {
+                "title": each.title,
+                "score": each.score,
+                "milliseconds": each.milliseconds,
+                "share": each.share,
+                "taken": each.plan is not None and operations_of(each.plan) == taken,
+            }
+            for each in self.kit.finished
+        )
+        share = self._ratio * spent(problem, choices)
+        return TimeEstimate(share, self._measured_sites[0].conditions, networks)
 
     def _estimated(self, table: LatencyTable, library: FitLibrary) -> SearchProblem:
         """Return the problem on another device, whose budget is kept with a margin."""
@@ -192,7 +205,8 @@ class LatencyBudget:
     def _corrected(self, table: LatencyTable) -> LatencyTable:
         """Return the measured times, corrected by those of whole networks."""
         _, sites = self._measured_sites
-        return corrected(table, sites, correction(table, self._trials(table)))
+        later = self.kit.later_trials(self._table()) if self.elsewhere else []
+        return corrected(table, sites, correction(table, self._trials(table), later))
 
     def share_of_original(self, plan: CompressionPlan) -> RelativeTime:
         """Return the time of the network under a plan / the original's; a plan is timed once."""

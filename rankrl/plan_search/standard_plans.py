@@ -58,12 +58,12 @@ def without_most_sensitive(sites: Sequence[CandidateSet], count: int) -> Choices
 def _uniform_plans(problem: SearchProblem) -> dict[str, Choices]:
     """Return the best format at the same share of every layer, in floating point and in integers."""
     best: dict[bool, tuple[float, str, Choices]] = {}
-    for (name, integer), members in _families(problem.sites).items():
+    for (name, integer), members in families(problem.sites).items():
         plan = uniform(problem, members)
         if plan is not None:
             loss = sum(float(site.losses[j]) for site, j in zip(problem.sites, plan, strict=True))
-            title = f"uniform {name}{' int8' if integer else ''}"
-            best[integer] = min(best.get(integer, (loss, title, plan)), (loss, title, plan))
+            titled = (loss, _title(name, integer), plan)
+            best[integer] = min(best.get(integer, titled), titled)
     return {title: plan for _, title, plan in best.values()}
 
 
@@ -74,16 +74,40 @@ def uniform(problem: SearchProblem, members: Sequence[np.ndarray]) -> Choices | 
         problem: What is searched over.
         members: For every site the indices of the family's candidates, and of the dense one.
     """
-    sites, measure = problem.sites, problem.measure
-    costs = [site.cost(measure)[each].astype(float) for site, each in zip(sites, members, strict=True)]
-    shares = [cost / site.cost(measure)[site.dense] for cost, site in zip(costs, sites, strict=True)]
+    shares = _shares(problem.sites, members, problem.measure)
     for level in sorted({float(share) for each in shares for share in each if share < 1}, reverse=True):
-        plan = tuple(
-            int(indices[_under(share, level)]) for indices, share in zip(members, shares, strict=True)
-        )
+        plan = _at_share(members, shares, level)
         if problem.keeps_budget(plan):
             return plan
     return None
+
+
+def uniform_plans(sites: Sequence[CandidateSet], measure: str, share: float) -> dict[str, Choices]:
+    """Return the plans of each format and arithmetic at one share of every layer, by name.
+
+    Args:
+        sites: The candidates of every site.
+        measure: What layers keep a share of: `params`, `macs` or `bytes`.
+        share: The share, in (0, 1].
+    """
+    return {
+        _title(name, integer): _at_share(members, _shares(sites, members, measure), share)
+        for (name, integer), members in families(sites).items()
+    }
+
+
+def _title(name: str, integer: bool) -> str:
+    return f"uniform {name}{' int8' if integer else ''}"
+
+
+def _shares(sites: Sequence[CandidateSet], members: Sequence[np.ndarray], measure: str) -> list[np.ndarray]:
+    """Return what each member of a family costs of its dense layer."""
+    costs = [site.cost(measure).astype(float) for site in sites]
+    return [cost[each] / cost[site.dense] for cost, each, site in zip(costs, members, sites, strict=True)]
+
+
+def _at_share(members: Sequence[np.ndarray], shares: Sequence[np.ndarray], level: float) -> Choices:
+    return tuple(int(indices[_under(share, level)]) for indices, share in zip(members, shares, strict=True))
 
 
 def _under(shares: np.ndarray, level: float) -> int:
@@ -92,7 +116,7 @@ def _under(shares: np.ndarray, level: float) -> int:
     return int(allowed[np.argmax(shares[allowed])] if len(allowed) else np.argmin(shares))
 
 
-def _families(sites: Sequence[CandidateSet]) -> dict[tuple[str, bool], list[np.ndarray]]:
+def families(sites: Sequence[CandidateSet]) -> dict[tuple[str, bool], list[np.ndarray]]:
     """Return the candidates of each format and arithmetic, the dense one of every site among them."""
     kinds = sorted(
         {

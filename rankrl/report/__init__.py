@@ -11,7 +11,13 @@ from rankrl.report.results_table import results_table
 from rankrl.report.run_folder import EPISODE_COLUMNS, read_episodes, read_metrics
 from rankrl.report.run_page import run_page
 from rankrl.report.stages import heldout_note
-from rankrl.report.summary import conclusion, measured_table, runtimes_table, summary_table
+from rankrl.report.summary import (
+    conclusion,
+    device_table,
+    measured_table,
+    runtimes_table,
+    summary_table,
+)
 from rankrl.report.sweep_page import load_runs, sweep_page, write_sweep_report
 from rankrl.report.write import write_report
 
@@ -23,6 +29,7 @@ __all__ = [
     "RunReport",
     "collect_setup",
     "conclusion",
+    "device_table",
     "gather_runs",
     "heldout_note",
     "load_runs",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rankrl.wording import counted
+
 _MEASURES = {
     "latency": "time",
     "estimated_latency": "time on the device of timing.table, estimated from its layers",
@@ -66,8 +68,42 @@ def estimate_note(metrics: Mapping[str, Any]) -> str:
         return ""
     return (
         f"The plan is for another device: its layers' times there ({estimate['conditions']}) add up to an "
-        f"estimated {estimate['share']:.3f} of the original's. Times of files are of this machine."
+        f"estimated {estimate['share']:.3f} of the original's{_corrected(estimate)}. Times of files are "
+        "of this machine."
     )
+
+
+def device_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the table of finished networks that were measured on another device; no rows where none was."""
+    rows = [
+        [
+            str(each["title"]) + (" (this plan)" if each["taken"] else ""),
+            "" if each["score"] is None else f"{each['score']:.4f}",
+            f"{each['milliseconds']:.3g} ms",
+            f"{each['share']:.3f}",
+        ]
+        for each in _finished(metrics)
+    ]
+    return ["Network", "Score", "Time there", "Of the dense one's"], rows
+
+
+def device_note(metrics: Mapping[str, Any]) -> str:
+    """Return a sentence on where finished networks were measured; empty where none was."""
+    if not _finished(metrics):
+        return ""
+    return (
+        f"Measured on the other device ({metrics['search']['estimate']['conditions']}), whole; scores are of "
+        "the machine that wrote their kit."
+    )
+
+
+def _corrected(estimate: Mapping[str, Any]) -> str:
+    count = len(estimate.get("networks") or ())
+    return f", corrected by {counted(count, 'finished network')} measured there" if count else ""
+
+
+def _finished(metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(((metrics.get("search") or {}).get("estimate") or {}).get("networks") or ())
 
 
 def _plans(metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:

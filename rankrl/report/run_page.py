@@ -19,7 +19,13 @@ from rankrl.report.figures import (
 )
 from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
 from rankrl.report.layer_costs import LAYER_COSTS_NOTE, layer_cost_rows
-from rankrl.report.measured import estimate_note, measured_note, measured_rows
+from rankrl.report.measured import (
+    device_note,
+    device_rows,
+    estimate_note,
+    measured_note,
+    measured_rows,
+)
 from rankrl.report.network_drawing import plan_drawing
 from rankrl.report.provenance import DATE
 from rankrl.report.quality import AGREEMENT, epoch_score, qualities, score_quality
@@ -74,6 +80,7 @@ def run_page(report: RunReport) -> str:
         runtimes=_runtimes(metrics),
         layer_costs=text_table(LAYER_COSTS_NOTE, *layer_cost_rows(metrics)),
         measured=text_table(measured_note(metrics), *measured_rows(metrics)),
+        device=text_table(device_note(metrics), *device_rows(metrics)),
         run_files=report.files,
         setup=report.setup,
     )

@@ -8,7 +8,13 @@ from typing import Any
 from rich.table import Table
 
 from rankrl.report.certificate import certificate_note
-from rankrl.report.measured import estimate_note, measured_note, measured_rows
+from rankrl.report.measured import (
+    device_note,
+    device_rows,
+    estimate_note,
+    measured_note,
+    measured_rows,
+)
 from rankrl.report.quality import qualities
 from rankrl.report.remains import remains
 from rankrl.report.runtimes import runtime_note, runtime_rows
@@ -139,6 +145,15 @@ def measured_table(metrics: Mapping[str, Any]) -> Table:
         metrics: The content of `metrics.json`.
     """
     return _table(*measured_rows(metrics), caption=measured_note(metrics))
+
+
+def device_table(metrics: Mapping[str, Any]) -> Table:
+    """Return the table of networks measured on another device; without rows where none was.
+
+    Args:
+        metrics: The content of `metrics.json`.
+    """
+    return _table(*device_rows(metrics), caption=device_note(metrics))
 
 
 def _table(

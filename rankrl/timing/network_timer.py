@@ -113,8 +113,8 @@ class NetworkTimer:
         """
         options = self.options
         about = self.about(sites)
-        if options.table is not None:
-            times = TimesFile.load(options.table)
+        if options.tables:
+            times = TimesFile.load(options.tables[0])
             times.check(about, options.threads)
             return self.table(sites, times, times.conditions)
         key = digest(about, self._here, options.runs)
@@ -144,7 +144,8 @@ class NetworkTimer:
         """Return whole networks under plans, None for the dense one, to be timed."""
         options = self.options
         names = [
-            digest("network", self.conditions, self._specs, options.batch, _content(plan)) for plan in plans
+            digest("network", self.conditions, self._specs, options.batch, plan and operations_of(plan))
+            for plan in plans
         ]
 
         def contents() -> Contents:
@@ -182,6 +183,6 @@ class NetworkTimer:
         return path
 
 
-def _content(plan: CompressionPlan | None) -> list[object] | None:
-    """Return what becomes of every layer."""
-    return None if plan is None else [[each.to_dict() for each in layer.operations] for layer in plan]
+def operations_of(plan: CompressionPlan) -> list[object]:
+    """Return what becomes of every layer, as plain values."""
+    return [[each.to_dict() for each in layer.operations] for layer in plan]

@@ -43,7 +43,7 @@ def fast_multiple(folder: Path | None = None, runtime: str = DEFAULT_RUNTIME) ->
 
 def suited_multiple(timing: LatencyOptions) -> int:
     """Return what ranks are multiples of in plans for the device that is timed."""
-    return fast_multiple(timing.folder, timing.runtime) if timing.table is None else _ELSEWHERE
+    return fast_multiple(timing.folder, timing.runtime) if not timing.tables else _ELSEWHERE
 
 
 def _measured(runtime: str) -> int:

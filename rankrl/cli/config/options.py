@@ -199,8 +199,7 @@ def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
 def export_options(config: AppConfig) -> ExportOptions:
     """Return how the network is exported and timed, in runtimes that can be used here."""
     check_runtimes(config.export)
-    table = config.timing.table
-    return config.export if table is None else dataclasses.replace(config.export, table=Path(table))
+    return dataclasses.replace(config.export, table=config.timing.table)
 
 
 def for_kit(config: AppConfig, folder: Path) -> AppConfig:

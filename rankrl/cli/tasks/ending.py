@@ -26,6 +26,7 @@ from rankrl.report import (
     LayerRow,
     collect_setup,
     conclusion,
+    device_table,
     heldout_note,
     measured_table,
     runtimes_table,
@@ -150,7 +151,8 @@ def finish(
     track_result(folder, metrics)
     write_json(folder.metrics, metrics)
     console = Console()
-    for table in (measured_table(metrics), runtimes_table(metrics), summary_table(metrics)):
+    for make in (measured_table, device_table, runtimes_table, summary_table):
+        table = make(metrics)
         if table.row_count:
             console.print(table)
     print_end(console, metrics, page)

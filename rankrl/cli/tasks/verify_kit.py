@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from decomposition import CompressionPlan
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
@@ -60,10 +61,15 @@ def finished_files(runs: str | None) -> tuple[list[FinishedFile], dict[str, floa
     for path in paths:
         metrics = read_metrics(path.parent)
         title = path.parent.relative_to(above).as_posix()
-        files.append(FinishedFile(above.name if title == "." else title, path, _score(metrics, "compressed")))
+        title = above.name if title == "." else title
+        files.append(FinishedFile(title, path, _score(metrics, "compressed"), _plan(RunFolder(path.parent))))
         dense = _score(metrics, "baseline") if dense is None else dense
         dense_int8 = (metrics.get("dense_int8") or {}).get("accuracy") if dense_int8 is None else dense_int8
     return files, {"dense": dense, "dense int8": dense_int8}
+
+
+def _plan(run: RunFolder) -> CompressionPlan | None:
+    return CompressionPlan.load(run.plan) if run.plan.exists() else None
 
 
 def _score(metrics: dict[str, Any], stage: str) -> float | None:

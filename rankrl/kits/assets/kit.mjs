@@ -20,7 +20,7 @@ const STEPS = 50; // clocks of browsers move in steps of up to 0.1 ms: passes ar
 export function beginTable(kit, machine, begun) {
   const total = kit.groups.reduce((sum, group) => sum + group.files.length, 0);
   const head = { version: kit.version, kit: kit.digest, about: kit.about, machine };
-  if (!begun) return { ...head, left: total, times: {}, failed: {} };
+  if (!begun) return { ...head, networks: kit.networks, left: total, times: {}, failed: {} };
   for (const [name, value] of Object.entries(head)) {
     if (JSON.stringify(begun[name]) !== JSON.stringify(value)) {
       throw new Error(`the table was begun with another ${name} (${JSON.stringify(begun[name])}); move it away`);

@@ -2,10 +2,12 @@
 //
 // --threads N and --out FILE as for measure.py. Started again after an interruption it goes on where it stopped.
 
-import { existsSync, readFileSync, renameSync, writeFileSync } from "node:fs";
+import { createHash } from "node:crypto";
+import { existsSync, readFileSync, realpathSync, renameSync, writeFileSync } from "node:fs";
 import { createRequire } from "node:module";
+import { createServer } from "node:net";
 import os from "node:os";
-import { dirname, join } from "node:path";
+import { basename, dirname, join, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 import { gunzipSync } from "node:zlib";
 
@@ -33,6 +35,7 @@ try {
 const kit = JSON.parse(readFileSync(join(here, "kit.json"), "utf8"));
 const threads = Number(option("--threads", kit.threads));
 const out = option("--out", join(here, "times.json"));
+await claim(out);
 ort.env.wasm.numThreads = threads;
 const machine = {
   processor: os.cpus()[0]?.model ?? process.arch,
@@ -70,3 +73,15 @@ if (kit.compare) {
   for (const [title, ...numbers] of networkRows(kit, table)) console.log(`  ${title}: ${numbers.join(", ")}`);
 }
 process.exit(0);
+
+/** Take the port of this machine that a measurement into this table alone holds, until it ends or is killed. */
+function claim(path) {
+  const whole = existsSync(path) ? realpathSync(path) : join(realpathSync(dirname(resolve(path))), basename(path));
+  const port = 20000 + (createHash("sha256").update(whole).digest().readUInt32BE(0) % 10000);
+  const taken = `${path} is written by another measurement (port ${port} of this machine is taken); wait for that, or name another file with --out`;
+  return new Promise((taking) => {
+    createServer()
+      .on("error", () => leave(taken))
+      .listen({ port, host: "127.0.0.1" }, taking);
+  });
+}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import hashlib
 import json
 import os
 import platform
+import socket
 import sys
 import time
 from pathlib import Path
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=kit["threads"], help="threads that compute a file")
     parser.add_argument("--out", type=Path, default=HERE / "times.json", help="the table to write")
     arguments = parser.parse_args()
+    claim = claimed(arguments.out)
     table = begun(kit, arguments.threads, arguments.out)
     todo = [group for group in kit["groups"] if not all(known(table, name) for name in group["files"])]
     if len(todo) < len(kit["groups"]):
@@ -49,6 +52,23 @@ def main() -> None:
     print(f"{arguments.out}: all files are timed, {len(table['failed'])} of them do not run here")
     if kit["compare"]:
         show(kit, table)
+    claim.close()
+
+
+def claimed(path: Path) -> socket.socket:
+    """Return a port of this machine that only one measurement into a table holds, until it ends or dies."""
+    name = str(path.resolve())
+    port = 20000 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 10000
+    claim = socket.socket()
+    try:
+        claim.bind(("127.0.0.1", port))
+        claim.listen()
+    except OSError:
+        sys.exit(
+            f"{path} is written by another measurement (port {port} of this machine is taken); wait for "
+            "that, or name another file with --out."
+        )
+    return claim
 
 
 def begun(kit: dict[str, Any], threads: int, path: Path) -> dict[str, Any]:
@@ -65,7 +85,7 @@ def begun(kit: dict[str, Any], threads: int, path: Path) -> dict[str, Any]:
     }
     head = {"version": kit["version"], "kit": kit["digest"], "about": kit["about"], "machine": machine}
     if not path.exists():
-        return {**head, "left": total, "times": {}, "failed": {}}
+        return {**head, "networks": kit["networks"], "left": total, "times": {}, "failed": {}}
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for name, value in head.items():
         if table.get(name) != value:

@@ -7,9 +7,12 @@ import gzip
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from small_graphs import convolutions, images
 from torch import nn
 
 import rankrl
-from decomposition import list_formats
+from decomposition import CompressionPlan, list_formats
 from decomposition.candidates.listing import CandidateLister
 from decomposition.network.kinds import is_decomposable_module
 from rankrl import DecompositionOptions, LatencyOptions
@@ -199,6 +202,35 @@ def test_an_interrupted_measurement_goes_on_where_it_stopped(kit: Path, tmp_path
     assert set(again["times"]) == set(whole["times"])
 
 
+def test_a_killed_measurement_is_taken_up_and_two_at_once_are_refused(kit: Path) -> None:
+    table = kit / "times.json"
+    table.unlink()
+    edited(kit / "kit.json", lambda content: [group.update(runs=60) for group in content["groups"]])
+    with subprocess.Popen([sys.executable, "-P", "measure.py"], cwd=kit, stdout=subprocess.DEVNULL) as first:
+        try:
+            while not table.exists():
+                time.sleep(0.002)
+            first.send_signal(signal.SIGSTOP)
+            second = measured(kit)
+            assert second.returncode != 0
+            assert "is written by another measurement" in second.stderr
+        finally:
+            first.kill()
+    before = json.loads(table.read_text())
+    assert before["left"] > 0
+    (hole, _), *kept = before["times"].items()
+    edited(table, lambda content: content["times"].pop(hole))
+    edited(kit / "kit.json", lambda content: [group.update(runs=1) for group in content["groups"]])
+    done = measured(kit)
+    assert done.returncode == 0, done.stderr
+    after = json.loads(table.read_text())
+    assert after["left"] == 0
+    assert hole in after["times"]
+    groups = json.loads((kit / "kit.json").read_text())["groups"]
+    beside = next(group["files"] for group in groups if hole in group["files"])
+    assert all(after["times"][name] == times for name, times in kept if name not in beside)
+
+
 def test_a_table_of_another_device_is_not_gone_on_with(kit: Path) -> None:
     done = measured(kit, "--threads", "2")
     assert done.returncode != 0
@@ -208,7 +240,7 @@ def test_a_table_of_another_device_is_not_gone_on_with(kit: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content.update(version=99), "is of version 99, this rankrl reads 1"),
+        (lambda content: content.update(version=99), "is of version 99, this rankrl reads 2"),
         (lambda content: content.pop("machine"), "is no table of a timing kit"),
         (lambda content: _first(content).update(median_ms=-1.0, minimum_ms=-1.0), "is -1.0; it must be"),
         (lambda content: _first(content).update(median_ms=None, minimum_ms=None), "is None; it must be"),
@@ -385,6 +417,56 @@ def test_finished_networks_are_compared_with_the_first(tmp_path: Path) -> None:
     differences = [each["difference"] for each in times.values()]
     outputs = [onnxruntime.InferenceSession(each.path).run(None, {"x": images()[:2]})[0] for each in files]
     assert differences == pytest.approx([0.0, np.abs(outputs[0] - outputs[1]).max()], rel=1e-6)
+
+
+def test_finished_networks_that_were_measured_there_correct_the_estimate(kit: Path, tmp_path: Path) -> None:
+    first = searched(kit / "times.json", tmp_path / "first").search
+    assert first is not None
+    assert first.estimate is not None
+    table = json.loads((kit / "times.json").read_text())
+    share = 1.25 * float(first.estimate.share)
+    times = {name: {"median_ms": ms, "minimum_ms": ms} for name, ms in {"a": 10.0, "b": 10 * share}.items()}
+    networks = [
+        {"file": "a", "title": "dense", "score": 0.92, "plan": None},
+        {"file": "b", "title": "first", "score": 0.91, "plan": first.plan.to_json()},
+    ]
+    content = {**table, "about": {"batch": "2"}, "times": times, "failed": {}, "networks": networks}
+    finished = kit / "verify.json"
+    finished.write_text(json.dumps(content))
+    tables = [kit / "times.json", finished]
+    again = searched(
+        kit / "times.json",
+        tmp_path / "again",
+        latency=min(1.0, 1.1 * share),
+        timing=LatencyOptions(**TIMING, table=tables),
+    )
+    assert again.search is not None
+    estimate = again.search.estimate
+    assert estimate is not None
+    assert [(each["title"], each["score"], each["share"]) for each in estimate.networks] == [
+        ("dense", 0.92, 1.0),
+        ("first", 0.91, pytest.approx(share)),
+    ]
+    page = (tmp_path / "again/report.html").read_text()
+    assert "corrected by 2 finished networks measured there" in page
+    assert "On the other device" in page
+    same = [each.operations for each in again.plan] == [each.operations for each in first.plan]
+    assert estimate.networks[1]["taken"] == same
+    for change, message in (
+        ({"machine": {**table["machine"], "processor": "another"}}, "was measured with processor=another"),
+        ({"about": {"batch": "3"}}, "is of another batch"),
+        (
+            {"networks": [networks[0], {**networks[1], "plan": other_plan(first.plan)}]},
+            "made from another network",
+        ),
+    ):
+        finished.write_text(json.dumps({**content, **change}))
+        with pytest.raises(ConfigError, match=message):
+            searched(finished, tmp_path / "refused", timing=LatencyOptions(**TIMING, table=tables))
+
+
+def other_plan(plan: CompressionPlan) -> str:
+    return replace(plan, fingerprint="0").to_json()
 
 
 def test_each_file_is_written_once(tmp_path: Path) -> None:

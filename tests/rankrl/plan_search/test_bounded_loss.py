@@ -221,5 +221,5 @@ def test_a_uniform_plan_takes_other_formats_only_where_they_are_the_same_product
         one = CandidateSet(spec, (candidate, Candidate((), DENSE, 0.0)))
         tucker = Candidate((Factorise("tucker", (2, 2)),), cost, 0.2, "tucker")
         two = CandidateSet(kernel, (tucker, Candidate((), DENSE, 0.0)))
-        members = standard_plans_module._families([one, two])["tucker", False]
+        members = standard_plans_module.families([one, two])["tucker", False]
         assert [indices.tolist() for indices in members] == [[0, 1] if alike else [1], [0, 1]]
