@@ -65,12 +65,31 @@ class Cache:
 
         return self._kept(f"{kind}-{key}.safetensors", compute, load_file, write)
 
+    def file(self, kind: str, key: str, path: Path, write: Callable[[Path], object]) -> None:
+        """Bring a file to a path, written there where it is not kept yet; see `value`.
+
+        Args:
+            kind: What it is, the first part of the kept file's name.
+            key: What it depends on (`digest`).
+            path: Where it is needed.
+            write: Writes it to the path that it gets.
+        """
+
+        def written() -> bytes:
+            write(path)
+            return path.read_bytes()
+
+        content = self._kept(f"{kind}-{key}{path.suffix}", written, Path.read_bytes, Path.write_bytes)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_bytes(content)
+
     def _kept(
         self,
         name: str,
         compute: Callable[[], _Value],
         read: Callable[[Path], _Value],
-        write: Callable[[Path, _Value], None],
+        write: Callable[[Path, _Value], object],
     ) -> _Value:
         if self.folder is None:
             return compute()

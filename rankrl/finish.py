@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from decomposition import CompressionPlan
 from rankrl.networks.base import Network
 from rankrl.options.budget import BudgetOptions
 from rankrl.plan_search.run import SearchResult
-from rankrl.result import Compression, Measurement, missed_latency
+from rankrl.progress import logged_seconds
+from rankrl.result import Compression, MeasuredNetwork, Measurement, missed_latency, shallow
 from rankrl.verify.certificate import Certificate, certify, uncertified
 from rankrl.verify.output_scores import SCORES
 
@@ -27,6 +29,52 @@ _NO_BUDGET = BudgetOptions()
 def _plan_alone(plan: CompressionPlan, measurement: Measurement) -> Mapping[str, str]:
     del measurement
     return {"plan": plan.to_json()}
+
+
+def measurement(network: Network, plan: CompressionPlan, compressed: Any, tuned: Any = None) -> Measurement:
+    """Return what a compressed network costs and is worth; `finish` explains the arguments.
+
+    Raises:
+        NonFiniteError: A score is NaN or infinite.
+    """
+    last = compressed if tuned is None else tuned
+    with logged_seconds(log, "the original's score"):
+        baseline_score = network.score(None)
+    with logged_seconds(log, "the compressed network's score"):
+        compressed_score = network.score(compressed)
+        score = compressed_score if tuned is None else network.score(tuned)
+    return Measurement(
+        before=network.costs_before(),
+        after=network.costs_after(plan, last),
+        baseline_score=baseline_score,
+        compressed_score=compressed_score,
+        score=score,
+    )
+
+
+def judged(
+    network: Network,
+    plan: CompressionPlan,
+    compressed: Any,
+    measured: Measurement,
+    *,
+    tuned: Any = None,
+    budget: BudgetOptions = _NO_BUDGET,
+) -> MeasuredNetwork:
+    """Return all that is known of a compressed network without its file; `finish` explains the arguments."""
+    last = compressed if tuned is None else tuned
+    drop = budget.drop
+    certificate = _certified(network, last, drop)
+    return MeasuredNetwork(
+        **shallow(measured),
+        plan=plan,
+        layers=tuple(network.rows(plan, compressed)),
+        heldout=network.compared_inputs,
+        rewritten=network.rewritten,
+        collapsed=network.collapsed(last, measured.score),
+        certificate=certificate,
+        uncertified=uncertified(network.basis) if certificate is None and drop is not None else None,
+    )
 
 
 def finish(
@@ -57,15 +105,9 @@ def finish(
         NonFiniteError: A score is NaN or infinite.
     """
     last = compressed if tuned is None else tuned
-    baseline_score, compressed_score = network.score(None), network.score(compressed)
-    measured = Measurement(
-        before=network.costs_before(),
-        after=network.costs_after(plan, last),
-        baseline_score=baseline_score,
-        compressed_score=compressed_score,
-        score=compressed_score if tuned is None else network.score(tuned),
-    )
-    file = network.write(last, path, notes(plan, measured))
+    measured = measurement(network, plan, compressed, tuned)
+    with logged_seconds(log, "the file, verified and timed"):
+        file = network.write(last, path, notes(plan, measured))
     for output in file.outputs:
         log.info("agreement of %r is %s, since %s", output.name, SCORES[output.kind], output.reason)
     estimate = None if search is None else search.estimate
@@ -77,31 +119,19 @@ def finish(
             "budget.latency, or budget.drop with budget.minimise=latency",
             1 / file.latency.ratio,
         )
-    drop = budget.drop
-    certificate = _certified(network, last, drop)
-    latency = budget.latency if drop is None and estimate is None else None  # a time of this machine
+    latency = budget.latency if budget.drop is None and estimate is None else None  # a time of this machine
     missed = None if search is None else search.missed
+    known = judged(network, plan, compressed, measured, tuned=tuned, budget=budget)
     return Compression(
-        before=measured.before,
-        after={**measured.after, "file_bytes": path.stat().st_size},
-        baseline_score=measured.baseline_score,
-        compressed_score=measured.compressed_score,
-        score=measured.score,
+        **shallow(replace(known, after={**measured.after, "file_bytes": path.stat().st_size})),
         path=path,
-        plan=plan,
         outputs=file.outputs,
         verified=file.verified,
         latency=file.latency,
-        layers=tuple(network.rows(plan, compressed)),
-        heldout=network.compared_inputs,
-        rewritten=network.rewritten,
         search=search,
         missed=missed or missed_latency(latency, file.latency),
-        collapsed=network.collapsed(last, measured.score),
         numbers=file.numbers,
         runtimes=file.runtimes,
-        certificate=certificate,
-        uncertified=uncertified(network.basis) if certificate is None and drop is not None else None,
     )
 
 

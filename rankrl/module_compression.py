@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from rankrl.plan_search.session import check_reachable
 from rankrl.progress import Progress, progress_bar
 from rankrl.report.quality import HELDOUT_ACCURACY
 from rankrl.request import Request, opened_session, write_kit
-from rankrl.result import ModuleCompression, run_numbers, write_run
+from rankrl.result import ModuleCompression, run_numbers, shallow, write_run
 from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
 from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
 from rankrl.training.general import check_outputs, steps_of_an_epoch
@@ -214,7 +214,7 @@ def compress_module(
     budget = request.goal.budget
     finished = finish(network, search.plan, compressed, run.onnx, tuned=tuned, search=search, budget=budget)
     result = ModuleCompression(
-        **{each.name: getattr(finished, each.name) for each in fields(finished)},
+        **shallow(finished),
         model=last.eval(),
         dense=dense,
         folder=run.path,

@@ -1,7 +1,25 @@
-"""Progress of long work: `decomposition`'s, by which its own functions show theirs."""
+"""Progress of long work, by `decomposition`, whose own functions show theirs, and seconds in the log."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from decomposition.progress import Progress, ProgressBar, in_words, listening, progress_bar
 
-__all__ = ["Progress", "ProgressBar", "in_words", "listening", "progress_bar"]
+__all__ = ["Progress", "ProgressBar", "in_words", "listening", "logged_seconds", "progress_bar"]
+
+
+@contextmanager
+def logged_seconds(log: logging.Logger, what: str) -> Iterator[None]:
+    """Log how long a block took, once it has ended.
+
+    Args:
+        log: The logger of the caller's module.
+        what: What the block makes, in a few words.
+    """
+    start = time.perf_counter()
+    yield
+    log.info("%s: %.1f s", what, time.perf_counter() - start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,42 +47,25 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compression(Measurement):
-    """A compressed network as an ONNX file and what is known of it.
+class MeasuredNetwork(Measurement):
+    """A compressed network and what is known of it without its file.
 
     Attributes:
-        path: The file.
         plan: What became of every layer.
-        outputs: How far each output agrees with the original's on the held-out inputs.
-        verified: Largest difference between the file and the network that it was made from; of a graph,
-            relative to the largest number at the outputs.
-        latency: Its time beside the original's.
-        layers: What became of every layer, as the report shows it.
+        layers: The same, as the report shows it.
         heldout: How many inputs it was compared on.
         rewritten: What became of nodes of a file before anything was compressed, by name.
-        search: The record of the search for the plan; None where there was none.
-        missed: What to tell a reader if the budget in time is missed, else None.
         collapsed: What to tell a reader if it answers no better than a constant, else None.
-        numbers: What else the section `onnx` of metrics.json says of the file.
-        runtimes: Times and scores in every runtime, as the section `runtimes` of metrics.json; None for one.
         certificate: What it loses of the original's score, with a 95 % interval; None where no scores of
             single inputs are known, or all inputs chose plans.
         uncertified: Why there is none although a loss was accepted, else None.
     """
 
-    path: Path
     plan: CompressionPlan
-    outputs: tuple[OutputAgreement, ...]
-    verified: float
-    latency: LatencyComparison
     layers: tuple[LayerRow, ...] = field(repr=False)
     heldout: int
     rewritten: Mapping[str, str] = field(default_factory=dict)
-    search: SearchResult | None = field(default=None, repr=False)
-    missed: str | None = None
     collapsed: str | None = None
-    numbers: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    runtimes: Mapping[str, Any] | None = field(default=None, repr=False)
     certificate: Certificate | None = None
     uncertified: str | None = None
 
@@ -95,6 +78,32 @@ class Compression(Measurement):
     def untouched(self) -> dict[str, str]:
         """The reason for each layer that stays as it is, by name."""
         return {layer.name: layer.reason or "" for layer in self.plan if not layer.operations}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression(MeasuredNetwork):
+    """A compressed network as an ONNX file and what is known of it.
+
+    Attributes:
+        path: The file.
+        outputs: How far each output agrees with the original's on the held-out inputs.
+        verified: Largest difference between the file and the network that it was made from; of a graph,
+            relative to the largest number at the outputs.
+        latency: Its time beside the original's.
+        search: The record of the search for the plan; None where there was none.
+        missed: What to tell a reader if the budget in time is missed, else None.
+        numbers: What else the section `onnx` of metrics.json says of the file.
+        runtimes: Times and scores in every runtime, as the section `runtimes` of metrics.json; None for one.
+    """
+
+    path: Path
+    outputs: tuple[OutputAgreement, ...]
+    verified: float
+    latency: LatencyComparison
+    search: SearchResult | None = field(default=None, repr=False)
+    missed: str | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    runtimes: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +126,11 @@ class ModuleCompression(Compression):
     folder: Path | None
     epochs: tuple[EpochRow, ...] = ()
     test: Mapping[str, float] | None = None
+
+
+def shallow(known: Any) -> dict[str, Any]:
+    """Return a dataclass's fields by name, to make one of a class that extends it."""
+    return {each.name: getattr(known, each.name) for each in fields(known)}
 
 
 def missed_latency(budget: float | None, times: LatencyComparison) -> str | None:
@@ -183,7 +197,7 @@ def summary(result: Compression) -> dict[str, Any]:
     }
 
 
-def certificate_numbers(result: Compression) -> dict[str, Any]:
+def certificate_numbers(result: MeasuredNetwork) -> dict[str, Any]:
     """Return what metrics.json says of the loss of score: `certificate`, or why there is none."""
     if result.certificate is not None:
         return {"certificate": result.certificate.to_dict()}

@@ -162,6 +162,9 @@ def _show(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+_SHORT_FOR = {"export=false": "export.skip=true"}
+
+
 def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
     """Return what Hydra gets of a command line, once all of it is checked that needs no computing.
 
@@ -176,7 +179,7 @@ def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
         RankrlError: An option, a value or a folder is refused.
     """
     helping = not HELP_FLAGS.isdisjoint(arguments)
-    arguments = readable_arguments(arguments)
+    arguments = [_SHORT_FOR.get(each, each) for each in readable_arguments(arguments)]
     finished = finished_run(arguments)
     if finished is not None:
         _show_finished(finished)

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from decomposition.cache import digest
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import Inputs, run_model
+from decomposition.network.outputs import tensors_in
 
 
 def network_digest(model: nn.Module) -> str:
@@ -17,3 +20,15 @@ def network_digest(model: nn.Module) -> str:
         if isinstance(value, Tensor) and value.layout == torch.strided
     }
     return digest(modules, tensors)[:16]
+
+
+def behaviour_digest(model: nn.Module, inputs: Inputs) -> str:
+    """Return a hash that also tells networks of one name and the same weights apart by what they compute.
+
+    Args:
+        model: The network; it answers in evaluation mode.
+        inputs: A few inputs on its device.
+    """
+    with evaluation_mode(model), torch.no_grad():
+        answers = tensors_in(run_model(model, inputs))
+    return digest(network_digest(model), list(answers), torch.__version__)

@@ -8,16 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from decomposition import CompressionPlan, FitLibrary, apply_plan
+from decomposition.cache import Cache
 from rankrl.data import ImageData
 from rankrl.data.calibration import calibration_images
 from rankrl.networks.base import WrittenFile
 from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.once import once_per_network
+from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.names import check_names, name_file
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import ExportOptions
@@ -28,7 +31,14 @@ from rankrl.training.chance import guessing_share
 from rankrl.verify.certificate import Basis
 from rankrl.verify.collapse import accuracy_collapse
 from rankrl.verify.file_export import export_file
-from rankrl.verify.measure import ImageInputs, correct_tests, export_dense
+from rankrl.verify.measure import (
+    NO_CACHE,
+    ImageInputs,
+    correct_tests,
+    export_dense,
+    int8_numbers,
+    kept_correct_tests,
+)
 from rankrl.verify.runtimes import image_runtimes
 
 log = logging.getLogger(__name__)
@@ -50,6 +60,7 @@ class ImageModule(ModuleNetwork):
         export: How the network is exported and timed.
         folder: Folder for the dense network's file, and for files that are of no use later.
         seed: Seed of everything random.
+        cache: Where what is known of the dense network is kept for other runs.
     """
 
     data: ImageData
@@ -60,6 +71,7 @@ class ImageModule(ModuleNetwork):
     export: ExportOptions
     folder: Path
     seed: int = 0
+    cache: Cache = NO_CACHE
 
     @property
     def scoring(self) -> ImageScoring:
@@ -83,7 +95,7 @@ class ImageModule(ModuleNetwork):
     @cached_property
     def baseline(self) -> Path:
         """ONNX file of the dense network."""
-        path = export_dense(self.model, self.data, self.folder, self.export)
+        path = export_dense(self.model, self.data, self.folder, self.export, cache=self.cache)
         check_names(path, self.export)
         return path
 
@@ -95,8 +107,24 @@ class ImageModule(ModuleNetwork):
     @cached_property
     def _correct(self) -> Callable[[nn.Module], Tensor]:
         """Which test images a network that is ready classifies right; they are walked through once."""
-        data = self.data
-        return once_per_network(lambda network: correct_tests(network, data))
+        data, dense, cache = self.data, self.model, self.cache
+        return once_per_network(
+            lambda network: (
+                kept_correct_tests(dense, data, cache) if network is dense else correct_tests(network, data)
+            )
+        )
+
+    @property
+    def dense_int8(self) -> dict[str, Any] | None:
+        """The section `dense_int8` of metrics.json; None if it is not asked for or cannot be measured."""
+        if not self.export.int8 or self.export.skip:
+            return None
+        try:
+            baseline = self.baseline
+        except ExportError as error:  # of a comparison of plans, which exports nothing else
+            log.warning("the dense network in 8-bit integers is not measured: %s", error)
+            return None
+        return int8_numbers(baseline, self.data, self.export, self.folder, cache=self.cache)
 
     def write(self, compressed: nn.Module, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
         """Export a compressed network, verify the file on held-out images and time it; see `Network`.
@@ -129,7 +157,7 @@ class ImageModule(ModuleNetwork):
 
     def costs_before(self) -> dict[str, int]:
         """Return what the dense network costs."""
-        return {**self.costs, "file_bytes": self.baseline.stat().st_size}
+        return self.costs if self.export.skip else {**self.costs, "file_bytes": self.baseline.stat().st_size}
 
     def score(self, compressed: nn.Module | None) -> float:
         """Return the accuracy on the test images, for the report."""

@@ -129,8 +129,11 @@ class ExportOptions(LatencyOptions):
         int8: Whether the dense network in 8-bit integers is measured too: what every compressed network has
             to beat, since onnxruntime makes it in half a minute without any training.
         training: Write the optimizer's step (optim, an ONNX operator) as optimizer_step.onnx too.
+        skip: Leave out model.onnx and all that is measured of it, as one may where dozens of runs are
+            compared by what PyTorch measures; task=export writes it later. `export=false` is short for it.
     """
 
     opset: int | None = None
     int8: bool = True
     training: bool = False
+    skip: bool = False

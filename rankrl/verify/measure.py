@@ -9,18 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import torch
 from torch import nn
 
 from decomposition import CompressionPlan, Inputs, count_macs, count_parameters, without_rounding
+from decomposition.cache import Cache, digest
+from decomposition.network.inputs import random_batch
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied
 from rankrl.data import ImageData, Images, Preprocessing, batches
-from rankrl.device import select_device
+from rankrl.device import processor_name, select_device
+from rankrl.models.network_digest import behaviour_digest
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import class_agreement, export_onnx, onnx_accuracy, quantise_onnx, verify_onnx
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import DEFAULT_RUNTIME, ExportOptions, LatencyOptions
+from rankrl.progress import logged_seconds
 from rankrl.timing import compare_latency
 from rankrl.training.accuracy import correct_test_images, share
 from rankrl.training.networks import images_for_ranges, range_images
@@ -34,6 +39,9 @@ _VERIFIED_IMAGES = 64
 _COMPARED_IMAGES = 1000
 _LEAST_AGREEMENT = 0.99
 _SLACK = 0.02
+NO_CACHE = Cache(None)
+_METHOD = 1
+"""Version of the way the dense network is exported; files of another version are not taken up."""
 
 
 def _inside(options: LatencyOptions, data: ImageData) -> Preprocessing | None:
@@ -60,6 +68,20 @@ def test_accuracy(network: nn.Module, data: ImageData) -> float:
     return share(correct_tests(network, data))
 
 
+def behaviour_of(network: nn.Module, data: ImageData) -> str:
+    """Return the hash of a network and of what it computes of two random images."""
+    return behaviour_digest(network, random_batch(network, data.input_shape, 2))
+
+
+def kept_correct_tests(dense: nn.Module, data: ImageData, cache: Cache) -> torch.Tensor:
+    """Return `correct_tests` of a dense network, which are kept for other runs that begin with it."""
+    if cache.folder is None:
+        return correct_tests(dense, data)
+    images = [data.test.for_report().digest(), data.preprocessing.to_dict()]
+    key = digest(behaviour_of(dense, data), images, str(select_device()))
+    return cache.tensors("dense-tests", key, lambda: {"correct": correct_tests(dense, data)})["correct"]
+
+
 def correct_tests(network: nn.Module, data: ImageData) -> torch.Tensor:
     """Return which test images are classified right in float32, shape (N,), bool.
 
@@ -72,23 +94,47 @@ def correct_tests(network: nn.Module, data: ImageData) -> torch.Tensor:
         network.to("cpu")
 
 
-def export_dense(dense: nn.Module, data: ImageData, folder: Path, options: ExportOptions) -> Path:
+def export_dense(
+    dense: nn.Module,
+    data: ImageData,
+    folder: Path,
+    options: ExportOptions,
+    *,
+    cache: Cache = NO_CACHE,
+) -> Path:
     """Export the dense network, and return the file.
 
     Done before a search, it refuses a network that no file could be written of before anything takes time.
+
+    Args:
+        dense: The network.
+        data: Its dataset.
+        folder: Folder of the file.
+        options: How it is exported.
+        cache: Where the file is kept for other runs.
 
     Raises:
         ExportError: It cannot be exported; the layer is named.
     """
     path = folder / "dense.onnx"
-    return export_onnx(
-        dense,
-        path,
-        data.input_shape,
-        opset=options.opset,
-        preprocessing=_inside(options, data),
-        channel_block=options.channel_block,
-    ).path
+    key = ""
+    if cache.folder is not None:
+        how = [options.opset, options.preprocess, options.channel_block, _METHOD]
+        key = digest(behaviour_of(dense, data), _inside(options, data), how)
+
+    def write(path: Path) -> None:
+        export_onnx(
+            dense,
+            path,
+            data.input_shape,
+            opset=options.opset,
+            preprocessing=_inside(options, data),
+            channel_block=options.channel_block,
+        )
+
+    with logged_seconds(log, "export of the dense network"):
+        cache.file("dense", key, path, write)
+    return path
 
 
 class ImageInputs(FileInputs):
@@ -121,21 +167,13 @@ class ImageInputs(FileInputs):
         return {"accuracy": onnx_accuracy(path, walk)}
 
 
-def rival_numbers(
-    dense: nn.Module, data: ImageData, options: ExportOptions, scratch: Path
-) -> dict[str, Any] | None:
-    """Return what `int8_numbers` does, for a dense network that need not be exportable."""
-    if not options.int8:
-        return None
-    try:
-        return int8_numbers(export_dense(dense, data, scratch, options), data, options, scratch)
-    except ExportError as error:
-        log.warning("the dense network in 8-bit integers is not measured: %s", error)
-        return None
-
-
 def int8_numbers(
-    baseline: Path, data: ImageData, options: ExportOptions, scratch: Path
+    baseline: Path,
+    data: ImageData,
+    options: ExportOptions,
+    scratch: Path,
+    *,
+    cache: Cache = NO_CACHE,
 ) -> dict[str, Any] | None:
     """Quantise the dense network to 8-bit integers and measure it beside the float32 file.
 
@@ -146,6 +184,7 @@ def int8_numbers(
         data: The dataset.
         options: Preprocessing and timing.
         scratch: Folder for the file, which is of no use later.
+        cache: Where the file and its accuracy are kept for other runs; it is timed in each.
 
     Returns:
         The section `dense_int8` of metrics.json; None if it is not asked for, or onnxruntime cannot do it.
@@ -153,10 +192,29 @@ def int8_numbers(
     if not options.int8:
         return None
     path = scratch / "dense-int8.onnx"
-    try:
+    key = ""
+    if cache.folder is not None:
+        how = [
+            options.preprocess,
+            options.reduce_range,
+            options.batch,
+            processor_name(),
+            onnxruntime.__version__,
+        ]
+        images = [data.heldout.digest(), data.test.for_report().digest(), data.preprocessing.to_dict()]
+        key = digest(baseline.read_bytes(), images, how)
+
+    def write(path: Path) -> None:
         quantise_onnx(baseline, path, range_batches(data, options), reduce_range=options.reduce_range)
-        accuracy = onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
-        times = compare_latency(baseline, path, **options.timing)
+
+    def accuracy_of_file() -> float:
+        return onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
+
+    try:
+        with logged_seconds(log, "the dense network in 8-bit integers"):
+            cache.file("dense-int8", key, path, write)
+            accuracy = cache.value("dense-int8", key, accuracy_of_file)
+            times = compare_latency(baseline, path, **options.timing)
     except ExportError as error:
         log.warning("the dense network in 8-bit integers is not measured: %s", error)
         return None

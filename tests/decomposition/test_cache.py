@@ -138,3 +138,15 @@ def test_a_file_in_the_folders_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with pytest.raises(StorageError, match="cannot write"):
         Cache(tmp_path / "cache").value("times", "1", lambda: 1)
+
+
+def test_a_file_is_written_once_and_brought_to_every_place(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "net.onnx"
+        cache.file("dense", "1", path, lambda path: path.write_text(path.parent.name))
+        assert path.read_text() == "a"
+    Cache(None).file("dense", "1", path, lambda path: path.write_text("anew"))
+    assert path.read_text() == "anew"
+    assert [each.name for each in (tmp_path / "cache").iterdir()] == ["dense-1.onnx"]

@@ -122,7 +122,7 @@ _UNUSED_BY_ONNX = (
     *("calibration", "finetune", "optim", "train"),
     *("decomposition.sequential", "export.opset", "export.preprocess"),
     *("export.int8", "export.training", "export.pad_channels"),
-    *("export.input_names", "export.output_names"),
+    *("export.skip", "export.input_names", "export.output_names"),
     *("search.images", "search.augmented", "search.statistics", "search.workers"),
 )
 
@@ -188,6 +188,12 @@ RULES = (
         lambda config: not _is_onnx(config) and _other_task("pipeline", "prune", "export")(config),
         "task={task} writes no ONNX file",
         "leave it out, or choose task=pipeline, prune or export",
+    ),
+    Rule(
+        "export.skip",
+        _other_task("pipeline", "prune"),
+        "task={task} has no ONNX file that could be left out",
+        "leave it out, or choose task=pipeline or prune",
     ),
     Rule(
         "train.",

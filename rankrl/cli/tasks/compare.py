@@ -19,7 +19,7 @@ from rankrl.report.comparison import SHORT, ComparisonRow, comparison_cells, sum
 from rankrl.report.comparison_page import write_comparison
 from rankrl.report.stages import rival_note
 from rankrl.runs.run_folder import RunFolder
-from rankrl.verify.measure import network_numbers, rival_numbers, with_preprocessing
+from rankrl.verify.measure import network_numbers, with_preprocessing
 
 
 def compare(config: AppConfig, folder: RunFolder) -> None:
@@ -53,7 +53,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
         },
         "compare": _numbers(rows),
     }
-    metrics["dense_int8"] = rival_numbers(dense, data, options.export_options(config), folder.state)
+    metrics["dense_int8"] = network.dense_int8
     ending.add_notes(metrics, folder)
     setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
     page = write_comparison(folder.path, rows, metrics, setup)

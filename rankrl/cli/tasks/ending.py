@@ -21,6 +21,7 @@ from rankrl.cli.tasks import steps
 from rankrl.data import ImageData
 from rankrl.files import write_json
 from rankrl.finish import finish as measured_file
+from rankrl.finish import judged, measurement
 from rankrl.networks.image_module import ImageModule
 from rankrl.report import (
     LayerRow,
@@ -33,13 +34,13 @@ from rankrl.report import (
     summary_table,
     write_report,
 )
-from rankrl.result import Measurement, certificate_numbers
+from rankrl.result import MeasuredNetwork, Measurement, certificate_numbers
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training import EpochRow, guessing_share
 from rankrl.training.teachers import Teacher
 from rankrl.training.training_step import write_training_step
 from rankrl.verify.collapse import accuracy_collapse
-from rankrl.verify.measure import cost_ratios, int8_numbers
+from rankrl.verify.measure import cost_ratios
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +68,9 @@ def finish_compressed(
         taught_by: The teacher in place of the dense network.
         after_removal: Whether channels or blocks were removed, and nothing was decomposed.
     """
-    data = network.data
     tuned = copied(compressed)
     epochs = steps.finetuned(
-        config, data, tuned, network.model, folder, taught_by=taught_by, after_removal=after_removal
+        config, network.data, tuned, network.model, folder, taught_by=taught_by, after_removal=after_removal
     )
     save_compressed(tuned, plan, folder.model, dense=network.model)
     search = metrics.pop("search", None)
@@ -79,16 +79,22 @@ def finish_compressed(
         metrics.update(_measured(measured), **({} if search is None else {"search": search}))
         return file_metadata(plan, metrics)
 
-    result = measured_file(
-        network, plan, compressed, folder.onnx, tuned=tuned, notes=notes, budget=config.budget
-    )
-    metrics["onnx"] = dict(result.numbers)
+    result: MeasuredNetwork
+    if network.export.skip:
+        measured = measurement(network, plan, compressed, tuned)
+        notes(plan, measured)
+        result = judged(network, plan, compressed, measured, tuned=tuned, budget=config.budget)
+        latency = {}
+    else:
+        result = file = measured_file(
+            network, plan, compressed, folder.onnx, tuned=tuned, notes=notes, budget=config.budget
+        )
+        latency = {"latency": file.latency.ratio}
+        metrics["onnx"], metrics["runtimes"] = dict(file.numbers), file.runtimes
     metrics.update(certificate_numbers(result))
     exported_step(config, tuned, folder)
-    metrics["dense_int8"] = int8_numbers(network.baseline, data, network.export, folder.state)
-    metrics["runtimes"] = result.runtimes
-    ratios = cost_ratios(metrics["baseline"], metrics["compressed"])
-    metrics["ratios"] = {**ratios, "latency": result.latency.ratio}
+    metrics["dense_int8"] = network.dense_int8
+    metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), **latency}
     if result.collapsed is not None:
         log.error(result.collapsed)
         folder.collapse(result.collapsed)

@@ -18,7 +18,8 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     teacher = steps.teacher(config, data)
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
-    _ = network.baseline  # a network that cannot be exported is refused before the search
+    if not network.export.skip:
+        _ = network.baseline  # a network that cannot be exported is refused before the search
     _, result = steps.chosen_plan(config, network, folder)
     compressed = network.applied(result.plan)
     metrics = {

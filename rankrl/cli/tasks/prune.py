@@ -42,7 +42,8 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         teacher = steps.teacher(config, data)
         dense = steps.dense_network(config, data, folder)
         network = steps.searched_network(config, data, dense, folder)
-        _ = network.baseline  # a network that cannot be exported is refused before anything is pruned
+        if not network.export.skip:
+            _ = network.baseline  # a network that cannot be exported is refused before anything is pruned
         state = folder.state / "pruned.safetensors"
         pruned = prune_network(dense, data, pruning, network.images, state_file=state)
     metrics: dict[str, Any] = {

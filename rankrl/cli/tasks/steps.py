@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from decomposition import FitLibrary
+from decomposition.cache import Cache
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData
@@ -25,7 +26,7 @@ from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.request import opened_session
-from rankrl.runs.run_folder import RunFolder
+from rankrl.runs.run_folder import RunFolder, cache_folder
 from rankrl.training import EpochRow, TrainingRecipe, TrainingResult
 from rankrl.training.networks import (
     build_network,
@@ -133,6 +134,7 @@ def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folde
         export=options.export_options(config),
         folder=folder.state,
         seed=config.seed,
+        cache=Cache(cache_folder()),
     )
 
 
