@@ -21,8 +21,9 @@ from rankrl.cli.config.choices import store_groups
 from rankrl.cli.config.composition import composing, parsed_flags
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
-from rankrl.cli.config.input_files import check_input_files, network_of_weights
+from rankrl.cli.config.input_files import check_input_files, options_of_run
 from rankrl.cli.config.overrides import check_overrides
+from rankrl.cli.config.plugins import load_plugins, named_plugins
 from rankrl.cli.config.quoting import readable_arguments
 from rankrl.cli.config.resuming import check_resumed, finished_run, resumed_arguments
 from rankrl.cli.config.run_folders import check_folders, refuse_used_folder, write_record
@@ -113,6 +114,7 @@ def _run_alone(
 
 def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
     """Run the task, tracked; return what its steps noted."""
+    load_plugins(plain["plugins"])  # in the process of a sweep's job
     check_values(plain)  # what sweepers draw is known only now
     settings = built(AppConfig, plain)
     check_input_files(plain)
@@ -169,14 +171,14 @@ def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
     """Return what Hydra gets of a command line, once all of it is checked that needs no computing.
 
     Args:
-        arguments: What was written; the groups are stored already.
+        arguments: What was written.
 
     Returns:
         The arguments as Hydra reads them, with those that are known from a run's record; None where all is
         said: a page of help, a run that is finished.
 
     Raises:
-        RankrlError: An option, a value or a folder is refused.
+        RankrlError: An option, a value, a folder or a plugin is refused.
     """
     helping = not HELP_FLAGS.isdisjoint(arguments)
     arguments = [_SHORT_FOR.get(each, each) for each in readable_arguments(arguments)]
@@ -185,10 +187,12 @@ def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
         _show_finished(finished)
         return None
     arguments = resumed_arguments(arguments)
-    known = network_of_weights(arguments)
+    known = options_of_run(arguments)
     if known:
-        print(f"rankrl: {' '.join(known)}, as in the run of weights=")
+        print(f"rankrl: {' '.join(known)}, as in that run")
     arguments = sweep_arguments([*known, *arguments])
+    load_plugins(named_plugins(arguments))
+    store_groups()  # what is registered by now
     with composing(parsed_flags(arguments)):
         check_overrides(arguments)
         if helping:
@@ -220,7 +224,6 @@ def main() -> None:
     """
     # A user's own network (model._target_) is looked for in the current folder too, as `python -m` does.
     sys.path.insert(0, str(Path.cwd()))
-    store_groups()  # what was registered since this module was imported too
     if len(sys.argv) == 1:
         print(f"rankrl {FIRST_RUN}")
         sys.argv.append(FIRST_RUN)
@@ -230,7 +233,10 @@ def main() -> None:
         print(version_line())
         return
     try:
-        if not _COMPLETION_FLAGS & given:  # completion has arguments of its own
+        if _COMPLETION_FLAGS & given:  # which has arguments of its own
+            load_plugins()
+            store_groups()
+        else:
             checked = checked_arguments(written)
             if checked is None:
                 return

@@ -16,6 +16,7 @@ _WITHOUT_EFFECT = (
     "resume",
     "reuse",
     "overwrite",
+    "plugins",
     "tracking",
     *(f"search.{name}" for name in ("workers", "cluster", "worker_cpus", "worker_gpus")),
 )

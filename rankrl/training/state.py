@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankrl.errors import CheckpointError
+from rankrl.errors import CheckpointError, ConfigError
 from rankrl.state_file import check_setup, read_state, write_state
 from rankrl.training.average import WeightAverage
 from rankrl.training.optimizer import build_optimizer
@@ -192,6 +192,27 @@ class TrainingState:
                 # As in the undisturbed run, moments lie in memory like their parameter: the same kernels run.
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def extend_training(source: Path, target: Path, epochs: int) -> None:
+    """Write the state of a training that has ended, to go on with for more epochs.
+
+    Args:
+        source: The state's file.
+        target: The file to write.
+        epochs: Epochs of the whole training.
+
+    Raises:
+        CheckpointError: `source` is damaged.
+        ConfigError: It has as many epochs already.
+        StorageError: `target` cannot be written.
+    """
+    tensors, content = read_state(source, STATE_VERSION, "training state")
+    done = len(content["history"])
+    if epochs <= done:
+        raise ConfigError(f"{source} has {done} epochs already; give more of them than {epochs}")
+    content["setup"]["epochs"] = epochs
+    write_state(target, tensors, content, STATE_VERSION)
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:

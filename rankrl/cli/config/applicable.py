@@ -262,6 +262,12 @@ RULES = (
         "give the dense network as model.checkpoint=PATH, or choose task=finetune, evaluate or export",
     ),
     Rule(
+        "run",
+        _other_task("finetune", "evaluate", "export", "apply"),
+        "task={task} takes nothing from an earlier run",
+        "leave it out, or choose task=finetune, evaluate, export or apply",
+    ),
+    Rule(
         "runs",
         _other_task("report", "verify_kit", "demo"),
         "task={task} gathers no runs",

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from rankrl.cli.config.choices import group_names
 from rankrl.cli.config.composition import composed_config, composing, offered_choices, parsed_flags
 from rankrl.cli.config.parsing import first_values
+from rankrl.cli.config.plugins import installed_plugins
 from rankrl.cli.config.tasks import TASKS
 
 HELP_FLAGS = frozenset({"-h", "--help"})
@@ -33,12 +34,14 @@ def help_page(arguments: Sequence[str]) -> str:
         launchers = GlobalHydra.instance().config_loader().get_group_options("hydra/launcher")
         groups = {name: ", ".join(offered_choices(name)) for name in group_names()}
         values: Any = {key: config._get_node(key) for key in config if key != "hydra"}
+        plugins = {**installed_plugins(), **dict.fromkeys(config.plugins, "plugins=")}
     parts = [
         about.header,
         "Tasks (task=NAME)",
         "\n".join(_columns({name: task.description for name, task in TASKS.items()})),
         "Groups (GROUP=CHOICE)",
         "\n".join(_columns(groups)),
+        *(["Plugins", "\n".join(_columns(plugins))] if plugins else []),
         "Launchers of a sweep (rankrl -m hydra/launcher=NAME ...)",
         _INDENT + ", ".join(sorted(launchers)),
         "Options and their values with these choices (OPTION=VALUE)",

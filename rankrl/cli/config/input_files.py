@@ -24,8 +24,16 @@ _FILES = {
     "finetune.teacher": ("checkpoint", "dense.safetensors"),
 }
 """Options that name a file, what that is called, and what a run's folder has for them."""
-_OF_NETWORK = ("model", "dataset")
+_OF_NETWORK = ("plugins", "model", "dataset")
+_OF_TASK = {
+    "evaluate": ("seed", *_OF_NETWORK),
+    "export": ("seed", *_OF_NETWORK),
+    "finetune": ("seed", *_OF_NETWORK, "optim", "finetune"),
+    "apply": ("seed", *_OF_NETWORK),
+}
+"""What tasks take from the run that `run` names."""
 _CHECKPOINT = "model.checkpoint"
+_EPOCHS = "finetune.epochs"
 
 
 def check_input_files(config: Mapping[str, Any]) -> None:
@@ -60,44 +68,88 @@ def check_input_files(config: Mapping[str, Any]) -> None:
             ) from error
 
 
-def network_of_weights(arguments: Sequence[str]) -> list[str]:
-    """Return the options of the network and the dataset that the run of `weights=` had, but for those set.
+def options_of_run(arguments: Sequence[str]) -> list[str]:
+    """Return the options of an earlier run that the command line leaves out: its network and its data.
 
-    The run's record lies in the file's folder. Its dense network, loaded or trained there, is the checkpoint.
+    With `run=RUN` they are those that the task needs, the files that RUN left among them; with
+    `weights=RUN/model.safetensors` the network and the data. Its dense network, loaded or trained there, is
+    the checkpoint.
 
     Args:
         arguments: The command line; of a group that it chooses nothing is taken.
+
+    Raises:
+        ConfigError: `run` names no run of the command line, or one without the file that the task takes.
     """
     set_here = {each.key_or_group: each for each in parsed_overrides(parsed_flags(arguments).overrides)}
-    weights = set_here.get("weights")
-    if weights is None or weights.is_sweep_override() or not weights.value() or "experiment" in set_here:
+    if "run" in set_here and set_here["run"].is_sweep_override():
+        raise ConfigError(f"{set_here['run'].input_line}: run names one run, for all jobs of a sweep")
+    taken, named = _text(set_here, "run"), _text(set_here, "weights")
+    task = _text(set_here, "task") or "pipeline"
+    if taken and task in _OF_TASK:
+        folder = RunFolder(Path(taken))
+        recorded = _recorded(folder, _OF_TASK[task])
+        if recorded is None:
+            raise ConfigError(f"run={taken}: there is no run of the command line in that folder; name one")
+        recorded += _files_of(folder, task, taken)
+    elif named and "experiment" not in set_here:
+        recorded = _recorded(RunFolder(Path(named).parent), _OF_NETWORK) or []
+    else:
         return []
-    groups = [group for group in _OF_NETWORK if group not in set_here]
-    folder = RunFolder(Path(str(weights.value())).parent)
+    groups = {group for group in _OF_TASK["finetune"] if group in set_here}
+    if "experiment" in set_here:  # which chooses them
+        groups = {*_OF_NETWORK}
+    return [
+        text for option, text in recorded if option not in set_here and option.partition(".")[0] not in groups
+    ]
+
+
+def _text(overrides: Mapping[str, Override], option: str) -> str:
+    """Return the one value of an option, or nothing."""
+    override = overrides.get(option)
+    if override is None or override.is_sweep_override() or not override.value():
+        return ""
+    return str(override.value())
+
+
+def _recorded(folder: RunFolder, groups: Sequence[str]) -> list[tuple[str, str]] | None:
+    """Return the options of groups that a run had, each with its override; None where there is no record."""
     try:
         record = json.loads(folder.record.read_text(encoding="utf-8"))
         overrides, config = parsed_overrides([str(each) for each in record["overrides"]]), record["config"]
-        recorded = [each for group in groups for each in _of_group(group, overrides, config, folder)]
-        return [text for option, text in recorded if option not in set_here]
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # it is no run's, and the options are the user's to give
-        return []
+        return [each for group in groups for each in _of_group(group, overrides, config, folder)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _of_group(
     group: str, overrides: Sequence[Override], config: Mapping[str, Any], run: RunFolder
 ) -> Iterator[tuple[str, str]]:
     """Yield the options of a group that a run had, each with its override."""
-    yield group, f"{group}={config[group][TABLES[group].key]}"
-    for override in overrides:
-        option = override.key_or_group
-        if option.startswith(f"{group}.") and option != _CHECKPOINT:
-            yield option, str(override.input_line)
+    of_group = {each.key_or_group: str(each.input_line) for each in overrides}
+    if group in TABLES and group not in of_group:
+        yield group, f"{group}={config[group][TABLES[group].key]}"
+    for option, text in of_group.items():
+        if option.partition(".")[0] == group and option not in (_CHECKPOINT, _EPOCHS):
+            yield option, text
     if group == "model":
         checkpoint = Path(config[group].get("checkpoint") or run.dense)
         if checkpoint.is_file():
             yield _CHECKPOINT, quoted(_CHECKPOINT, str(checkpoint))
+
+
+def _files_of(folder: RunFolder, task: str, name: str) -> list[tuple[str, str]]:
+    """Return the options that name a run's compressed network or plan, as the task takes it.
+
+    Raises:
+        ConfigError: The run left none.
+    """
+    option = "plan" if task == "apply" else "weights"
+    path = folder.path / _FILES[option][1]
+    if path.is_file():
+        return [(option, quoted(option, str(path)))]
+    if task == "evaluate":  # of the dense network
+        return []
+    raise ConfigError(
+        f"run={name} has no {path.name}, which task={task} needs; wait for the run's end, or name another one"
+    )

@@ -42,10 +42,14 @@ class AppConfig:
             those in its own folder.
         overwrite: Whether a run begins anew in a folder that holds another one, whose files are removed,
             instead of being refused; jobs of a sweep that are finished with the same options stay.
+        run: The folder of a run that task=evaluate, finetune, export and apply take network, data, seed and
+            weights or plan from, each unless it is set; task=finetune goes on with its fine-tuning.
         plan: The plan that task=apply applies: a plan.json.
         weights: The compressed network that finetune, evaluate and export work on: a model.safetensors with
             its plan inside. Without options of model and dataset, those of the run in whose folder it lies
             are taken.
+        plugins: Modules that are imported first, and register formats, selectors, rewards, ... of your own.
+            Those that installed packages have in the entry points rankrl.plugins need not be named.
         runs: The folder whose runs task=report gathers in one page, and task=verify_kit and task=demo take.
     """
 
@@ -54,8 +58,10 @@ class AppConfig:
     resume: str | None = None
     reuse: str | None = None
     overwrite: bool = False
+    run: str | None = None
     plan: str | None = None
     weights: str | None = None
+    plugins: tuple[str, ...] = ()
     runs: str | None = None
     model: Choice = field(default_factory=dict)
     dataset: Choice = field(default_factory=dict)

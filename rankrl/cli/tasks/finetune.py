@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from decomposition import save_compressed
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import ending, steps
 from rankrl.cli.tasks.compressed import compressed_from, dense_numbers, method_of
-from rankrl.errors import ConfigError
+from rankrl.errors import CheckpointError, ConfigError
 from rankrl.runs.run_folder import RunFolder
+from rankrl.training.state import extend_training
 from rankrl.verify.measure import cost_ratios, network_numbers, test_accuracy, with_preprocessing
+
+STATE_FILE = "finetune.safetensors"
 
 
 def finetune(config: AppConfig, folder: RunFolder) -> None:
@@ -26,7 +33,10 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
         )
     baseline, compressed = dense_numbers(config, data, dense), network_numbers(network, data)
     removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
-    epochs = steps.finetuned(config, data, network, dense, folder, taught_by=teacher, after_removal=removed)
+    with _taken_up(config, folder):
+        epochs = steps.finetuned(
+            config, data, network, dense, folder, taught_by=teacher, after_removal=removed
+        )
     save_compressed(network, plan, folder.model, dense=dense)
     plan.save(folder.plan)
     accuracy = test_accuracy(network, data)
@@ -41,3 +51,22 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     before = steps.heldout_accuracy(dense, data) if known else compressed["accuracy"]
     ending.check_collapse(folder, metrics, data, before)
     ending.finish(folder, metrics, seed=config.seed, epochs=epochs)
+
+
+@contextmanager
+def _taken_up(config: AppConfig, folder: RunFolder) -> Iterator[None]:
+    """Go on with the fine-tuning of the run that `run` names, where that kept its state."""
+    own = folder.state / STATE_FILE
+    before = RunFolder(Path(config.run or "")).state / STATE_FILE
+    if not config.run or own.exists() or not before.is_file():
+        yield
+        return
+    extend_training(before, own, config.finetune.epochs)
+    try:
+        yield
+    except CheckpointError as error:
+        own.unlink()
+        raise ConfigError(
+            f"run={config.run} goes on with a fine-tuning as it began, but for finetune.epochs: {error} "
+            f"A new one begins with weights={config.weights}, without run"
+        ) from error

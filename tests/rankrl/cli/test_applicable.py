@@ -71,6 +71,7 @@ IDLE = [
     ),
     ("plan", ("task=pipeline", "plan=runs/a/plan.json"), r"plan=runs/a/plan\.json .* task=apply"),
     ("weights", ("task=apply", "weights=a.safetensors"), r"weights=a\.safetensors .* model\.checkpoint=PATH"),
+    ("run", ("task=train", "run=runs/a"), r"run=runs/a .* task=finetune, evaluate"),
     ("runs", ("task=train", "runs=multirun/a"), r"runs=multirun/a .* task=report"),
     (
         "decomposition.formats",

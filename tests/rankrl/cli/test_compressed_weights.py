@@ -131,16 +131,34 @@ def test_a_plan_names_its_formats_and_who_chose() -> None:
     assert method((*channels, *cp), chosen_by="local") == {"decomposition": "cp", "selector": "local"}
 
 
+@pytest.mark.parametrize("named", ["run={}", "weights={}/model.safetensors"])
 def test_the_network_and_the_data_of_a_run_need_not_be_given_again(
-    rankrl: Command, whole_run: Path, capfd: pytest.CaptureFixture[str]
+    rankrl: Command, whole_run: Path, capfd: pytest.CaptureFixture[str], named: str
 ) -> None:
-    rankrl("task=evaluate", f"weights={whole_run / 'model.safetensors'}", "hydra.run.dir=one")
+    rankrl("task=evaluate", named.format(whole_run), "hydra.run.dir=one")
     metrics, before = read_json(Path("one/metrics.json")), read_json(whole_run / "metrics.json")
     assert (metrics["model"], metrics["dataset"]) == (before["model"], before["dataset"])
     assert metrics["compressed"]["accuracy"] == pytest.approx(before["finetuned"]["accuracy"])
     assert metrics["baseline"] == before["baseline"]
-    said = f"rankrl: model=conv4 model.checkpoint='{whole_run / 'dense.safetensors'}' dataset=digits, as in"
+    weights = f" weights='{whole_run / 'model.safetensors'}'" if named.startswith("run") else ""
+    dense = whole_run / "dense.safetensors"
+    said = f"rankrl: model=conv4 model.checkpoint='{dense}' dataset=digits{weights}, as in"
     assert said in capfd.readouterr().out
+
+
+def test_a_finished_fine_tuning_goes_on(
+    rankrl: Command, whole_run: Path, refused: Callable[..., str], tmp_path: Path
+) -> None:
+    options = ("task=finetune", f"run={whole_run}")
+    rankrl(*options, "finetune.epochs=2", "hydra.run.dir=longer")
+    longer, before = read_json(Path("longer/metrics.json")), read_json(whole_run / "metrics.json")
+    assert longer["epochs"][:-1] == before["epochs"]
+    assert len(longer["epochs"]) == 2
+    assert longer["compressed"]["accuracy"] == pytest.approx(before["finetuned"]["accuracy"])
+    assert "has 1 epochs already; give more of them than 1" in refused(*options, "finetune.epochs=1")
+    message = refused(*options, "finetune.epochs=2", "optim.lr=0.5")
+    assert "lr was 0.0001, is now 0.5" in message
+    assert f"A new one begins with weights={whole_run / 'model.safetensors'}" in message
 
 
 def test_weights_of_no_run_name_the_options_that_are_missing(
