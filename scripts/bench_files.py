@@ -35,15 +35,12 @@ from given_files import find_file, names_of_files
 from int8_tuning import outputs_of
 from limited import LimitError, Limits
 from made_inputs import MissingFileError
+from ours_on_files import PARTS, ours
 from real_files import RealFile
 from result_rows import ResultRows
 
-from decomposition import Factorise, Quantise
-from rankrl import DecompositionOptions, compress
 from rankrl.device import processor_name
-from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.onnx.runtimes import open_session
-from rankrl.options.timing import LatencyOptions
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 from rankrl.timing.latency import time_in_turns
@@ -55,7 +52,6 @@ HEAD = [
     "|---|---|---:|---:|---:|---:|---:|---|",
 ]
 DROPS = (0.005, 0.02)
-CANDIDATES = 4
 ON_PAGE = (
     *("original", "int8", "int8, tuned", "NNCF, OpenVINO"),
     *(f"ours, latency at {drop}" for drop in DROPS),
@@ -64,59 +60,28 @@ ON_PAGE = (
 COUNTS, QUICK_COUNTS = (120, 200), (12, 12)
 
 
-def ours(file: RealFile, target: Path, *, drop: float, minimise: str, by_score: bool = False) -> str:
-    """Compress the file with this package.
-
-    It loses at most `drop` of its agreement, or of the score that the tuned rival is chosen by, which takes
-    what is known of the inputs.
-    """
-    fitted = list(file.fitted.feeds)
-    originals = outputs_of(open_session(file.path, threads=1), fitted) if by_score else ()
-
-    def score(session: Any) -> float:
-        answers = [session.run(None, feed) for feed in fitted]  # an onnxruntime session
-        return file.tuned(answers, file.fitted.known, originals)
-
-    decomposition = DecompositionOptions(
-        format="auto",
-        formats=tuple(writable_formats()),
-        precisions=("float32", "int8"),
-        candidates=CANDIDATES,
-        weigh_outputs=False,
+METHODS = (
+    RIVALS
+    | {
+        f"ours, {minimise} at {drop}": Rival(partial(ours, drop=drop, minimise=minimise))
+        for minimise in ("latency", "bytes")
+        for drop in DROPS
+    }
+    | {
+        f"ours by the score, latency at {drop}": Rival(
+            partial(ours, drop=drop, minimise="latency", by_score=True)
+        )
+        for drop in DROPS
+    }
+)
+ABLATIONS = {
+    f"ours, latency at {drop}, without {part}": Rival(
+        partial(ours, drop=drop, minimise="latency", without=part)
     )
-    result = compress(
-        file.path,
-        file.inputs,
-        target,
-        drop=drop,
-        minimise=minimise,
-        decomposition=decomposition,
-        timing=LatencyOptions(batch=1),
-        batch_axes=file.batch_axes,
-        score=score if by_score else None,
-        progress=False,
-    )
-    layers = result.plan.layers
-    factorised, rounded = (
-        sum(layer.operation(kind) is not None for layer in layers) for kind in (Factorise, Quantise)
-    )
-    assert result.search is not None
-    taken = f"{result.plan.chosen_by}: {factorised} of {len(layers)} layers factorised, {rounded} in integers"
-    loss = result.certificate
-    return taken if loss is None else f"{taken}; loses {loss.loss:.4f} ({loss.low:.4f} to {loss.high:.4f})"
-
-
-METHODS = RIVALS | {
-    f"ours, {minimise} at {drop}": Rival(partial(ours, drop=drop, minimise=minimise))
-    for minimise in ("latency", "bytes")
+    for part in PARTS
     for drop in DROPS
 }
-METHODS |= {
-    f"ours by the score, latency at {drop}": Rival(
-        partial(ours, drop=drop, minimise="latency", by_score=True)
-    )
-    for drop in DROPS
-}
+ALL_METHODS = METHODS | ABLATIONS
 
 
 @dataclass(frozen=True)
@@ -189,7 +154,7 @@ def in_a_process(name: str, method: str, target: Path, options: argparse.Namespa
 
 def times_of(file: RealFile, made: Mapping[str, Path], runs: int) -> dict[str, float]:
     """Return the time of each method's file as a fraction of the original's, all timed in turns."""
-    pairs = [(METHODS[method].runtime, path) for method, path in made.items()]
+    pairs = [(ALL_METHODS[method].runtime, path) for method, path in made.items()]
     feed = next(file.fitted.feeds)
     timed = time_in_turns([("onnxruntime", file.path), *pairs], batch=1, runs=runs, inputs=feed)
     medians = np.median(timed.times, axis=0)
@@ -202,7 +167,7 @@ def bench(name: str, rows: ResultRows, folder: Path, options: argparse.Namespace
     for method in options.methods:
         if rows.find({"file": file.name, "method": method}) or _obstacle(method):
             continue
-        target = folder / f"{file.name}-{_plain(method)}{METHODS[method].suffix}"
+        target = folder / f"{file.name}-{_plain(method)}{ALL_METHODS[method].suffix}"
         made, new = in_a_process(name, method, target, options), True
         size = "" if made.score is None else f"{_bytes(target) / file.path.stat().st_size:.3f}"
         score = "" if made.score is None else f"{made.score:.4f}"
@@ -217,9 +182,9 @@ def bench(name: str, rows: ResultRows, folder: Path, options: argparse.Namespace
 def _time_again(file: RealFile, rows: ResultRows, folder: Path, runs: int) -> None:
     mine = [row for row in rows.rows if row["file"] == file.name and row["score"]]
     paths = {
-        row["method"]: folder / f"{file.name}-{_plain(row['method'])}{METHODS[row['method']].suffix}"
+        row["method"]: folder / f"{file.name}-{_plain(row['method'])}{ALL_METHODS[row['method']].suffix}"
         for row in mine
-        if row["method"] in METHODS
+        if row["method"] in ALL_METHODS
     }
     times = times_of(file, {method: path for method, path in paths.items() if path.exists()}, runs)
     for row in mine:
@@ -240,7 +205,7 @@ def _bytes(path: Path) -> int:
 
 def _obstacle(method: str) -> str | None:
     """Return which package a method lacks, if any."""
-    missing = [name for name in METHODS[method].packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in ALL_METHODS[method].packages if importlib.util.find_spec(name) is None]
     return f"{method}: {missing[0]} is missing: pip install {missing[0]}" if missing else None
 
 
@@ -250,7 +215,7 @@ def _line(row: Mapping[str, str]) -> str:
 
 def table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> list[str]:
     """Return the lines of the table: of each file the methods in their order."""
-    order = list(METHODS)
+    order = list(ALL_METHODS)
     kept = [row for row in rows if row["file"] in files and row["method"] in order]
     kept.sort(key=lambda row: (files.index(row["file"]), order.index(row["method"])))
     return [*HEAD, *map(_line, kept)]
@@ -275,7 +240,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--files", nargs="+", default=names_of_files(), help="names, or paths of .onnx files")
     parser.add_argument(
-        "--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD"
+        "--methods", nargs="+", default=list(METHODS), choices=list(ALL_METHODS), metavar="METHOD"
     )
     parser.add_argument("--rows", type=Path, default=Path("bench_files.csv"), help="CSV file of the rows")
     parser.add_argument("--folder", type=Path, help="where the files are kept that are made")
@@ -293,7 +258,7 @@ def main() -> None:
     options = parse()
     if options.here:
         (name,), (method,) = options.files, options.methods
-        made = make(partial(find_file, name), METHODS[method], options.here, options)
+        made = make(partial(find_file, name), ALL_METHODS[method], options.here, options)
         options.here.with_suffix(".json").write_text(json.dumps(made.__dict__))
         return
     for message in filter(None, map(_obstacle, options.methods)):

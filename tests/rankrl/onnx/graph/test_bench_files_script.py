@@ -12,6 +12,7 @@ import given_files
 import made_inputs
 import numpy as np
 import onnx
+import ours_on_files
 import pytest
 import real_files
 from limited import LimitError, Limits
@@ -107,9 +108,10 @@ def test_a_method_that_fails_or_takes_too_long_has_a_row_that_says_so(
     assert made.words == "not finished in 0.01 minutes"
 
 
-def test_ours_writes_a_file_that_is_scored(net: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("without", [None, *ours_on_files.PARTS])
+def test_ours_writes_a_file_that_is_scored(without: str | None, net: Path, tmp_path: Path) -> None:
     file = given_files.find_file(str(net), (40, 20))
-    words = bench.ours(file, tmp_path / "small.onnx", drop=0.5, minimise="bytes")
+    words = bench.ours(file, tmp_path / "small.onnx", drop=0.5, minimise="bytes", without=without)
     assert "layers factorised" in words
     assert (tmp_path / "small.onnx").is_file()
 
