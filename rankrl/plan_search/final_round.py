@@ -17,9 +17,7 @@ from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.scores.history import (
     CANDIDATES_FILE,
-    EPISODES_FILE,
     EpisodeRow,
-    EpisodesFile,
     make_row,
     write_candidates,
 )
@@ -102,20 +100,17 @@ def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -
     best = within_loss(problem, measure, drop, around=None if ruled else around)
     if searches and searches[-1].stopped_by == "interrupt":
         return searches[-1]
-    rows = [*(searches[-1].rows if searches else ())]
-    for plan in measure.plans.values():
-        rows.append(make_row(rows, plan.key, plan.name, _known(problem, plan), -plan.cost))
-    row = next(each for each in reversed(rows) if each.key == best.key)
+    rows = searches[-1].rows if searches else ()
+    row = make_row(rows, best.key, best.name, _known(problem, best), -best.loss)
     if call.folder is not None:
         write_candidates(problem, call.folder / CANDIDATES_FILE)
-        EpisodesFile(call.folder / EPISODES_FILE, rows)
     return SearchResult(
         plan=problem.plan(
             best.key, call.selector if best.name.startswith(("greedy", "search")) else best.name
         ),
         row=row,
         best=row,
-        rows=tuple(rows),
+        rows=rows,
         seconds=time.perf_counter() - start,
         stopped_by=searches[-1].stopped_by if searches else "selector",
         measured=tuple(measure.plans.values()),

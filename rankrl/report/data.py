@@ -83,9 +83,3 @@ class RunReport:
     epochs: Sequence[EpochRow] = ()
     setup: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[tuple[str, str]] = ()
-
-    @property
-    def scored(self) -> list[EpisodeRow]:
-        """The plans with a reward; those that were carried out have a cost, in a table of their own."""
-        names = {plan["name"] for plan in (self.metrics.get("search") or {}).get("measured") or ()}
-        return [row for row in self.episodes if row.reward >= 0 or row.phase not in names]

@@ -184,7 +184,7 @@ def _runtimes(metrics: Mapping[str, Any]) -> Table | None:
 
 
 def _search(report: RunReport) -> Drawing | None:
-    rows = report.scored
+    rows = report.episodes
     ruled = len(rows) == 1 and _of_file(report.metrics)  # the one plan of a rule is no search
     if not rows or ruled:
         return None

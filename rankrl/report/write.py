@@ -68,8 +68,8 @@ def write_report(
     )
     page = folder / "report.html"
     document = run_page(report)
-    if report.scored:
-        save_figure(reward_figure(report.scored), folder / "plots" / "reward.png")
+    if report.episodes:
+        save_figure(reward_figure(report.episodes), folder / "plots" / "reward.png")
     if report.layers:
         save_figure(layers_figure(report.layers), folder / "plots" / "layers.png")
     if report.epochs:

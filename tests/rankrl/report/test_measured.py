@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from rankrl.report import RunReport, measured_table
+from rankrl.report import measured_table
 from rankrl.report.measured import measured_note, measured_rows
 
 
@@ -50,15 +49,3 @@ def test_the_network_as_it_was_is_said_to_be_that() -> None:
 def test_a_run_that_measured_no_plan_has_no_table() -> None:
     assert measured_rows({})[1] == []
     assert measured_note({}) == ""
-
-
-def test_plans_that_were_carried_out_are_no_episodes_of_the_search(whole_run: RunReport) -> None:
-    first = whole_run.episodes[0]
-    carried_out = replace(first, episode=99, reward=-0.43, phase="all int8")
-    report = replace(
-        whole_run,
-        episodes=[*whole_run.episodes, carried_out],
-        metrics={**whole_run.metrics, "search": {"measured": [{"name": "all int8"}]}},
-    )
-    assert report.scored == list(whole_run.episodes)
-    assert replace(report, metrics=whole_run.metrics).scored == list(report.episodes)
