@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -89,6 +90,16 @@ class Quantiser:
     def convolutions(self) -> list[str]:
         """Names of the convolutions."""
         return [node.name for node in onnx.load(self.plain).graph.node if node.op_type == "Conv"]
+
+    @property
+    def able(self) -> list[str]:
+        """Names of those that onnxruntime's quantiser takes: it fails at some."""
+        names = []
+        for name in self.nodes:
+            with suppress(ValueError):
+                self.write(self.folder / "tried.onnx", only=[name])
+                names.append(name)
+        return names
 
     def ranges(self, way: str) -> Any:
         """Return the ranges of all tensors, by one of `_METHODS`."""
@@ -181,17 +192,20 @@ class Tuning:
     def write(self, target: Path) -> str:
         """Write the fastest file that loses at most `DROP`, or else that with the best score."""
         quantiser, scratch = self.quantiser, self.quantiser.folder / "tried.onnx"
-        ways = {way: self.error(quantiser.write(scratch, way=way), _JUDGED) for way in _METHODS}
+        able = quantiser.able
+        everything = () if able == quantiser.nodes else tuple(able)
+        ways = {
+            way: self.error(quantiser.write(scratch, only=everything, way=way), _JUDGED) for way in _METHODS
+        }
         way = min(ways, key=lambda each: ways[each])
         sensitivity = {
-            node: self.error(quantiser.write(scratch, only=[node], way=way), _COMPARED)
-            for node in quantiser.nodes
+            node: self.error(quantiser.write(scratch, only=[node], way=way), _COMPARED) for node in able
         }
         order = sorted(sensitivity, key=lambda node: -sensitivity[node])
         least = self.file.tuned(self.originals, self.judged.known, self.originals) - DROP
         attempts = [
             self._fewest(only, [node for node in order if not only or node in only], way, least, words)
-            for only, words in (((), "all"), (tuple(quantiser.convolutions), "convolutions"))
+            for only, words in ((everything, "all"), (tuple(quantiser.convolutions), "convolutions"))
             if only or words == "all"
         ]
         keeping = [each for each in attempts if each.score >= least]
