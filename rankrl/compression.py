@@ -48,6 +48,7 @@ from rankrl.progress import Progress
 from rankrl.renamed import renamed_arguments
 from rankrl.request import Request, opened_session
 from rankrl.result import Compression, ModuleCompression
+from rankrl.runs.run_folder import RunFolder
 from rankrl.runs.run_lock import locked
 from rankrl.training import Loss
 
@@ -185,8 +186,8 @@ def compress(
         cache: Where fits, sensitivities and times are kept for later calls; None keeps times in the folder,
             for this call.
         seed: Seed of everything random.
-        overwrite: Whether results of another call in the folder are removed, to begin anew there, instead of
-            refused. The same call goes on all the same.
+        overwrite: Whether to begin anew in a folder with results of another call, which are removed at the
+            end, instead of refusing it. The same call goes on all the same.
         progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
             called with the stage, the number of its steps that are done and of all.
 
@@ -545,7 +546,12 @@ def _run_folder(target: Path, folder: Path | None) -> Iterator[Path | None]:
             raise ConfigError(f"target={target} is the folder of the run already; leave folder= out")
         folder = target
     with nullcontext() if folder is None else locked(folder):
-        yield folder
+        try:
+            yield folder
+        except Exception:
+            if folder is not None:
+                RunFolder(folder).bring_back()
+            raise
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from decomposition import CompressionPlan
-from rankrl.files import write_json
 from rankrl.plan_search.layer_costs import as_numbers
 from rankrl.plan_search.run import SearchResult, search_numbers
 from rankrl.report import LayerRow, collect_setup, conclusion, write_report
@@ -254,7 +253,7 @@ def write_run(
     epochs = result.epochs if isinstance(result, ModuleCompression) else ()
     setup = collect_setup(["rankrl.compress"], request.seed)
     write_report(run.path, metrics=metrics, layers=result.layers, epochs=epochs, setup=setup)
-    write_json(run.metrics, metrics)
+    run.finish(metrics)
     if conclusion(metrics):
         log.info(conclusion(metrics))
     if result.missed is not None:

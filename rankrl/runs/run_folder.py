@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from rankrl.errors import ConfigError, StorageError
 from rankrl.files import write_json
 from rankrl.runs.configurations import as_recorded, changed_options, with_effect
+from rankrl.runs.previous import PREVIOUS, bring_back, remove_previous, set_aside
 from rankrl.runs.run_lock import LOCK_FILE
 from rankrl.runs.tracking import NOT_TRACKED, Tracking
 
@@ -34,7 +35,12 @@ _BEGAN = time.time()  # when this process did, or a little later
 # What a run folder holds before there is anything to keep: records of the configuration, trackers' files.
 _WRITTEN_BEFORE = (".hydra", "state", "tensorboard", "tracking", "wandb", LOCK_FILE)
 
-_OF_A_SEARCH = ("episodes.csv", "search.safetensors", "candidates.json")
+# What runs write, the mark that one has ended first.
+_OWN = (
+    *("metrics.json", "state", "plan.json", "model.safetensors", "model.onnx", "report.html", "plots"),
+    *("episodes.csv", "search.safetensors", "candidates.json", "dense.safetensors", "optimizer_step.onnx"),
+    *("error.json", "searches", "kit", ".hydra", "tensorboard", "tracking", "wandb"),
+)
 
 
 @dataclass
@@ -204,20 +210,31 @@ class RunFolder:
             self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Remove a run's results and its state, and no other file.
+        """Set a run's results and its state aside, and no other file, until the next run here has ended."""
+        set_aside(self.path, _OWN)
 
-        The mark that it is finished goes first, then the record of whose results these are: what is left
-        when this is interrupted is never taken for a run.
+    def bring_back(self) -> bool:
+        """Bring back what `begin_anew` set aside, unless there are new results; return whether it did."""
+        return not self.holds_results and bring_back(self.path, _OWN)
+
+    def finish(self, metrics: Mapping[str, Any]) -> None:
+        """Write `metrics.json`, the mark that the run has ended, and remove what it replaces.
+
+        Args:
+            metrics: Its content.
+
+        Raises:
+            StorageError: It cannot be written.
         """
-        for file in (self.metrics, self.record):
-            file.unlink(missing_ok=True)
-        self.remove_results()
-        of_search = (self.path / name for name in _OF_A_SEARCH)
-        for file in (*of_search, self.dense, self.optimizer_step, self.error):
-            file.unlink(missing_ok=True)
-        records = (self.path / name for name in _WRITTEN_BEFORE if name != LOCK_FILE)
-        for folder in (*records, self.searches, self.kit):
-            shutil.rmtree(folder, ignore_errors=True)
+        write_json(self.metrics, metrics)
+        remove_previous(self.path)
+
+    @classmethod
+    def below(cls, folder: Path) -> Iterator[RunFolder]:
+        """Yield the folders of runs below another one, by name."""
+        for record in sorted(folder.rglob("state/configuration.json")):
+            if record.parents[1].name != PREVIOUS:
+                yield cls(record.parents[1])
 
     def _difference(self, config: Mapping[str, Any]) -> str | None:
         """Return in which way results in the folder are of another configuration, or None."""
@@ -249,7 +266,7 @@ class RunFolder:
         What was there before this process began is someone else's. Folders above it that are empty then go
         with it, up to the current one.
         """
-        if self.holds_results or not self.path.is_dir():
+        if self.holds_results or not self.path.is_dir() or self.bring_back():
             return
         for path in self.path.rglob("*"):
             inside = path.relative_to(self.path)

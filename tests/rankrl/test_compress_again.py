@@ -142,6 +142,9 @@ def test_a_call_that_overwrites_begins_anew(folder: Path) -> None:
     with pytest.raises(ConfigError, match="there is no selector"):
         rankrl.compress(network(), IMAGES, folder, params=0.5, selector="nothing", overwrite=True)
     assert (folder / "metrics.json").is_file(), "a call that is refused removes nothing"
+    with pytest.raises(ZeroDivisionError):
+        rankrl.compress(network(16), IMAGES, folder, params=0.5, score=lambda _: 1 / 0, overwrite=True)
+    assert (folder / "state" / "left.txt").is_file(), "a call that gets nowhere replaces nothing"
     for _ in range(2):  # the second one is the same call, which is no other
         found = rankrl.compress(network(16), IMAGES, folder, params=0.5, overwrite=True, **grouped(**QUICK))
         assert CompressionPlan.load(folder / "plan.json") == found.plan

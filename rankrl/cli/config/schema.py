@@ -40,8 +40,8 @@ class AppConfig:
         resume: A run folder to go on with after it was interrupted; its own configuration is used.
         reuse: A folder whose finished runs a sweep takes for its jobs with the same options, as it does
             those in its own folder.
-        overwrite: Whether a run begins anew in a folder that holds another one, whose files are removed,
-            instead of being refused; jobs of a sweep that are finished with the same options stay.
+        overwrite: Whether a run begins anew in a folder that holds another one, instead of being refused; the
+            other's files are removed when it has ended. Finished jobs of a sweep with the same options stay.
         run: The folder of a run that task=evaluate, finetune, export and apply take network, data, seed and
             weights or plan from, each unless it is set; task=finetune goes on with its fine-tuning.
         plan: The plan that task=apply applies: a plan.json.

@@ -12,7 +12,6 @@ from rich.table import Table
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import ending, steps
-from rankrl.files import write_json
 from rankrl.plan_search.compare import FinalTest, compared_searches, search_all, tested, winner
 from rankrl.report import collect_setup
 from rankrl.report.comparison import SHORT, ComparisonRow, comparison_cells, summarise
@@ -58,7 +57,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
     page = write_comparison(folder.path, rows, metrics, setup)
     ending.track_result(folder, metrics)
-    write_json(folder.metrics, metrics)
+    folder.finish(metrics)
     console = Console()
     console.print(_table(rows))
     if rival_note(metrics):

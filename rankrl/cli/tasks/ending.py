@@ -19,7 +19,6 @@ from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
 from rankrl.data import ImageData
-from rankrl.files import write_json
 from rankrl.finish import finish as measured_file
 from rankrl.finish import judged, measurement
 from rankrl.networks.image_module import ImageModule
@@ -155,7 +154,7 @@ def finish(
     setup = collect_setup(["rankrl", *sys.argv[1:]], seed)
     page = write_report(folder.path, metrics=metrics, layers=layers, epochs=epochs, setup=setup)
     track_result(folder, metrics)
-    write_json(folder.metrics, metrics)
+    folder.finish(metrics)
     console = Console()
     for make in (measured_table, device_table, runtimes_table, summary_table):
         table = make(metrics)

@@ -16,7 +16,6 @@ from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
 from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.files import write_json
 from rankrl.plan_search.pretraining.episodes import TaskEpisodes, read_episodes
 from rankrl.plan_search.pretraining.tasks import FittedNetwork, TaskFit, play_tasks, pretrained, task_fits
 from rankrl.plan_search.scores.scoring import ImageScoring
@@ -59,8 +58,7 @@ def pretrain(config: AppConfig, folder: RunFolder) -> None:
     policy = pretrained(episodes, config.pretrain, config.pretrain, seed=config.seed)
     policy.save(folder.path / POLICY_FILE)
     fits = task_fits(episodes, policy, config.pretrain, seed=config.seed)
-    write_json(
-        folder.metrics,
+    folder.finish(
         {
             "task": config.task,
             "seed": config.seed,

@@ -66,6 +66,7 @@ def run_sweep_job(
     except RunStoppedError:
         raise
     except Exception as error:  # whatever it is, the other jobs go on; the traceback is in the file
+        folder.bring_back()
         paragraph = " ".join(explain(error).split())
         print(f"rankrl: {folder.path}: {paragraph}", file=sys.stderr)
         write_failure(folder.path, error, paragraph, overrides, sweep_identifier(sweep_folder))

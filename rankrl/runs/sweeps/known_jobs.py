@@ -78,6 +78,6 @@ def _copy(source: Path, target: Path) -> None:
 def _known_jobs(folder: Path, sweep: str | None) -> dict[str, RunFolder]:
     """Return the runs below a folder when a sweep began, by the digest of their configurations."""
     del sweep  # the jobs of another one are read anew
-    runs = [RunFolder(record.parent.parent) for record in sorted(folder.rglob("state/configuration.json"))]
-    recorded = [(run, run.recorded()) for run in sorted(runs, key=lambda run: run.finished)]
+    runs = sorted(RunFolder.below(folder), key=lambda run: run.finished)
+    recorded = [(run, run.recorded()) for run in runs]
     return {digest(config): run for run, config in recorded if config is not None}

@@ -71,8 +71,7 @@ class SweepState:
         """Read the state from the folders of the jobs."""
         failed = {failure.folder for failure in failures(sweep_folder)}
         finished, running = 0, []
-        for record in sweep_folder.rglob("state/configuration.json"):
-            folder = RunFolder(record.parent.parent)
+        for folder in RunFolder.below(sweep_folder):
             if folder.path in failed:
                 continue
             if folder.finished:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import QUICK
+from command_line import QUICK, read_json, small_network
 from omegaconf import OmegaConf
 
+from rankrl.errors import ConfigError
 from rankrl.runs.configurations import with_effect
 from rankrl.runs.run_lock import locked
 
@@ -94,3 +95,24 @@ def test_the_record_of_a_run_is_hydras(finished: Path) -> None:
     assert with_effect(OmegaConf.to_container(config, resolve=True)) == recorded["config"]
     assert OmegaConf.load(finished / ".hydra" / "overrides.yaml") == recorded["overrides"]
     assert OmegaConf.load(finished / ".hydra" / "hydra.yaml").hydra.job.name == "rankrl"
+
+
+def test_a_run_that_overwrites_and_fails_leaves_the_other(
+    rankrl: Command, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (*small_network(tmp_path), "task=evaluate", "hydra.run.dir=runs/a")
+    rankrl(*options)
+    files = {
+        path: path.read_bytes() for path in Path("runs/a").rglob("*") if path.suffix in (".json", ".yaml")
+    }
+
+    def fails(*_: object, **__: object) -> None:
+        raise ConfigError("it cannot be")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rankrl.cli.tasks.evaluate.network_numbers", fails)
+        assert "it cannot be" in refused(*options, "seed=1", "overwrite=true")
+    assert {path: path.read_bytes() for path in files} == files
+    rankrl(*options, "seed=1", "overwrite=true")
+    assert read_json(Path("runs/a/metrics.json"))["seed"] == 1
+    assert not Path("runs/a/.previous").exists()

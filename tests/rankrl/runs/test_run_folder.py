@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -53,6 +54,41 @@ def test_beginning_anew_leaves_what_is_no_runs(name: str, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["notes.txt"]
     folder.prepare()
     folder.claim({"seed": 1}, [])
+
+
+def ended(folder: Path, seed: int) -> RunFolder:
+    run = RunFolder(folder)
+    run.prepare()
+    run.claim({"seed": seed}, [])
+    run.finish({"seed": seed})
+    return run
+
+
+def test_results_stay_until_those_that_replace_them_are_there(tmp_path: Path) -> None:
+    run = ended(tmp_path, 0)
+    for new in (1, 2):  # the first one is killed, and replaced by the second
+        run.begin_anew()
+        run.prepare()
+        run.claim({"seed": new}, [])
+        written(tmp_path, "state/search.safetensors")
+        assert not run.finished
+        assert not run.bring_back(), "there are new results"
+        assert json.loads((tmp_path / ".previous" / "metrics.json").read_text()) == {"seed": 0}
+        assert list(RunFolder.below(tmp_path)) == [run]
+    run.finish({"seed": 2})
+    assert not (tmp_path / ".previous").exists()
+
+
+def test_a_run_that_gets_nowhere_replaces_nothing(tmp_path: Path) -> None:
+    run = ended(tmp_path, 0)
+    written(tmp_path, "plots/front.png")
+    run.begin_anew()
+    run.prepare()
+    run.claim({"seed": 1}, [])
+    run.discard()
+    assert json.loads(run.metrics.read_text()) == run.recorded() == {"seed": 0}
+    assert (tmp_path / "plots" / "front.png").exists()
+    assert not (tmp_path / ".previous").exists()
 
 
 @pytest.mark.parametrize("name", [".hydra/config.yaml", "state/configuration.json", "rankrl.log"])
