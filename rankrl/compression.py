@@ -167,8 +167,8 @@ def compress(
             with the original's there.
         score_name: What the report calls `score`, such as `IoU`; `Score` when omitted. Scores from 0 to 1 are
             written as percent.
-        heldout: Share of `inputs` that plans are scored on and results compared on, and nothing is fitted to;
-            for a module also other inputs for that.
+        heldout: Share of `inputs` that plans are scored on and results compared on, and nothing is fitted to,
+            or how many; for a module also other inputs for that.
         test: Inputs of a module that choose nothing: they are scored once, at the end, for the report.
         finetune: Of a module: epochs or a `TrainingRecipe` for our own training, or a function that trains
             the network which it is given, in place or returning another of the same parameters; None leaves
@@ -304,7 +304,7 @@ def search(
             processes; `network` and `score` must be importable by name for them, and the call stand under
             `if __name__ == "__main__":`.
         timing: As for `compress`.
-        heldout: Share of a file's inputs that plans are scored on and nothing is fitted to.
+        heldout: Share of a file's inputs that plans are scored on and nothing is fitted to, or how many.
         images: As for `compress`.
         batch_axes: As for `compress`.
         folder: Where the search keeps its state, so that a killed one goes on when called again; None keeps
@@ -520,9 +520,10 @@ def _share(heldout: Any) -> float:
         ConfigError: Inputs are given instead.
     """
     if isinstance(heldout, float | int):
-        return float(heldout)
+        return heldout
     raise ConfigError(
-        f"heldout is the share of a file's inputs that results are compared on, such as {HELDOUT}; got a "
+        f"heldout is the share of a file's inputs that results are compared on, such as {HELDOUT}, or their "
+        "number; got a "
         f"{type(heldout).__name__}"
     )
 

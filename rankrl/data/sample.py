@@ -69,16 +69,19 @@ class Sample:
         return Sample(rows(self.inputs, index), labels)
 
     def parted(self, heldout: float, seed: int) -> tuple[Sample, Sample]:
-        """Return what is left and what is held out, drawn at random.
+        """Return what is left and what is held out, a share or a number of inputs, drawn at random.
 
         Raises:
-            DataError: There are fewer than two.
+            DataError: There are fewer than two, or no more than a number that is held out.
         """
         count = len(self)
         if count < 2:
             raise DataError(f"{count} inputs are too few to hold some out; give a few hundred")
+        if heldout >= count:
+            raise DataError(f"heldout is {heldout}, of {count} inputs; give more inputs, or hold fewer out")
+        share = heldout / count if heldout >= 1 else heldout
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        held = min(max(1, round(heldout * count)), count - 1)
+        held = min(max(1, round(share * count)), count - 1)
         return self.part(order[held:].sort().values), self.part(order[:held].sort().values)
 
     @property
@@ -120,6 +123,11 @@ class Sample:
         return sample
 
 
+def is_number_of_inputs(heldout: object) -> bool:
+    """Tell whether `heldout` says how many inputs, and not which share of them."""
+    return isinstance(heldout, int) and not isinstance(heldout, bool) and heldout >= 1
+
+
 def classes_of(model: nn.Module, inputs: Inputs) -> int | None:
     """Return how many classes a model gives scores of, or None where it returns something else.
 
@@ -151,7 +159,7 @@ def read_samples(
 
     Args:
         data: Inputs, as `rankrl.compress` takes them.
-        heldout: A share of them, or others.
+        heldout: A share of them, how many, or others.
         test: Others, or None.
         model: The network.
         seed: Seed of what is held out.
@@ -168,8 +176,10 @@ def read_samples(
     sets: dict[str, CalibrationInputs | None] = {"data": data, "heldout": None, "test": test}
     if not isinstance(heldout, int | float):
         sets["heldout"] = heldout
-    elif not 0 < heldout < 1:
-        raise ConfigError(f"heldout is {heldout}; it is a share of the inputs, between 0 and 1, or inputs")
+    elif not (0 < heldout < 1 or is_number_of_inputs(heldout)):
+        raise ConfigError(
+            f"heldout is {heldout}; it is a share of the inputs, between 0 and 1, a number of them, or inputs"
+        )
     samples = {what: Sample.read(inputs, model, what) for what, inputs in sets.items() if inputs is not None}
     fitted = samples["data"]
     for what, sample in samples.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,18 +17,23 @@ from decomposition.network.inputs import split
 from rankrl.networks.base import WrittenFile
 from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.once import once_per_network
-from rankrl.onnx.export import export_onnx, verify_onnx
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export import export_onnx, quantise_onnx, verify_onnx
 from rankrl.onnx.export.names import check_names, name_file
 from rankrl.onnx.export.verification import BATCH_SIZES
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.scores.score_evaluator import Score, answer, checked_score, values_of_inputs
 from rankrl.plan_search.scores.scoring import FunctionScoring
-from rankrl.progress import Progress
+from rankrl.progress import Progress, logged_seconds
+from rankrl.timing import compare_latency
+from rankrl.verify.agreement import agreement_score
 from rankrl.verify.certificate import OWN_SCORE, Basis
-from rankrl.verify.file_export import export_file
+from rankrl.verify.file_export import export_file, rival_costs
 from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
 from rankrl.verify.runtimes import ComparedFiles, runtime_numbers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -128,6 +134,26 @@ class OwnModule(ScoredModule):
             named = zip(outputs, timing.output_names, strict=True)
             outputs = tuple(replace(output, name=name) for output, name in named)
         return WrittenFile(numbers["max_abs_difference"], times, outputs, numbers, runtimes)
+
+    def dense_int8(self) -> dict[str, Any] | None:
+        """Return the section `dense_int8` of metrics.json; None if it is not asked for or cannot be made."""
+        timing, path = self.timing, self.folder / "dense-int8.onnx"
+        if not timing.int8:
+            return None
+        try:
+            with logged_seconds(log, "the dense network in 8-bit integers"):
+                quantise_onnx(self.baseline, path, self.files.feeds(), reduce_range=timing.reduce_range)
+                agreement = agreement_score(self.files.agreement(self.baseline, path))
+                times = compare_latency(self.baseline, path, inputs=self.files.timed, **timing.timing)
+        except ExportError as error:
+            log.warning("the dense network in 8-bit integers is not measured: %s", error)
+            return None
+        right = {"score": self.files.accuracy(path)} if self._by_class else {}
+        return {"agreement": agreement, **right, **rival_costs(path, times)}
+
+    @property
+    def _by_class(self) -> bool:
+        return self.judge is self.heldout and self.heldout.by_class
 
     @property
     def compared_inputs(self) -> int:

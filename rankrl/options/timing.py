@@ -35,6 +35,8 @@ class LatencyOptions:
             command runs); openvino (extra `openvino`). Layers, plans and files are timed there.
         runtimes: Where the finished files are compared side by side; onnxruntime and `runtime` are among them
             in any case. With openvino, the network that NNCF quantises for it (extra `nncf`) is compared too.
+        int8: Whether the dense network in 8-bit integers is measured too: what every compressed network has
+            to beat, since onnxruntime makes it in half a minute without any training.
         batch: Inputs of a timed forward pass.
         threads: Threads of the runtime.
         runs: Timed runs of each network.
@@ -56,6 +58,7 @@ class LatencyOptions:
     reduce_range: bool | None = None
     runtime: str = DEFAULT_RUNTIME
     runtimes: tuple[str, ...] = (DEFAULT_RUNTIME,)
+    int8: bool = True
     batch: int = 64
     threads: int = 1
     runs: int = 30
@@ -126,14 +129,11 @@ class ExportOptions(LatencyOptions):
 
     Attributes:
         opset: ONNX operator set; None for the exporter's default.
-        int8: Whether the dense network in 8-bit integers is measured too: what every compressed network has
-            to beat, since onnxruntime makes it in half a minute without any training.
         training: Write the optimizer's step (optim, an ONNX operator) as optimizer_step.onnx too.
         skip: Leave out model.onnx and all that is measured of it, as one may where dozens of runs are
             compared by what PyTorch measures; task=export writes it later. `export=false` is short for it.
     """
 
     opset: int | None = None
-    int8: bool = True
     training: bool = False
     skip: bool = False

@@ -35,6 +35,7 @@ class Stage:
         latency_ms: Measured latency of its ONNX file in milliseconds.
         agreement: How far its outputs agree with the original's on held-out inputs, 1 at most.
         score: The score that plans were chosen by.
+        file_bytes: Size of its ONNX file.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Stage:
     latency_ms: float | None = None
     agreement: float | None = None
     score: float | None = None
+    file_bytes: float | None = None
 
 
 def stages(metrics: Mapping[str, Any]) -> list[Stage]:
@@ -68,20 +70,51 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
         last, accuracy = run_stages[-1] if run_stages else Stage(""), number(metrics, "finetuned", "accuracy")
         if metrics.get("epochs") or accuracy != last.accuracy or "agreement" in metrics["finetuned"]:
             run_stages.append(Stage("Fine-tuned", accuracy, last.params, last.macs))
-    latencies = {}
+    latencies, sizes = {}, {}
     if run_stages:
-        latencies[len(run_stages) - 1] = number(metrics, "onnx", "latency_ms")
+        last_index = len(run_stages) - 1
+        latencies[last_index] = number(metrics, "onnx", "latency_ms")
+        sizes[last_index] = number(metrics, "onnx", "file_bytes")
         if run_stages[0].name == "Baseline":
             latencies[0] = number(metrics, "onnx", "baseline_latency_ms")
+            sizes[0] = number(metrics, "onnx", "baseline_file_bytes")
     return [
         replace(
             stage,
             latency_ms=latencies.get(index),
+            file_bytes=sizes.get(index),
             agreement=number(metrics, _SECTIONS[stage.name], "agreement"),
             score=number(metrics, _SECTIONS[stage.name], "score"),
         )
         for index, stage in enumerate(run_stages)
     ]
+
+
+def dense_int8(metrics: Mapping[str, Any]) -> Stage | None:
+    """Return the dense network in 8-bit integers, which needs no search; None where it was not measured.
+
+    Args:
+        metrics: The content of `metrics.json`.
+
+    Raises:
+        ReportError: A value is no finite number.
+    """
+    if not metrics.get("dense_int8"):
+        return None
+    latency, faster = (
+        number(metrics, "onnx", "baseline_latency_ms"),
+        number(metrics, "dense_int8", "latency_ratio"),
+    )
+    return Stage(
+        "Dense, int8",
+        params=number(metrics, "baseline", "params"),
+        macs=number(metrics, "baseline", "macs"),
+        latency_ms=None if latency is None or faster is None else latency / faster,
+        **{
+            key: number(metrics, "dense_int8", key)
+            for key in ("accuracy", "agreement", "score", "file_bytes")
+        },
+    )
 
 
 def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:

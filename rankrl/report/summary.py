@@ -15,10 +15,12 @@ from rankrl.report.measured import (
     measured_note,
     measured_rows,
 )
-from rankrl.report.quality import qualities
+from rankrl.report.quality import AGREEMENT, qualities
 from rankrl.report.remains import remains
 from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
+    dense_int8,
+    format_bytes,
     format_count,
     format_large,
     format_latency,
@@ -30,6 +32,7 @@ from rankrl.report.stages import (
     stages,
 )
 
+_ATTRIBUTES = {"Test accuracy": "accuracy", AGREEMENT: "agreement"}
 _COST_WORDS = {"Parameters": "parameters", "MACs": "MACs", "Time": "time", "Bytes of the file": "bytes"}
 
 
@@ -40,8 +43,8 @@ def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[st
         metrics: The content of `metrics.json`.
 
     Returns:
-        The column titles, and one row per measure (accuracy, parameters, MACs, latency, ...) that was taken.
-        The last column compares the last stage with the first.
+        The column titles, and one row per measure (accuracy, parameters, MACs, latency, file) that was taken.
+        The column after the stages compares the last with the first; then comes the dense network in int8.
 
     Raises:
         ReportError: A value is no finite number.
@@ -59,21 +62,30 @@ def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[st
         ("Parameters", format_count, "params", reduction("params", "params", "fewer", "more")),
         ("MACs", format_large, "macs", reduction("macs", "macs", "fewer", "more")),
         ("Latency", format_latency, "latency_ms", latency_change(metrics, first.latency_ms, last.latency_ms)),
+        ("File", format_bytes, "file_bytes", reduction("file_bytes", "file_bytes", "smaller", "larger")),
     ]
-    several = len(run_stages) > 1
+    several, rival = len(run_stages) > 1, dense_int8(metrics)
+    rivals = [] if rival is None else [rival]
     rows = [
-        [each.title, *map(each.write, each.values), *([each.change] if several else [])]
+        [
+            each.title,
+            *map(each.write, each.values),
+            *([each.change] if several else []),
+            *(each.write(getattr(stage, _ATTRIBUTES.get(each.title, "score"))) for stage in rivals),
+        ]
         for each in qualities(metrics)
     ] + [
         [
             title,
             *(write(getattr(stage, attribute)) for stage in run_stages),
             *([change] if several else []),
+            *(write(getattr(stage, attribute)) for stage in rivals),
         ]
         for title, write, attribute, change in table
         if any(getattr(stage, attribute) is not None for stage in run_stages)
     ]
-    return ["", *(stage.name for stage in run_stages), *(["Change"] if several else [])], rows
+    names = [*(stage.name for stage in run_stages), *(["Change"] if several else [])]
+    return ["", *names, *(stage.name for stage in rivals)], rows
 
 
 def summary_table(metrics: Mapping[str, Any]) -> Table:

@@ -164,6 +164,23 @@ def export_file(
     return section, latency
 
 
+def rival_costs(path: Path, times: LatencyComparison) -> dict[str, Any]:
+    """Return what metrics.json says of the costs of a file that is only compared, and remove it.
+
+    Args:
+        path: The file.
+        times: Its time beside that of the dense network.
+    """
+    size = path.stat().st_size
+    path.unlink()
+    return {
+        "latency_ratio": times.ratio,
+        "latency_ratio_low": times.ratio_low,
+        "latency_ratio_high": times.ratio_high,
+        "file_bytes": size,
+    }
+
+
 def warn_if_busy(busy: str | None) -> None:
     """Log a warning where times were taken on a busy machine; `busy` is what showed it."""
     if busy is not None:

@@ -29,7 +29,7 @@ from rankrl.progress import logged_seconds
 from rankrl.timing import compare_latency
 from rankrl.training.accuracy import correct_test_images, share
 from rankrl.training.networks import images_for_ranges, range_images
-from rankrl.verify.file_export import FileInputs
+from rankrl.verify.file_export import FileInputs, rival_costs
 
 log = logging.getLogger(__name__)
 
@@ -218,15 +218,7 @@ def int8_numbers(
     except ExportError as error:
         log.warning("the dense network in 8-bit integers is not measured: %s", error)
         return None
-    size = path.stat().st_size
-    path.unlink()
-    return {
-        "accuracy": accuracy,
-        "latency_ratio": times.ratio,
-        "latency_ratio_low": times.ratio_low,
-        "latency_ratio_high": times.ratio_high,
-        "file_bytes": size,
-    }
+    return {"accuracy": accuracy, **rival_costs(path, times)}
 
 
 def verified(

@@ -161,6 +161,13 @@ class OwnInputs(FileInputs):
 
         return agreeing
 
+    def accuracy(self, path: Path) -> float:
+        """Return on what fraction of the held-out inputs with a class a file gives it."""
+        classes = np.concatenate([scores.argmax(1) for (scores,) in self._answers(path).answers])
+        labels = self.heldout.labels.numpy()
+        known = labels != UNLABELLED
+        return float((classes == labels)[known].mean())
+
     def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
         """Compare a file with its network on held-out inputs."""
         some = rows(self.heldout.inputs, slice(_VERIFIED_INPUTS))

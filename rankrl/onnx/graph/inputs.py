@@ -10,6 +10,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from rankrl.data.sample import is_number_of_inputs
 from rankrl.onnx.graph.axis_suggestions import Axes
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.batch_trials import check_sizes, find_batch_axes
@@ -114,17 +115,20 @@ def split_inputs(
         network: The network that is to take them.
         batch_axes: The axis that counts the inputs of a batch, by the names of inputs, None for an input that
             goes with every batch as it is; what is left out is found (`find_batch_axes`).
-        heldout: Share of the inputs (of the batches, where their sizes differ) to compare results on.
-        scored: Share of them to score plans on.
+        heldout: Share of the inputs (of the batches, where their sizes differ) to compare results on, or how
+            many.
+        scored: Share of them to score plans on, or how many.
         batch: Inputs that are run at a time, where the network leaves that free.
         seed: Seed of the draw.
 
     Raises:
         OnnxGraphError: An input's name, type or shape does not fit, or there are too few.
     """
-    if not 0 < heldout < 1:
-        raise OnnxGraphError(f"heldout is {heldout}; it is a share of the inputs, between 0 and 1")
-    if not heldout + scored < 1:
+    if not (0 < heldout < 1 or is_number_of_inputs(heldout)):
+        raise OnnxGraphError(
+            f"heldout is {heldout}; it is a share of the inputs, between 0 and 1, or a number of inputs"
+        )
+    if heldout < 1 and not heldout + scored < 1:
         raise OnnxGraphError(
             f"heldout is {heldout}, and as many inputs are to score plans on, which leaves none to fit to; "
             "give a share below 0.5"
@@ -184,6 +188,13 @@ def _shares(
     """Return which of so many inputs are fitted to, held out and scored on, `unit` of each at least."""
     _check_enough(count, (2 + bool(scored)) * unit, network)
     order = generator.permutation(count)
+    if heldout >= 1:
+        if heldout + scored + unit > count:
+            raise OnnxGraphError(
+                f"heldout is {heldout}, of {count} inputs{' to score plans on, too' if scored else ''}; give "
+                "more inputs, or hold fewer out"
+            )
+        heldout, scored = heldout / count, scored / count
     tried = min(max(unit, round(scored * count)), count - 2 * unit) if scored else 0
     held = min(max(unit, round(heldout * count)), count - tried - unit)
     return order[held + tried :], order[:held], order[held : held + tried]

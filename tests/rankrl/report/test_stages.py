@@ -21,6 +21,7 @@ from rankrl.report.stages import (
     latency_note,
     stages,
 )
+from rankrl.report.summary import comparison_rows
 from rankrl.wording import counted
 
 
@@ -107,6 +108,21 @@ def test_the_terminal_table_holds_every_number(metrics: dict[str, Any]) -> None:
         "1.31× faster",
     ):
         assert number in text
+
+
+def test_the_table_shows_sizes_and_the_dense_network_in_integers(metrics: dict[str, Any]) -> None:
+    metrics["onnx"] |= {"file_bytes": 500_000, "baseline_file_bytes": 1_000_000, "baseline_latency_ms": 24.0}
+    metrics["dense_int8"] = {"accuracy": 0.9, "latency_ratio": 2.0, "file_bytes": 250_000}
+    columns, rows = comparison_rows(metrics)
+    assert columns[-2:] == ["Change", "Dense, int8"]
+    cells = {row[0]: row for row in rows}
+    assert all(len(row) == len(columns) for row in rows)
+    assert cells["File"][-2] == "2.00× smaller"
+    assert plain(cells["Test accuracy"][-1]) == "90.00 %"
+    assert plain(cells["Latency"][-1]).startswith("12")
+    assert cells["Parameters"][-1] == cells["Parameters"][1]
+    del metrics["dense_int8"]
+    assert comparison_rows(metrics)[0][-1] == "Change"
 
 
 def printed(metrics: dict[str, Any]) -> str:

@@ -52,6 +52,10 @@ def test_parts_are_disjoint_and_complete(pictures: OnnxNetwork) -> None:
     parts = [np.concatenate([feed["x"] for feed in part]) for part in (split.calibration, split.heldout)]
     assert [len(part) for part in parts] == [35, 15]
     assert {row.tobytes() for part in parts for row in part} == {row.tobytes() for row in given}
+    fewer = split_inputs(given, pictures, heldout=7, batch=8, seed=1)
+    assert [sum(len(feed["x"]) for feed in part) for part in (fewer.calibration, fewer.heldout)][1] == 7
+    with pytest.raises(OnnxGraphError, match="heldout is 1000, of"):
+        split_inputs(given, pictures, heldout=1000)
     again = split_inputs(given, pictures, heldout=0.3, batch=8, seed=1)
     np.testing.assert_array_equal(again.heldout[0]["x"], split.heldout[0]["x"])
 
