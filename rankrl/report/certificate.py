@@ -37,7 +37,8 @@ def certificate_card(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         return []
     found = metrics["certificate"]
     unit, drop = found["unit"], number(metrics, "certificate", "drop")
-    note = f"95 % interval {' to '.join(_amount(end, unit, named=False) for end in (low, high))}"
+    ends = " to ".join(_amount(end, unit, named=False) for end in (low, high))
+    note = f"95 % interval of the loss on {found['inputs']:,} {found['what']}: {ends}"
     if drop is not None:
         certified = "certified" if found["certified"] else "not certified"
         note += f"; at most {_amount(drop, unit)} is {certified}"

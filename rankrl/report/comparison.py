@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Self
 
@@ -67,7 +67,7 @@ _TITLES = {
 SHORT = ("best_reward", "test_accuracy", "finetuned_accuracy")
 """The measures that fit on a terminal."""
 
-PROGRESS_CAPTION = "Best reward after so many plans, mean ± 95 % interval over the seeds."
+PROGRESS_CAPTION = "Best reward after so many plans."
 
 _WRITTEN = {
     "best_reward": (1.0, 4),
@@ -117,6 +117,18 @@ class Spread:
         """Return `mean ± half_width`, each times a factor and with this number of decimals."""
         mean = f"{factor * self.mean:.{digits}f}"
         return mean if self.half_width is None else f"{mean} ± {factor * self.half_width:.{digits}f}"
+
+
+def interval_note(counts: Iterable[int]) -> str:
+    """Return what `mean ± half_width` is, in a sentence; empty where every mean is of one value.
+
+    Args:
+        counts: Of how many seeds each mean is.
+    """
+    several = sorted({count for count in counts if count > 1})
+    if not several:
+        return ""
+    return f"mean ± half of its 95 % interval over {' or '.join(map(str, several))} seeds (Student's t)"
 
 
 @dataclass(frozen=True)
@@ -195,8 +207,10 @@ def progress_cells(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[
 def comparison_markdown(rows: Sequence[ComparisonRow]) -> str:
     """Return the tables in Markdown."""
     columns, cells = progress_cells(rows)
+    note = interval_note(summary.runs for summary in summarise(rows))
+    explained = f"\nNumbers: {note}.\n" if note else ""
     progress = f"\n{PROGRESS_CAPTION}\n\n{_markdown(columns, cells)}" if cells else ""
-    return f"{_markdown(*comparison_cells(rows))}{progress}"
+    return f"{_markdown(*comparison_cells(rows))}{explained}{progress}"
 
 
 def _markdown(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

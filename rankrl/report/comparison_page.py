@@ -14,7 +14,9 @@ from rankrl.report.comparison import (
     comparison_cells,
     comparison_csv,
     comparison_markdown,
+    interval_note,
     progress_cells,
+    summarise,
 )
 from rankrl.report.comparison_figure import accuracies_figure, rewards_figure
 from rankrl.report.html_page import Head, drawing, render, text_table
@@ -23,8 +25,8 @@ from rankrl.report.stages import heldout_note, number, rival_note
 from rankrl.report.write import save_figure
 
 _CAPTION = (
-    "Every selector had the same evaluator, the same fits and as many evaluations; mean ± 95 % interval "
-    "(Student's t) over the seeds. Test images gave the test accuracy and nothing else. Best reward first."
+    "Every selector had the same evaluator, the same fits and as many evaluations. Test images gave the test "
+    "accuracy and nothing else. Best reward first."
 )
 
 
@@ -41,7 +43,9 @@ def comparison_page(
     baseline = number(metrics, "baseline", "accuracy")
     columns, cells = comparison_cells(rows)
     rival = rival_note(metrics)
-    notes = (_CAPTION, f"{rival}." if rival else "", heldout_note(metrics))
+    note = interval_note(summary.runs for summary in summarise(rows))
+    explained = f" Numbers: {note}." if note else ""
+    notes = (f"{_CAPTION}{explained}", f"{rival}." if rival else "", heldout_note(metrics))
     return render(
         "comparison",
         Head(f"Selectors compared: {run_title(metrics)}", warnings=metrics.get("warnings") or ()),
@@ -52,7 +56,7 @@ def comparison_page(
             "Best reward so far of every selector over the episodes; the table holds the last values.",
             "Mean over the seeds; the band spans them. Dashed: selectors with a single plan.",
         ),
-        progress=text_table(PROGRESS_CAPTION, *progress_cells(rows)),
+        progress=text_table(f"{PROGRESS_CAPTION}{explained}", *progress_cells(rows)),
         accuracies=drawing(
             partial(accuracies_figure, rows, baseline),
             "accuracies",

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rankrl.report.comparison import Spread
+from rankrl.report.comparison import Spread, interval_note
 from rankrl.report.gather import GatheredRun
 from rankrl.report.html_page import Table, text_table
 from rankrl.report.stages import UNKNOWN
 from rankrl.report.sweep_table import COLUMNS, Column, shown_columns, varied_columns, written
 
-_CAPTION = (
-    "Runs that differ in nothing but their seed: mean and half of the mean's 95 % interval over the seeds "
-    "(Student's t)."
-)
+_CAPTION = "Runs that differ in nothing but their seed"
 _NO_MEANS = ("seed", "folder", "best_in")
 
 
@@ -55,7 +52,8 @@ def mean_table(runs: Sequence[GatheredRun]) -> Table | None:
     columns = [column for column in shown_columns(runs) if column.key not in _NO_MEANS]
     cells = [[*(_cell(group, column) for column in columns), str(len(group))] for group in groups]
     words = [index for index, column in enumerate(columns) if column.is_text]
-    return text_table(_CAPTION, [*(column.title for column in columns), "Runs"], cells, text_columns=words)
+    caption = f"{_CAPTION}: {interval_note(map(len, groups))}."
+    return text_table(caption, [*(column.title for column in columns), "Runs"], cells, text_columns=words)
 
 
 def seed_groups(runs: Sequence[GatheredRun]) -> list[list[GatheredRun]]:

@@ -236,7 +236,10 @@ def latency_note(metrics: Mapping[str, Any]) -> str:
     sentences = [" ".join(parts)]
     low, high = _latency_interval(metrics)
     if low is not None and high is not None:
-        sentences.append(f"The original takes {low:.2f} to {high:.2f} times as long (95{_SPACE}% interval)")
+        sentences.append(
+            f"The original takes {low:.2f} to {high:.2f} times as long (95{_SPACE}% interval of the ratio of "
+            "their times)"
+        )
     sentences += filter(None, [rival_note(metrics)])
     if onnx.get("busy"):
         sentences.append(f"The machine was busy: {onnx['busy']}")

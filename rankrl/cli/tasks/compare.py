@@ -14,7 +14,7 @@ from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import ending, steps
 from rankrl.plan_search.compare import FinalTest, compared_searches, search_all, tested, winner
 from rankrl.report import collect_setup
-from rankrl.report.comparison import SHORT, ComparisonRow, comparison_cells, summarise
+from rankrl.report.comparison import SHORT, ComparisonRow, comparison_cells, interval_note, summarise
 from rankrl.report.comparison_page import write_comparison
 from rankrl.report.stages import rival_note
 from rankrl.runs.run_folder import RunFolder
@@ -60,6 +60,9 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     folder.finish(metrics)
     console = Console()
     console.print(_table(rows))
+    note = interval_note(summary.runs for summary in summarise(rows))
+    if note:
+        console.print(f"Numbers: {note}.", soft_wrap=True)
     if rival_note(metrics):
         console.print(f"{rival_note(metrics)}.", soft_wrap=True)
     ending.print_end(console, metrics, page)

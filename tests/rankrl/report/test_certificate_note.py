@@ -70,5 +70,6 @@ def test_a_gain_is_told_as_one() -> None:
     assert "basis" not in numbers["certificate"]
     ((name, value, note),) = certificate_card(numbers)
     assert (name, value) == ("Loss of accuracy", "−0.80 points")
+    assert note.startswith("95 % interval of the loss on 1,000 test images: −")
     assert note.endswith("at most 1.00 points is certified")
     assert certificate_card({}) == []

@@ -36,6 +36,7 @@ def test_the_page_has_its_sections_and_needs_nothing_from_outside(
     assert headings == ["Result", "Search", "Test accuracy", "Setup"]
     assert page.count("<svg") == 4  # two figures, each for wide and for narrow windows
     assert page.count("0.5550 ± 0.0635") == 4  # in both tables, of both selectors
+    assert page.count("mean ± half of its 95 % interval over 2 seeds (Student") == 4
     assert not re.search(r"https?:|@import|<script|<link|<img| src=", page)
 
 
@@ -69,6 +70,7 @@ def test_progress_is_the_best_reward_so_far_of_searches_of_any_length(rows: list
 def test_single_plans_have_no_progress(metrics: Mapping[str, Any]) -> None:
     single = [dataclasses.replace(row(name, 0), best_rewards=(0.5,)) for name in ("greedy", "uniform")]
     assert "so many plans" not in comparison_markdown(single)
+    assert "interval" not in comparison_markdown(single)
     assert "so many plans" not in comparison_page(single, metrics, {})
 
 

@@ -225,7 +225,7 @@ def test_the_page_shows_the_spread_of_the_change_and_a_busy_machine(metrics: dic
     metrics["onnx"] |= {"clock": "wall", "busy": busy}
     document = run_page(RunReport(metrics)).replace("\N{NO-BREAK SPACE}", " ")
     assert "the median time on the wall per batch of 64 on 1 thread" in document
-    assert "takes 1.28 to 1.33 times as long (95 % interval)" in document
+    assert "takes 1.28 to 1.33 times as long (95 % interval of the ratio of their times)" in document
     assert f"The machine was busy: {busy}.</p>" in document
     assert "23.1 ms → 17.6 ms" in document
 
