@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import Inputs, run_model
+from rankrl.wording import counted
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,22 @@ class Precision:
 def select_device() -> torch.device:
     """Return the CUDA device when there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_note() -> str:
+    """Return which device computes, in which precision and why, in a sentence."""
+    precision = inference_precision()
+    width = str(precision.dtype).removeprefix("torch.")
+    if precision.device.type == "cuda":
+        return f"computes on {torch.cuda.get_device_name()} in {width}, the first CUDA device that torch sees"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    reason = "torch sees no CUDA device"
+    if torch.version.cuda is None:
+        reason = "this torch is built without CUDA"
+    elif hidden is not None:
+        reason += f" with CUDA_VISIBLE_DEVICES={hidden}"
+    threads = counted(torch.get_num_threads(), "thread")
+    return f"computes on the CPU ({processor_name()}, {threads}) in {width}: {reason}"
 
 
 def inference_precision(device: torch.device | None = None) -> Precision:

@@ -137,6 +137,7 @@ def compress_module(
         KeyboardInterrupt: The search was interrupted.
     """
     model = unwrapped(model)
+    log.info("computes on %s, where the network is", model_device(model))
     recipe = tuner.recipe
     run = RunFolder(folder)
     request = request.timed_in(request.cache, run.state)

@@ -44,6 +44,7 @@ USER_ERROR = 2
 BUDGET_MISSED = 3
 COLLAPSED = 4
 INTERRUPTED = 130
+log = logging.getLogger(__name__)
 _SWEEP_FOLDER = "hydra.sweep.dir"
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
 
@@ -120,10 +121,12 @@ def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
     check_input_files(plain)
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    from rankrl.memory import reuse_memory  # imports torch
+    from rankrl.device import device_note  # imports torch
+    from rankrl.memory import reuse_memory
     from rankrl.training.subnormals import subnormals_as_zero
 
     reuse_memory()
+    log.info(device_note())
     run = TASKS[settings.task].of(settings)
     kind, options = settings.tracking.name, settings.tracking.options
     with subnormals_as_zero(), start_tracking(kind, folder.path, plain, options) as tracking:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from rankrl.data.arrays import KEYS, images_from_arrays, read_npz
 from rankrl.data.images import Images
 from rankrl.data.registry import SourceFiles
 from rankrl.errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 def read_published(
@@ -37,6 +40,9 @@ def read_published(
     names = tuple(class_names)
     if path.exists():
         train, test, _ = read_npz(path)
+        log.info(
+            "dataset %s: read %s (RANKRL_DATA names the folder, ./data by default)", name, path.resolve()
+        )
         return SourceFiles(train, test, len(names), names, colours=colours)
     help_text = (
         f"Place a file {path} with {', '.join(KEYS)} (uint8 images N,H,W,C; integer labels N) or "
@@ -61,6 +67,7 @@ def read_published(
         raise DataError(
             f"dataset {name!r} is not in {root} and could not be downloaded ({reason}). {help_text}."
         ) from error
+    log.info("dataset %s: read torchvision's files in %s", name, root.resolve())
     train, test = (_images(part, name) for part in parts)
     return SourceFiles(train, test, len(names), names, colours=colours)
 

@@ -167,6 +167,8 @@ def _fitting(content: object, expected: Mapping[str, Tensor], path: Path) -> Sta
     elif taken.place or taken.prefix or taken.counters:
         without = f", without {_some(list(taken.counters))}" if taken.counters else ""
         log.info("%s: read %s%s", path, taken, without)
+    else:
+        log.info("weights: read %s", path)
     left = [
         name
         for name in taken.beside

@@ -8,6 +8,7 @@ import torch
 from rankrl.device import (
     Precision,
     accepted_layout,
+    device_note,
     exact_float32,
     in_layout,
     inference_precision,
@@ -23,6 +24,16 @@ def test_autocast_computes_in_the_precision_and_keeps_parameters(dtype: torch.dt
     with Precision(torch.device("cpu"), dtype).autocast():
         assert layer(torch.ones(1, 3)).dtype == dtype
     assert layer.weight.dtype == torch.float32
+
+
+def test_the_device_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rankrl.device.select_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device_note().startswith("computes on the CPU (")
+    assert device_note().endswith("torch sees no CUDA device with CUDA_VISIBLE_DEVICES=")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert device_note().endswith("this torch is built without CUDA")
 
 
 def test_other_types_are_refused() -> None:
