@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -73,16 +73,20 @@ class NodeProcess:
 
 
 class WebOutputs(Sequence[Array]):
-    """The outputs of a pass, which leave node when they are looked at: timed passes do not wait for it."""
+    """The outputs of a pass, which leave node when they are looked at: timed passes do not wait for it.
 
-    def __init__(self, process: NodeProcess, number: int) -> None:
-        self._process, self._number = process, number
-        self._arrays: list[Array] | None = None
+    Args:
+        ask: Asks the session for them.
+    """
+
+    def __init__(self, ask: Callable[[], list[Array]]) -> None:
+        self._ask: Callable[[], list[Array]] | None = ask  # holds the session open
+        self._arrays: list[Array] = []
 
     def fetch(self) -> list[Array]:
         """Return the arrays."""
-        if self._arrays is None:
-            self._arrays = self._process.ask("fetch", self._number)[1]
+        if self._ask is not None:
+            self._arrays, self._ask = self._ask(), None
         return self._arrays
 
     def __len__(self) -> int:
@@ -127,9 +131,12 @@ class WebSession(Session):
             self._process.ask("feed", self._number, *feed.values(), arrays=arrays)
             self._fed = dict(feed)
         self._process.ask("run", self._number)
-        outputs = WebOutputs(self._process, self._number)
+        outputs = WebOutputs(self._fetched)
         self._last = weakref.ref(outputs)
         return outputs
+
+    def _fetched(self) -> list[Array]:
+        return self._process.ask("fetch", self._number)[1]
 
 
 @register_runtime

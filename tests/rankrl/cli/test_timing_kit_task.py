@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from command_line import QUICK
+from command_line import QUICK, small_network
 from small_graphs import convolutions, images
 
 KIT = ("decomposition=auto", "decomposition.formats=[tucker,cp]", "export.batch=4")
+SMALL = tuple(each for each in QUICK if not each.startswith(("model=", "train.")))
 
 
 def test_a_table_without_a_budget_in_time_is_refused(refused: Callable[..., str]) -> None:
@@ -55,7 +56,8 @@ def test_a_kit_holds_the_finished_networks_and_what_they_were_made_from(
 
 @pytest.mark.slow
 def test_a_search_for_a_device_goes_by_its_table(rankrl: Callable[..., None], tmp_path: Path) -> None:
-    rankrl(*QUICK, *KIT, "task=timing_kit", "hydra.run.dir=first")
+    network = small_network(tmp_path)
+    rankrl(*network, *SMALL, *KIT, "task=timing_kit", "hydra.run.dir=first")
     kit = json.loads(Path("first/kit/kit.json").read_text())
     files = [name for group in kit["groups"] for name in group["files"]]
     sizes = {name: Path(f"first/kit/models/{name}.onnx.gz").stat().st_size for name in files}
@@ -64,10 +66,8 @@ def test_a_search_for_a_device_goes_by_its_table(rankrl: Callable[..., None], tm
     head = {"version": kit["version"], "about": kit["about"], "machine": machine}
     table = tmp_path / "times.json"
     table.write_text(json.dumps({**head, "left": 0, "times": times, "failed": {}}))
-    checkpoint = "model.checkpoint=first/dense.safetensors"
-    quick = [each for each in QUICK if not each.startswith("train.")]
     options = ("task=search", "budget.latency=0.95", f"timing.table={table}", "hydra.run.dir=second")
-    rankrl(*quick, *KIT, checkpoint, *options)
+    rankrl(*network, *SMALL, *KIT, *options)
     estimate = json.loads(Path("second/metrics.json").read_text())["search"]["estimate"]
     assert estimate["share"] <= 0.95
     assert "a device" in estimate["conditions"]
