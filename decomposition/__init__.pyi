@@ -1,4 +1,5 @@
 from .apply.apply import apply_plan, build_structure
+from .apply.decay import decay_groups
 from .apply.exchange import apply_fits, from_tensorly
 from .apply.forms import contracted, factorised_layers
 from .apply.saving import load_compressed, save_compressed
@@ -104,6 +105,7 @@ __all__ = [
     "contracted",
     "count_macs",
     "count_parameters",
+    "decay_groups",
     "evaluation_mode",
     "example_batch",
     "factorised_layers",
