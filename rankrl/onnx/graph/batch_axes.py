@@ -75,7 +75,9 @@ class BatchAxes:
             yield self.rows(feed, slice(first, first + size))
 
     def joined(self, feeds: Sequence[Feed]) -> dict[str, Array]:
-        """Return batches of one `kind` as one."""
+        """Return batches of one `kind` as one; a single one is not copied."""
+        if len(feeds) == 1:
+            return dict(feeds[0])
         return {
             name: feeds[0][name] if axis is None else np.concatenate([feed[name] for feed in feeds], axis)
             for name, axis in self.inputs.items()

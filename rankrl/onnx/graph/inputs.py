@@ -23,7 +23,9 @@ from rankrl.onnx.graph_edits import Array
 HELDOUT = 0.2
 """The share of the inputs that results are compared on; nothing is fitted to them."""
 BATCH = 32
-"""Inputs that are run at a time, where the network leaves that free."""
+"""Inputs that are run at a time at most, where the network leaves that free."""
+_BATCH_BYTES = 16 * 2**20
+"""Bytes of a batch: what a network holds of it on the way is a multiple of that."""
 Batches = Mapping[str, Array] | Array | Iterable[Feed | Array | Sequence[Feed | Array]]
 """All inputs as arrays, or batches of them; a list of batches is a sequence of its own."""
 
@@ -118,7 +120,8 @@ def split_inputs(
         heldout: Share of the inputs (of the batches, where their sizes differ) to compare results on, or how
             many.
         scored: Share of them to score plans on, or how many.
-        batch: Inputs that are run at a time, where the network leaves that free.
+        batch: Inputs that are run at a time at most, fewer where they are large, where the network leaves
+            that free.
         seed: Seed of the draw.
 
     Raises:
@@ -145,7 +148,7 @@ def split_inputs(
     axes = find_batch_axes(network, feeds[0], batch_axes)
     for feed in feeds:
         check_sizes(feed, axes, network)
-    size = axes.fixed or batch
+    size = axes.fixed or min(batch, _within_bytes(feeds[0], axes))
     generator = np.random.default_rng(seed)
     in_steps = any(len(sequence) > 1 for sequence in sequences)
     counted = any(axis is not None for axis in axes.inputs.values())
@@ -243,6 +246,12 @@ def _fitting(value: Array, entry: GraphInput, network: OnnxNetwork) -> Array:
             f".astype(numpy.{entry.dtype}) if that is what it means"
         )
     return value.astype(entry.dtype)
+
+
+def _within_bytes(feed: Feed, axes: BatchAxes) -> int:
+    """Return how many inputs like these a batch holds, two at least, so that it is seen to be one."""
+    counted = sum(feed[name].nbytes for name, axis in axes.inputs.items() if axis is not None)
+    return max(2, _BATCH_BYTES * max(1, axes.size(feed)) // max(1, counted))
 
 
 def _batches(whole: Feed, axes: BatchAxes, size: int) -> Iterator[Feed]:

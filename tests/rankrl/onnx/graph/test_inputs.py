@@ -60,6 +60,17 @@ def test_parts_are_disjoint_and_complete(pictures: OnnxNetwork) -> None:
     np.testing.assert_array_equal(again.heldout[0]["x"], split.heldout[0]["x"])
 
 
+@pytest.mark.parametrize(("inputs", "size"), [(0.5, 2), (3, 3), (100, 8)])
+def test_batches_of_large_inputs_are_small(
+    inputs: float, size: int, pictures: OnnxNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = images(50)
+    monkeypatch.setattr("rankrl.onnx.graph.inputs._BATCH_BYTES", int(inputs * given[0].nbytes))
+    split = split_inputs(given, pictures, heldout=0.2, batch=8)
+    assert {len(feed["x"]) for feed in split.calibration[:-1]} == {size}
+    assert sum(len(feed["x"]) for feed in [*split.calibration, *split.heldout]) == 50
+
+
 def test_batches_of_different_sizes_stay_apart(words: OnnxNetwork) -> None:
     lengths = (3, 4, 5, 7)
     feeds = [{name: value[:4, :length] for name, value in sentences().items()} for length in lengths]
