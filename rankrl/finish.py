@@ -132,6 +132,7 @@ def finish(
         missed=missed or missed_latency(latency, file.latency),
         numbers=file.numbers,
         runtimes=file.runtimes,
+        dense_int8=network.dense_int8(),
     )
 
 

@@ -224,7 +224,7 @@ def compress_module(
         if tested is None or unseen is None
         else {"baseline": unseen(dense), "compressed": unseen(last)},
     )
-    numbers = run_numbers(result) | taught | {"dense_int8": network.dense_int8()}
+    numbers = run_numbers(result) | taught
     if tuned is not None:
         numbers["compressed"]["agreement"] = agreement_score(measure.agreement(compressed))
     write_run(run, result, request, type(model).__name__, numbers)

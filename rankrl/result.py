@@ -93,6 +93,7 @@ class Compression(MeasuredNetwork):
         missed: What to tell a reader if the budget in time is missed, else None.
         numbers: What else the section `onnx` of metrics.json says of the file.
         runtimes: Times and scores in every runtime, as the section `runtimes` of metrics.json; None for one.
+        dense_int8: What the original in 8-bit integers costs and is worth, as that section of metrics.json.
     """
 
     path: Path
@@ -103,6 +104,7 @@ class Compression(MeasuredNetwork):
     missed: str | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict, repr=False)
     runtimes: Mapping[str, Any] | None = field(default=None, repr=False)
+    dense_int8: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +192,7 @@ def summary(result: Compression) -> dict[str, Any]:
         },
         **certificate_numbers(result),
         **({} if result.runtimes is None else {"runtimes": dict(result.runtimes)}),
+        "dense_int8": result.dense_int8,
         **({} if result.search is None else as_numbers(result.search.layers)),
         "untouched": result.untouched,
         "errors": result.errors,

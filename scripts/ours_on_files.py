@@ -76,7 +76,7 @@ def ours(
             drop=drop,
             minimise=minimise,
             decomposition=decomposition,
-            timing=LatencyOptions(batch=1),
+            timing=LatencyOptions(batch=1, int8=False),
             batch_axes=file.batch_axes,
             score=score if by_score else None,
             progress=False,

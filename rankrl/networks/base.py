@@ -133,6 +133,12 @@ class Network(SearchableNetwork, Protocol):
     def rewritten(self) -> Mapping[str, str]:
         """What became of layers before anything was compressed, by name, where a report should say so."""
 
+    def dense_int8(self) -> dict[str, Any] | None:
+        """Return what the network in 8-bit integers costs and is worth: `dense_int8` of metrics.json.
+
+        None where it is not asked for (`LatencyOptions.int8`) or cannot be made.
+        """
+
     def write(self, compressed: Any, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
         """Write a compressed network as an ONNX file, verify it, and time it beside the original's.
 

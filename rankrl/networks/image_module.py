@@ -114,9 +114,8 @@ class ImageModule(ModuleNetwork):
             )
         )
 
-    @property
     def dense_int8(self) -> dict[str, Any] | None:
-        """The section `dense_int8` of metrics.json; None if it is not asked for or cannot be measured."""
+        """Return the section `dense_int8` of metrics.json; None if it is not asked for or cannot be made."""
         if not self.export.int8 or self.export.skip:
             return None
         try:

@@ -52,7 +52,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
         },
         "compare": _numbers(rows),
     }
-    metrics["dense_int8"] = network.dense_int8
+    metrics["dense_int8"] = network.dense_int8()
     ending.add_notes(metrics, folder)
     setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
     page = write_comparison(folder.path, rows, metrics, setup)

@@ -90,9 +90,9 @@ def finish_compressed(
         )
         latency = {"latency": file.latency.ratio}
         metrics["onnx"], metrics["runtimes"] = dict(file.numbers), file.runtimes
+        metrics["dense_int8"] = file.dense_int8
     metrics.update(certificate_numbers(result))
     exported_step(config, tuned, folder)
-    metrics["dense_int8"] = network.dense_int8
     metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), **latency}
     if result.collapsed is not None:
         log.error(result.collapsed)

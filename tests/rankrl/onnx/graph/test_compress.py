@@ -200,6 +200,19 @@ def test_a_users_score_is_reported_for_both(tmp_path: Path) -> None:
         compressed(convolutions(), images(), tmp_path, params=0.7, score=lambda _: float("nan"))
 
 
+def test_the_original_in_integers_is_measured_too(tmp_path: Path) -> None:
+    result = compressed(convolutions(), {"x": images(100)}, tmp_path, params=0.75)
+    assert result.dense_int8 is not None
+    assert 0.5 < result.dense_int8["score"] <= 1
+    assert 0 < result.dense_int8["file_bytes"] < result.before["file_bytes"]
+    assert result.dense_int8["latency_ratio"] > 0
+    left_out = LatencyOptions(batch=2, runs=2, int8=False)
+    assert (
+        compressed(convolutions(), {"x": images(100)}, tmp_path, params=0.75, timing=left_out).dense_int8
+        is None
+    )
+
+
 def test_the_same_seed_gives_the_same_file(tmp_path: Path) -> None:
     first = compressed(tokens(), sentences(), tmp_path, params=0.7).path.read_bytes()
     assert compressed(tokens(), sentences(), tmp_path, params=0.7).path.read_bytes() == first
