@@ -20,7 +20,7 @@ from rankrl.errors import CheckpointError
 from rankrl.files import write_atomically
 from rankrl.models.trainer_files import StateDict, state_dicts
 
-_HELDOUT, _PREPROCESSING = "heldout", "preprocessing"
+_NOTES = "rankrl"  # one entry of the metadata: safetensors writes several in any order
 _PLAN = "rankrl.plan"  # what `decomposition.save_compressed` writes into a file's metadata
 
 log = logging.getLogger(__name__)
@@ -74,29 +74,29 @@ def save_checkpoint(
         StorageError: The file cannot be written.
     """
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in model.state_dict().items()}
-    metadata = {} if heldout is None else {_HELDOUT: heldout}
-    if preprocessing is not None:
-        metadata[_PREPROCESSING] = json.dumps(preprocessing)
-    write_atomically(path, safetensors.torch.save(tensors, metadata or None))
+    known = {"heldout": heldout, "preprocessing": preprocessing}
+    notes = {name: value for name, value in known.items() if value is not None}
+    metadata = {_NOTES: json.dumps(notes)} if notes else None
+    write_atomically(path, safetensors.torch.save(tensors, metadata))
 
 
 def checkpoint_heldout(path: str | Path) -> str | None:
     """Return which images the network in a file of `save_checkpoint` was not trained on, if it says so."""
-    return _notes(path).get(_HELDOUT)
+    return _notes(path).get("heldout")
 
 
 def checkpoint_preprocessing(path: str | Path) -> dict[str, Any] | None:
     """Return what the images of the network in a file of `save_checkpoint` go through, if it says so."""
-    text = _notes(path).get(_PREPROCESSING)
-    return None if text is None else json.loads(text)
+    return _notes(path).get("preprocessing")
 
 
-def _notes(path: str | Path) -> dict[str, str]:
-    """Return what a file says beside its tensors; nothing where it is no safetensors file."""
+def _notes(path: str | Path) -> dict[str, Any]:
+    """Return what a file of `save_checkpoint` says beside its tensors; nothing where it is another."""
     try:
-        return _metadata(path)
-    except (SafetensorError, OSError):
+        notes: dict[str, Any] = json.loads(_metadata(path).get(_NOTES, "{}"))
+    except (SafetensorError, OSError, ValueError):
         return {}
+    return notes
 
 
 def _metadata(path: str | Path) -> dict[str, str]:

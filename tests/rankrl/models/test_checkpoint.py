@@ -18,7 +18,13 @@ from torch import nn
 from decomposition import apply_plan, make_plan, save_compressed
 from rankrl.data import load_dataset
 from rankrl.errors import CheckpointError
-from rankrl.models import checkpoint_heldout, create_model, load_checkpoint, save_checkpoint
+from rankrl.models import (
+    checkpoint_heldout,
+    checkpoint_preprocessing,
+    create_model,
+    load_checkpoint,
+    save_checkpoint,
+)
 from rankrl.training import report_accuracy
 
 Change = Callable[[dict[str, torch.Tensor]], Any]
@@ -168,6 +174,18 @@ def test_safetensors_come_back_as_they_were_even_from_channels_last(tmp_path: Pa
     load_checkpoint(target, tmp_path / "model.safetensors")
     assert equal(source, target)
     assert set(safetensors.torch.load_file(tmp_path / "model.safetensors")) == set(source.state_dict())
+
+
+def test_equal_networks_have_equal_files(tmp_path: Path) -> None:
+    known: dict[str, Any] = {"heldout": "abc", "preprocessing": {"mean": [0.5], "std": [0.25]}}
+    for name in range(8):
+        save_checkpoint(nn.Linear(2, 2), tmp_path / "other.safetensors", **known)
+        torch.manual_seed(0)
+        save_checkpoint(nn.Linear(2, 2), tmp_path / f"{name}.safetensors", **known)
+    contents = {(tmp_path / f"{name}.safetensors").read_bytes() for name in range(8)}
+    assert len(contents) == 1
+    assert checkpoint_heldout(tmp_path / "0.safetensors") == "abc"
+    assert checkpoint_preprocessing(tmp_path / "0.safetensors") == known["preprocessing"]
 
 
 def test_a_checkpoint_says_which_images_it_was_not_trained_on(tmp_path: Path) -> None:
