@@ -41,6 +41,7 @@ from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.rewrite import MARKED
 from rankrl.onnx.graph.sensitivity import collect_sensitivities
 from rankrl.onnx.graph.site import SiteModules
+from rankrl.onnx.operators import quantises
 from rankrl.onnx.protobuf import to_proto
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
@@ -218,9 +219,9 @@ class GraphNetwork:
 
     def dense_int8(self) -> dict[str, Any] | None:
         """Return the section `dense_int8` of metrics.json; None if it is not asked for or cannot be made."""
-        if not self.timing.int8 or self._original.half:
-            return None
         split, original = self.file.split, self._original
+        if not self.timing.int8 or original.half or any(map(quantises, original.model.graph)):
+            return None
         with tempfile.TemporaryDirectory() as scratch:
             plain, path = Path(scratch) / "original.onnx", Path(scratch) / "dense-int8.onnx"
             original.save(plain)
