@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,14 +19,12 @@ from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
 from decomposition.operations.quantise import computes_in_integers
-from rankrl.errors import NonFiniteError
 from rankrl.networks.base import WrittenFile
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.file_session import FileSession
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.networks.once import once_per_network
-from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.range_choice import RangeChoice
@@ -46,18 +43,17 @@ from rankrl.onnx.protobuf import to_proto
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.scores.score_evaluator import checked_score, values_of_inputs
-from rankrl.progress import logged_seconds, progress_bar
+from rankrl.progress import progress_bar
 from rankrl.report import LayerRow
 from rankrl.timing.graph_files import GraphFiles, compared_with_original
+from rankrl.timing.latency import LatencyComparison
 from rankrl.timing.network_timer import NetworkTimer
 from rankrl.verify.agreement import OutputAgreement, agreement_score, agreement_values
 from rankrl.verify.certificate import OWN_SCORE, Basis
 from rankrl.verify.collapse import collapse
-from rankrl.verify.file_export import rival_costs
+from rankrl.verify.file_export import rival_numbers
 from rankrl.verify.layer_rows import layer_row
 from rankrl.verify.runtimes import ComparedFiles, runtime_numbers
-
-log = logging.getLogger(__name__)
 
 _JUDGED_PATCHES = 2**14
 """Patches that nodes are fitted to where plans are compared."""
@@ -222,19 +218,16 @@ class GraphNetwork:
         split, original = self.file.split, self._original
         if not self.timing.int8 or original.half or any(map(quantises, original.model.graph)):
             return None
-        with tempfile.TemporaryDirectory() as scratch:
-            plain, path = Path(scratch) / "original.onnx", Path(scratch) / "dense-int8.onnx"
+
+        def measured(path: Path) -> tuple[dict[str, Any], LatencyComparison]:
+            plain, reduced = path.with_name("original.onnx"), self.timing.reduce_range
             original.save(plain)
-            try:
-                with logged_seconds(log, "the original in 8-bit integers"):
-                    reduced = self.timing.reduce_range
-                    quantise_onnx(plain, path, split.calibration, cut=split.axes.parts, reduce_range=reduced)
-                    score = self._score_of(open_session(str(path), original.source))
-                    times = compared_with_original(original, path, self.feed, self.timing)
-            except (ExportError, NonFiniteError) as error:
-                log.warning("the original in 8-bit integers is not measured: %s", error)
-                return None
-            return {"score": score, **rival_costs(path, times)}
+            quantise_onnx(plain, path, split.calibration, cut=split.axes.parts, reduce_range=reduced)
+            score = self._score_of(open_session(str(path), original.source))
+            return {"score": score}, compared_with_original(original, path, self.feed, self.timing)
+
+        with tempfile.TemporaryDirectory() as scratch:
+            return rival_numbers(Path(scratch) / "dense-int8.onnx", measured)
 
     def _runtimes(self, path: Path) -> dict[str, Any] | None:
         """Return what the file and the original do in every runtime that is asked for."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -17,7 +16,6 @@ from decomposition.network.inputs import split
 from rankrl.networks.base import WrittenFile
 from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.once import once_per_network
-from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import export_onnx, quantise_onnx, verify_onnx
 from rankrl.onnx.export.names import check_names, name_file
 from rankrl.onnx.export.verification import BATCH_SIZES
@@ -25,15 +23,14 @@ from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.scores.score_evaluator import Score, answer, checked_score, values_of_inputs
 from rankrl.plan_search.scores.scoring import FunctionScoring
-from rankrl.progress import Progress, logged_seconds
+from rankrl.progress import Progress
 from rankrl.timing import compare_latency
+from rankrl.timing.latency import LatencyComparison
 from rankrl.verify.agreement import agreement_score
 from rankrl.verify.certificate import OWN_SCORE, Basis
-from rankrl.verify.file_export import export_file, rival_costs
+from rankrl.verify.file_export import export_file, rival_numbers
 from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
 from rankrl.verify.runtimes import ComparedFiles, runtime_numbers
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -137,19 +134,18 @@ class OwnModule(ScoredModule):
 
     def dense_int8(self) -> dict[str, Any] | None:
         """Return the section `dense_int8` of metrics.json; None if it is not asked for or cannot be made."""
-        timing, path = self.timing, self.folder / "dense-int8.onnx"
+        timing, files = self.timing, self.files
         if not timing.int8:
             return None
-        try:
-            with logged_seconds(log, "the dense network in 8-bit integers"):
-                quantise_onnx(self.baseline, path, self.files.feeds(), reduce_range=timing.reduce_range)
-                agreement = agreement_score(self.files.agreement(self.baseline, path))
-                times = compare_latency(self.baseline, path, inputs=self.files.timed, **timing.timing)
-        except ExportError as error:
-            log.warning("the dense network in 8-bit integers is not measured: %s", error)
-            return None
-        right = {"score": self.files.accuracy(path)} if self._by_class else {}
-        return {"agreement": agreement, **right, **rival_costs(path, times)}
+
+        def measured(path: Path) -> tuple[dict[str, Any], LatencyComparison]:
+            quantise_onnx(self.baseline, path, files.feeds(), reduce_range=timing.reduce_range)
+            worth = {"agreement": agreement_score(files.agreement(self.baseline, path))}
+            if self._by_class:
+                worth["score"] = files.accuracy(path)
+            return worth, compare_latency(self.baseline, path, inputs=files.timed, **timing.timing)
+
+        return rival_numbers(self.folder / "dense-int8.onnx", measured)
 
     @property
     def _by_class(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ from torch import nn
 from decomposition import Inputs, calibrate_ranges
 from decomposition.network.input_specs import InputShape
 from rankrl.data import Preprocessing
+from rankrl.errors import NonFiniteError
 from rankrl.files import write_atomically
+from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import export_network
 from rankrl.onnx.export.names import AxisNames
 from rankrl.onnx.export.weight_range import as_in_file
 from rankrl.onnx.operators import opset_of
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import Batch
+from rankrl.progress import logged_seconds
 from rankrl.timing import compare_latency
 from rankrl.timing.form import fastest_form
 from rankrl.timing.latency import LatencyComparison
@@ -164,16 +167,28 @@ def export_file(
     return section, latency
 
 
-def rival_costs(path: Path, times: LatencyComparison) -> dict[str, Any]:
-    """Return what metrics.json says of the costs of a file that is only compared, and remove it.
+def rival_numbers(
+    path: Path, measured: Callable[[Path], tuple[dict[str, Any], LatencyComparison]]
+) -> dict[str, Any] | None:
+    """Return what the dense network in 8-bit integers costs and is worth, the section `dense_int8`.
 
     Args:
-        path: The file.
-        times: Its time beside that of the dense network.
+        path: Where its file is for so long.
+        measured: Writes the file, and returns what it is worth and its time beside the dense network's.
+
+    Returns:
+        None where onnxruntime cannot make or run it.
     """
+    try:
+        with logged_seconds(log, "the dense network in 8-bit integers"):
+            worth, times = measured(path)
+    except (ExportError, NonFiniteError) as error:
+        log.warning("the dense network in 8-bit integers is not measured: %s", error)
+        return None
     size = path.stat().st_size
     path.unlink()
     return {
+        **worth,
         "latency_ratio": times.ratio,
         "latency_ratio_low": times.ratio_low,
         "latency_ratio_high": times.ratio_high,

@@ -27,9 +27,10 @@ from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import DEFAULT_RUNTIME, ExportOptions, LatencyOptions
 from rankrl.progress import logged_seconds
 from rankrl.timing import compare_latency
+from rankrl.timing.latency import LatencyComparison
 from rankrl.training.accuracy import correct_test_images, share
 from rankrl.training.networks import images_for_ranges, range_images
-from rankrl.verify.file_export import FileInputs, rival_costs
+from rankrl.verify.file_export import FileInputs, rival_numbers
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +192,6 @@ def int8_numbers(
     """
     if not options.int8:
         return None
-    path = scratch / "dense-int8.onnx"
     key = ""
     if cache.folder is not None:
         how = [
@@ -207,18 +207,15 @@ def int8_numbers(
     def write(path: Path) -> None:
         quantise_onnx(baseline, path, range_batches(data, options), reduce_range=options.reduce_range)
 
-    def accuracy_of_file() -> float:
-        return onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
+    def measured(path: Path) -> tuple[dict[str, Any], LatencyComparison]:
+        def accuracy() -> float:
+            return onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
 
-    try:
-        with logged_seconds(log, "the dense network in 8-bit integers"):
-            cache.file("dense-int8", key, path, write)
-            accuracy = cache.value("dense-int8", key, accuracy_of_file)
-            times = compare_latency(baseline, path, **options.timing)
-    except ExportError as error:
-        log.warning("the dense network in 8-bit integers is not measured: %s", error)
-        return None
-    return {"accuracy": accuracy, **rival_costs(path, times)}
+        cache.file("dense-int8", key, path, write)
+        worth = {"accuracy": cache.value("dense-int8", key, accuracy)}
+        return worth, compare_latency(baseline, path, **options.timing)
+
+    return rival_numbers(scratch / "dense-int8.onnx", measured)
 
 
 def verified(
