@@ -93,7 +93,10 @@ class Quantiser:
 
     @property
     def able(self) -> list[str]:
-        """Names of those that onnxruntime's quantiser takes: it fails at some."""
+        """Names of those that the quantiser takes; where it fails at all of them together, each is tried."""
+        with suppress(ValueError):
+            self.write(self.folder / "tried.onnx")
+            return self.nodes
         names = []
         for name in self.nodes:
             with suppress(ValueError):
