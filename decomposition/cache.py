@@ -79,8 +79,11 @@ class Cache:
             write(path)
             return path.read_bytes()
 
-        content = self._kept(f"{kind}-{key}{path.suffix}", written, Path.read_bytes, Path.write_bytes)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if self.folder is None:
+            write(path)
+            return
+        content = self._kept(f"{kind}-{key}{path.suffix}", written, Path.read_bytes, Path.write_bytes)
         with replacing(path) as temporary:
             temporary.write_bytes(content)
 
