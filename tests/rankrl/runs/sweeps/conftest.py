@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from rankrl.cli.app import main
 from rankrl.models import create_model, save_checkpoint
 
 Sweep = Callable[..., int]
+Command = Callable[[Sequence[str]], int]
 
 TINY = ("task=evaluate", "model=conv4", "tracking=csv")
 
@@ -33,19 +34,28 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 @pytest.fixture
-def sweep(monkeypatch: pytest.MonkeyPatch) -> Sweep:
-    """Run `rankrl -m TINY arguments hydra.sweep.dir=sweep` beside `w.safetensors`; returns the exit code."""
-    save_checkpoint(create_model("conv4", input_shape=(1, 8, 8), num_classes=10), Path("w.safetensors"))
+def command(monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run a command line, word by word, in this process; returns the exit code."""
 
-    def run(*arguments: str) -> int:
-        weights = [] if "checkpoint" in str(arguments) else ["model.checkpoint=w.safetensors"]
-        words = ["rankrl", "-m", *TINY, *weights, *arguments, "hydra.sweep.dir=sweep"]
-        monkeypatch.setattr(sys, "argv", words)
+    def run(words: Sequence[str]) -> int:
+        monkeypatch.setattr(sys, "argv", [*words])
         GlobalHydra.instance().clear()
         try:
             main()
         except SystemExit as left:
             return int(left.code or 0)
         return 0
+
+    return run
+
+
+@pytest.fixture
+def sweep(command: Command) -> Sweep:
+    """Run `rankrl -m TINY arguments hydra.sweep.dir=sweep` beside `w.safetensors`; returns the exit code."""
+    save_checkpoint(create_model("conv4", input_shape=(1, 8, 8), num_classes=10), Path("w.safetensors"))
+
+    def run(*arguments: str) -> int:
+        weights = [] if "checkpoint" in str(arguments) else ["model.checkpoint=w.safetensors"]
+        return command(["rankrl", "-m", *TINY, *weights, *arguments, "hydra.sweep.dir=sweep"])
 
     return run

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import csv
 import shlex
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
-from rankrl.cli.app import main
 from rankrl.errors import ConfigError, FolderInUseError
 from rankrl.files import write_json
 from rankrl.report import write_sweep_report
@@ -22,6 +19,7 @@ from rankrl.runs.sweeps import run_sweep_job
 from rankrl.runs.sweeps.known_jobs import job_folder
 
 Sweep = Callable[..., int]
+Command = Callable[[Sequence[str]], int]
 
 
 @pytest.fixture
@@ -127,7 +125,7 @@ def test_a_grown_sweep_counts_each_job_once(sweep: Sweep, capfd: pytest.CaptureF
 
 
 def test_ctrl_c_names_the_command_that_goes_on(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    sweep: Sweep, command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -135,20 +133,10 @@ def test_ctrl_c_names_the_command_that_goes_on(
     words = "rankrl -m task=evaluate model=conv4 tracking=none model.checkpoint=w.safetensors seed=0,1"
     with monkeypatch.context() as patch:
         patch.setattr("rankrl.cli.tasks.evaluate.network_numbers", stop)
-        assert run(words, patch) == 130
+        assert command(words.split()) == 130
     told = capfd.readouterr().err.rpartition("rankrl: stopped; `")[2]
-    command = told.partition("` goes on")[0]
+    named = told.partition("` goes on")[0]
     (folder,) = Path("multirun").iterdir()
-    assert command == f"{words} hydra.sweep.dir={folder}"
-    assert run(command, monkeypatch) == 0
+    assert named == f"{words} hydra.sweep.dir={folder}"
+    assert command(shlex.split(named)) == 0
     assert sorted(path.parent.name for path in folder.glob("*/metrics.json")) == ["seed-0", "seed-1"]
-
-
-def run(command: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", shlex.split(command))
-    GlobalHydra.instance().clear()
-    try:
-        main()
-    except SystemExit as left:
-        return int(left.code or 0)
-    return 0
