@@ -229,6 +229,10 @@ class RunFolder:
         write_json(self.metrics, metrics)
         remove_previous(self.path)
 
+    def training_state(self, stage: str) -> Path:
+        """Return the file that a training keeps its state in, such as that of the stage `finetune`."""
+        return self.state / f"{stage}.safetensors"
+
     @classmethod
     def below(cls, folder: Path) -> Iterator[RunFolder]:
         """Yield the folders of runs below another one, by name."""

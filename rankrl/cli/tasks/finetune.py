@@ -16,8 +16,6 @@ from rankrl.runs.run_folder import RunFolder
 from rankrl.training.state import extend_training
 from rankrl.verify.measure import cost_ratios, network_numbers, test_accuracy, with_preprocessing
 
-STATE_FILE = "finetune.safetensors"
-
 
 def finetune(config: AppConfig, folder: RunFolder) -> None:
     """Write the fine-tuned network as `model.safetensors`."""
@@ -56,8 +54,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
 @contextmanager
 def _taken_up(config: AppConfig, folder: RunFolder) -> Iterator[None]:
     """Go on with the fine-tuning of the run that `run` names, where that kept its state."""
-    own = folder.state / STATE_FILE
-    before = RunFolder(Path(config.run or "")).state / STATE_FILE
+    own, before = (run.training_state("finetune") for run in (folder, RunFolder(Path(config.run or ""))))
     if not config.run or own.exists() or not before.is_file():
         yield
         return

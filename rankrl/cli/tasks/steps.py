@@ -237,7 +237,7 @@ def _trained(
         network,
         data,
         recipe,
-        state_file=folder.state / f"{stage}.safetensors",
+        state_file=folder.training_state(stage),
         teacher=teacher,
         on_epoch=folder.tracking.epochs(stage),
     )
