@@ -54,12 +54,13 @@ class OutputAgreement:
         return float(self.values.mean())
 
 
-def output_scores(original: Answers, batches: Sequence[Any]) -> list[OutputScore]:
+def output_scores(original: Answers, batches: Sequence[Any], classes: bool = False) -> list[OutputScore]:
     """Return what each output of a network is scored by, decided from its answers.
 
     Args:
         original: The network.
         batches: Inputs.
+        classes: Whether its output is known to be scores of classes.
 
     Raises:
         ExportError: There are no inputs.
@@ -67,7 +68,7 @@ def output_scores(original: Answers, batches: Sequence[Any]) -> list[OutputScore
     _check(batches)
     answers = [[np.atleast_1d(each) for each in original.run(feed)] for feed in batches]
     return [
-        output_score(name, [each[index] for each in answers])
+        output_score(name, [each[index] for each in answers], classes)
         for index, name in enumerate(original.output_names)
     ]
 

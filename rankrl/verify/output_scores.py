@@ -90,7 +90,7 @@ class OutputScore:
         return 1 - np.mean(shares, 0)
 
 
-def output_score(name: str, answers: Sequence[Array]) -> OutputScore:
+def output_score(name: str, answers: Sequence[Array], classes: bool = False) -> OutputScore:
     """Decide what an output is scored by.
 
     Numbers of a row are scores of classes where they are probabilities, or where their sum is zero beside
@@ -106,6 +106,7 @@ def output_score(name: str, answers: Sequence[Array]) -> OutputScore:
     Args:
         name: The output's name.
         answers: The original's answers, one array a batch, inputs on the first axis.
+        classes: Whether they are known to be scores of classes, by the labels.
     """
     first = answers[0]
     if first.dtype.kind not in "fu" or not first.ndim:
@@ -118,7 +119,7 @@ def output_score(name: str, answers: Sequence[Array]) -> OutputScore:
     rows = np.concatenate(answers).astype(np.float64)
     if first.dtype.kind != "f" or rows.ndim != 2 or rows.shape[1] < 2:
         return _of_values(name, rows, "it is no scores of classes, one row for each input")
-    if not _scores_classes(rows):
+    if not (classes or _scores_classes(rows)):
         return _of_values(name, rows, "its numbers are neither probabilities nor logits of classes")
     probabilities = _are_probabilities(rows)
     if len(np.unique(rows.argmax(1))) > 1:

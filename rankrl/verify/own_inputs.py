@@ -66,9 +66,9 @@ class HeldoutScore:
                         f"{what}: the network's own {name} is NaN or infinite for some of the inputs "
                         f"{index * BATCH} to {last}; check its weights, and how inputs are normalised"
                     )
-        self.output_scores = output_scores(self._known, range(len(self._batches)))
-        self._labelled = sample.labelled()
         self.by_class = sample.has_classes and classes_of(dense, sample.inputs) is not None
+        self.output_scores = output_scores(self._known, range(len(self._batches)), self.by_class)
+        self._labelled = sample.labelled()
 
     def __call__(self, network: nn.Module) -> float:
         """Return the accuracy where there are labels of classes, else the agreement; 1 at most."""
@@ -131,6 +131,7 @@ class OwnInputs(FileInputs):
         self.model, self.calibration, self.heldout = model, calibration, heldout
         wanted = torch.arange(batch) % len(calibration)
         self._timed = feed_of(model, rows(calibration.inputs, wanted))
+        self._by_class = heldout.has_classes and classes_of(model, heldout.inputs) is not None
 
     @property
     def timed(self) -> Batch:
@@ -148,7 +149,7 @@ class OwnInputs(FileInputs):
 
     def agreement(self, baseline: Path, path: Path) -> list[OutputAgreement]:
         """Return how far the outputs of one file agree with another's on the held-out inputs."""
-        return self._agreement(self._answers(baseline), path)
+        return self._agreement(self._answers(baseline), self._answers(path))
 
     def score(self, baseline: Path) -> Callable[[Session], float]:
         """Return what says how far an open file agrees with another one on the held-out inputs."""
@@ -157,7 +158,7 @@ class OwnInputs(FileInputs):
         def agreeing(session: Session) -> float:
             feeds = (feed_of(self.model, each) for each in split(self.heldout.inputs, BATCH))
             answers = _Answers(known.output_names, [list(session.run(feed)) for feed in feeds])
-            return agreement_score(agreement(known, answers, range(len(known.answers))))
+            return agreement_score(self._agreement(known, answers))
 
         return agreeing
 
@@ -180,7 +181,8 @@ class OwnInputs(FileInputs):
         simulated = _Answers.of(network, split(self.heldout.inputs, BATCH))
         # Errors, not classes: of few inputs, a single near tie would decide.
         error, unrounded = (
-            max(each.error for each in self._agreement(simulated, file)) for file in (path, floats)
+            max(each.error for each in self._agreement(simulated, self._answers(file)))
+            for file in (path, floats)
         )
         floats.unlink()
         if not error <= max(_LARGEST_ERROR, unrounded + _SLACK):  # also true of NaN
@@ -191,8 +193,9 @@ class OwnInputs(FileInputs):
             )
         return difference, 1 - error
 
-    def _agreement(self, known: _Answers, path: Path) -> list[OutputAgreement]:
-        return agreement(known, self._answers(path), range(len(known.answers)))
+    def _agreement(self, known: _Answers, found: _Answers) -> list[OutputAgreement]:
+        batches = range(len(known.answers))
+        return agreement(known, found, batches, output_scores(known, batches, self._by_class))
 
     def _answers(self, path: Path) -> _Answers:
         """Return what a file says to the held-out inputs."""

@@ -134,6 +134,8 @@ def test_agreement_is_that_of_the_files(result: rankrl.ModuleCompression) -> Non
     assert output.name == "output"
     assert output.error == pytest.approx(found.error, rel=1e-3)
     assert output.top1 == found.top1
+    assert output.kind == found.kind == "classes"  # as the labels are, whatever the scores sum to
+    assert output.score == found.score
 
 
 def test_original_is_left_as_it_was(tmp_path: Path) -> None:
