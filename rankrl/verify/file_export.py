@@ -200,6 +200,7 @@ def warn_if_busy(busy: str | None) -> None:
     """Log a warning where times were taken on a busy machine; `busy` is what showed it."""
     if busy is not None:
         log.warning(
-            "the machine was busy while latency was measured: %s. Measure again when it is quiet: with task=export, or overwrite=True in Python",
+            "the machine was busy while latency was measured: %s. Measure again when it is quiet: "
+            "with task=export, or overwrite=True in Python",
             busy,
         )
