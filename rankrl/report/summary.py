@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from rich.table import Table
@@ -32,6 +33,8 @@ from rankrl.report.stages import (
     stages,
 )
 
+_TERMINAL = 80
+"""Characters that a usual terminal shows in a line."""
 _ATTRIBUTES = {"Test accuracy": "accuracy", AGREEMENT: "agreement"}
 _COST_WORDS = {"Parameters": "parameters", "MACs": "MACs", "Time": "time", "Bytes of the file": "bytes"}
 
@@ -172,8 +175,11 @@ def _table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, caption: str | None
 ) -> Table:
     table = Table(title=title, title_style="bold", header_style="bold", caption=caption)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    cells = [max((len(row[index]) for row in rows), default=0) for index in range(len(columns))]
+    wide = sum(map(max, cells, map(len, columns))) + 3 * len(columns) + 1 > _TERMINAL
+    for index, (column, width) in enumerate(zip(columns, cells, strict=True)):
+        heading = "\n".join(wrap(column, max(1, width), break_long_words=False)) if wide else column
+        table.add_column(heading, justify="right" if index else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -53,16 +53,20 @@ def _function(module: str, name: str) -> TaskFunction:
 
 
 _ALL = (
-    Task("apply", "rewrite the network under plan=PATH, without fine-tuning", on_file="apply"),
+    Task(
+        "apply",
+        "rewrite the network under plan=PATH or that of run=FOLDER, without fine-tuning",
+        on_file="apply",
+    ),
     Task(
         "demo",
         "write a page that runs the finished network of runs=FOLDER beside the dense one in a browser",
         on_file="verify_kit",
     ),
     Task("compare", "several selectors on the same evaluator, over several seeds"),
-    Task("evaluate", "test accuracy, parameters and MACs of model.checkpoint or weights=PATH"),
-    Task("export", "write the compressed network weights=PATH as a verified ONNX file"),
-    Task("finetune", "fine-tune the compressed network weights=PATH, the dense one as teacher"),
+    Task("evaluate", "test accuracy, parameters and MACs of model.checkpoint, weights=PATH or run=FOLDER"),
+    Task("export", "write the compressed network weights=PATH or run=FOLDER as a verified ONNX file"),
+    Task("finetune", "fine-tune the compressed network weights=PATH or run=FOLDER, the dense one as teacher"),
     Task(
         "inspect",
         "list the layers: shape, cost and feasible ranks, or why not; errors if asked",

@@ -121,6 +121,11 @@ def test_the_table_shows_sizes_and_the_dense_network_in_integers(metrics: dict[s
     assert plain(cells["Test accuracy"][-1]) == "90.00 %"
     assert plain(cells["Latency"][-1]).startswith("12")
     assert cells["Parameters"][-1] == cells["Parameters"][1]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(summary_table(metrics))
+    assert not [cell for row in rows for cell in row if plain(cell) not in plain(capture.get())]
+    assert "Dense," in capture.get()
     del metrics["dense_int8"]
     assert comparison_rows(metrics)[0][-1] == "Change"
 
