@@ -97,7 +97,7 @@ def _run_alone(
         if plain["resume"] is None and plain["overwrite"]:
             folder.begin_anew()
         elif plain["resume"] is None:
-            refuse_used_folder(folder)
+            refuse_used_folder(folder, plain)
         elif folder.finished:  # by another `resume`, since the command line was checked
             _show_finished(folder.path)
             return RunNotes()

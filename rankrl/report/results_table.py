@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 
 from rich.table import Table
 
@@ -13,12 +14,13 @@ from rankrl.wording import counted
 _TITLES = {
     "accuracy": "Accuracy",
     "accuracy_change_points": "Points",
-    "params_ratio": "Parameters",
+    "params_ratio": "Params",
     "macs_ratio": "MACs",
     "latency_ratio": "Latency",
 }
 _NOTE = "2.00×: half of the dense network's"
 _MOST_ROWS = 40
+_NAME = 28
 
 
 def results_table(folder: str | Path) -> Table:
@@ -45,6 +47,8 @@ def results_table(folder: str | Path) -> Table:
         table.add_column(
             _TITLES.get(column.key, column.title), justify="right" if index else "left", overflow="fold"
         )
-    for row in rows[:_MOST_ROWS]:
-        table.add_row(*(cell.text for cell in row))
+    for name, *row in rows[:_MOST_ROWS]:
+        # A job's name is broken between its options.
+        lines = wrap(name.text.replace("+", "+ "), _NAME, break_long_words=False, break_on_hyphens=False)
+        table.add_row("\n".join(lines).replace("+ ", "+"), *(cell.text for cell in row))
     return table

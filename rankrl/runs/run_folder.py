@@ -194,7 +194,7 @@ class RunFolder:
         Raises:
             ConfigError: It does; the options that differ are named.
         """
-        difference = self._difference(config)
+        difference = self.difference(config)
         if difference is not None:
             raise ConfigError(f"{self.path} holds a run {difference}; {advice}")
 
@@ -204,7 +204,7 @@ class RunFolder:
         Args:
             config: The run's configuration, plain values.
         """
-        difference = self._difference(config)
+        difference = self.difference(config)
         if difference is not None:
             log.warning("%s held a run %s; it is overwritten", self.path, difference)
             self.begin_anew()
@@ -240,7 +240,7 @@ class RunFolder:
             if record.parents[1].name != PREVIOUS:
                 yield cls(record.parents[1])
 
-    def _difference(self, config: Mapping[str, Any]) -> str | None:
+    def difference(self, config: Mapping[str, Any]) -> str | None:
         """Return in which way results in the folder are of another configuration, or None."""
         if not self.holds_results:
             return None

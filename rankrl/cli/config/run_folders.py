@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -61,15 +62,16 @@ def check_folders(arguments: Sequence[str]) -> Path | None:
             HydraConfig.instance().cfg = before
 
 
-def refuse_used_folder(folder: RunFolder) -> None:
-    """Refuse a folder in which a run has got somewhere already.
+def refuse_used_folder(folder: RunFolder, config: Mapping[str, Any]) -> None:
+    """Refuse a folder in which a run has got somewhere already, and say how its options differ from these.
 
     Raises:
         ConfigError: It has.
     """
     if folder.holds_results:
+        state = folder.difference(config) or "already"
         raise ConfigError(
-            f"{folder.path} holds a run already; `rankrl resume={folder.path}` goes on with it; for a new "
+            f"{folder.path} holds a run {state}; `rankrl resume={folder.path}` goes on with it; for a new "
             "run choose another folder with hydra.run.dir=FOLDER, or overwrite=true to remove that one"
         )
 
@@ -89,7 +91,9 @@ def _check_run_folder(config: DictConfig) -> None:
         check_writable(folder / str(record), "hydra.output_subdir")
     check_free(folder)
     if config.resume is None and not config.overwrite:
-        refuse_used_folder(RunFolder(folder))
+        own = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
+        plain: Any = OmegaConf.to_container(own, resolve=True)
+        refuse_used_folder(RunFolder(folder), plain)
 
 
 def write_record(config: DictConfig, folder: Path) -> None:

@@ -43,7 +43,8 @@ class AppConfig:
         overwrite: Whether a run begins anew in a folder that holds another one, instead of being refused; the
             other's files are removed when it has ended. Finished jobs of a sweep with the same options stay.
         run: The folder of a run that task=evaluate, finetune, export and apply take network, data, seed and
-            weights or plan from, each unless it is set; task=finetune goes on with its fine-tuning.
+            weights or plan from, each unless it is set; task=finetune goes on with its fine-tuning, to
+            finetune.epochs in all.
         plan: The plan that task=apply applies: a plan.json.
         weights: The compressed network that finetune, evaluate and export work on: a model.safetensors with
             its plan inside. Without options of model and dataset, those of the run in whose folder it lies

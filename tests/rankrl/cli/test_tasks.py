@@ -370,12 +370,15 @@ def test_a_new_run_refuses_the_folder_of_an_earlier_one(
 ) -> None:
     folder = shutil.copytree(training, tmp_path / "train")
     before = (folder / ".hydra" / "overrides.yaml").read_text()
-    for arguments in (("task=train",), ("task=search",)):
+    same = "holds a run already"
+    changed = "holds a run with another configuration (task was train, is now search"
+    for task, words in (("train", same), ("search", changed)):
         with pytest.raises(SystemExit) as refused:
-            run("train", *arguments)
+            run("train", f"task={task}")
         assert refused.value.code == 2
         message = capfd.readouterr().err
-        assert "holds a run already; `rankrl resume=" in message
+        assert words in message
+        assert "`rankrl resume=" in message
         assert "Traceback" not in message
     assert (folder / ".hydra" / "overrides.yaml").read_text() == before
     rankrl(f"resume={folder}", "tracking=csv")

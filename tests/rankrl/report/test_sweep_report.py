@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 import rankrl
 from decomposition import list_formats
-from rankrl.report import ReportError, gather_runs, write_sweep_report
+from rankrl.report import ReportError, gather_runs, results_table, write_sweep_report
 from rankrl.report.figures import method_styles
 from rankrl.report.pareto import ALL_AT_ONCE, dense_costs, pareto_front, plotted, rivals, with_fronts
 
@@ -77,6 +78,14 @@ def test_every_run_is_gathered_with_its_state(sweep: Path) -> None:
     assert states.pop("unfinished") == "unfinished"
     assert len(states) == 6
     assert set(states.values()) == {"finished"}
+
+
+def test_the_terminal_breaks_names_of_jobs_between_their_options(sweep: Path) -> None:
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(results_table(sweep))
+    lines = [re.split("[│ ]+", line)[1] for line in capture.get().splitlines() if line.startswith("│")]
+    assert set(lines) >= {"budget.params-0.25+", "decomposition-tensor_ring", "decomposition-cp"}
 
 
 def test_a_run_measured_on_a_busy_machine_is_as_fast_as_on_a_quiet_one(tmp_path: Path) -> None:
