@@ -82,4 +82,4 @@ def _cell(group: Sequence[GatheredRun], column: Column) -> str:
     if spread is None:
         return UNKNOWN
     mean = column.write(spread.mean)
-    return mean if not spread.half_width else f"{mean} ± {column.write(spread.half_width).lstrip('+')}"
+    return mean if not spread.half_width else f"{mean} ±\N{NO-BREAK SPACE}{column.write(spread.half_width).lstrip('+')}"

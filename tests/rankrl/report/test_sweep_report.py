@@ -228,7 +228,7 @@ def test_seeds_are_averaged(tmp_path: Path) -> None:
     assert (alone["accuracy"], alone["accuracy_interval"]) == (pytest.approx(first), None)
     assert "seed" not in several
     assert "Means over seeds" in page
-    assert re.search(r"91\.00\xa0% ± 2\.48\xa0%", page)
+    assert re.search(r"91\.00\xa0% ±\xa02\.48\xa0%", page)
 
 
 @pytest.mark.usefixtures("undrawn")
