@@ -69,7 +69,7 @@ class LatencyTable:
         Raises:
             DecompositionError: If a site or one of its candidates was not measured.
         """
-        cut, times, narrowed = [], {}, {}
+        cut, indices = [], {}
         for site in sites:
             own = self.sites.get(site.name, ())
             if len(own) != len(site):
@@ -91,10 +91,18 @@ class LatencyTable:
                 dense = replace(dense, reason="no candidate is faster than the dense layer")
             cut.append(replace(site, candidates=(*(site.candidates[index] for index in kept), dense)))
             kept.append(len(site) - 1)
-            times[site.name] = tuple(own[index] for index in kept)
-            if site.name in self.narrowed:
-                narrowed[site.name] = tuple(self.narrowed[site.name][index] for index in kept)
-        return replace(self, sites=times, narrowed=narrowed), cut
+            indices[site.name] = kept
+        return self.part(indices), cut
+
+    def part(self, indices: Mapping[str, Sequence[int]]) -> LatencyTable:
+        """Return the table of some candidates of some sites, by their indices."""
+        times = {name: tuple(self.sites[name][j] for j in kept) for name, kept in indices.items()}
+        narrowed = {
+            name: tuple(self.narrowed[name][j] for j in kept)
+            for name, kept in indices.items()
+            if name in self.narrowed
+        }
+        return replace(self, sites=times, narrowed=narrowed)
 
     def attach(self, sites: Sequence[CandidateSet]) -> list[CandidateSet]:
         """Return the sites with measured times, without candidates that are slower than their dense layer.
@@ -103,10 +111,14 @@ class LatencyTable:
             DecompositionError: If a site or one of its candidates was not measured.
         """
         table, faster = self.without_slower(sites)
+        return table.timed(faster)
+
+    def timed(self, sites: Sequence[CandidateSet]) -> list[CandidateSet]:
+        """Return the sites with measured times, all candidates of them."""
         attached = []
-        for site in faster:
-            times = table.sites[site.name]
-            narrowed = table.narrowed.get(
+        for site in sites:
+            times = self.sites[site.name]
+            narrowed = self.narrowed.get(
                 site.name, [[time] * len(site.candidates[-1].narrower) for time in times]
             )
             timed = tuple(

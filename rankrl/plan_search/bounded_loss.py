@@ -8,13 +8,14 @@ and what is measured corrects the losses that the next plan is made by (`correct
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from decomposition import CandidateSet, allocate
+from decomposition.choose.budget import Budget
 from decomposition.choose.reachable import least_fraction
 from rankrl.plan_search.corrected_losses import LossModel, loss_model
-from rankrl.plan_search.measured_plans import MeasuredPlan, undominated
+from rankrl.plan_search.measured_plans import MeasuredPlan, spent, undominated
 from rankrl.plan_search.plan_meter import PlanMeter
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.plan_search.standard_plans import ALL_INT8, standard_plans, without_most_sensitive
@@ -36,7 +37,6 @@ _ALLOCATIONS = 8
 
 
 def within_loss(
-    problem: SearchProblem,
     measure: PlanMeter,
     drop: float,
     *,
@@ -45,16 +45,17 @@ def within_loss(
     """Return the cheapest measured plan whose network loses at most `drop`; the dense one where none does.
 
     Args:
-        problem: What is searched over, within a budget that everything keeps.
-        measure: Carries plans out and measures them; it knows all of them afterwards.
+        measure: Carries plans out and measures them, of a problem within a budget that everything keeps; it
+            knows all of them afterwards.
         drop: What may be lost of the score.
         around: From the problem within a budget near the best, with corrected losses, to the best plans of
             a search there.
     """
-    for name, key in standard_plans(problem).items():
+    for name, key in standard_plans(measure.problem).items():
         measure(name, key)
-    left = REFITS - _spared(problem, measure, drop)
-    low, high = _bisected(problem, measure, drop, left)
+    left = REFITS - _spared(measure, drop)
+    low, high = _bisected(measure, drop, left)
+    problem = measure.problem
     model = loss_model(problem, measure.plans.values())
     if high < 1:
         for name, key in standard_plans(within(problem, high)).items():
@@ -78,46 +79,51 @@ def _cheapest(measure: PlanMeter, drop: float) -> MeasuredPlan:
     return min(keeping, key=lambda plan: (plan.cost, plan.loss))  # the dense one keeps it
 
 
-def _spared(problem: SearchProblem, measure: PlanMeter, drop: float) -> int:
+def _spared(measure: PlanMeter, drop: float) -> int:
     """Find how many layers have to stay in floating point, the most sensitive first; return the refits.
 
     One or two are most often enough, so that numbers are doubled until the loss is kept, and bisected then.
     """
-    in_integers = without_most_sensitive(problem.sites, 0)
+    sites = measure.problem.sites
+    in_integers = without_most_sensitive(sites, 0)
     first = measure.plans.get(in_integers)
     if first is None or first.loss <= drop:
         return 0
-    count = sum(j != site.dense for site, j in zip(problem.sites, in_integers, strict=True))
+    count = sum(j != site.dense for site, j in zip(sites, in_integers, strict=True))
     too_few, enough = 0, count
     refits = 0
     while enough - too_few > 1 and refits < _SPARED_REFITS:
         doubled = max(1, 2 * too_few)
         spared = doubled if enough == count and doubled < count else (too_few + enough) // 2
-        key = without_most_sensitive(problem.sites, spared)
+        key = without_most_sensitive(sites, spared)
         refits += key not in measure.plans
         plan = measure(f"{ALL_INT8} but {spared}", key)
         too_few, enough = (too_few, spared) if plan.loss <= drop else (spared, enough)
     return refits
 
 
-def _bisected(problem: SearchProblem, measure: PlanMeter, drop: float, refits: int) -> tuple[float, float]:
+def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, float]:
     """Look for the least fraction of the budget whose plan keeps the loss.
 
-    Losses are corrected by all plans that are measured so far, and the next fraction is that at which the
-    corrected loss is the one that is allowed; plans are made anew with each correction.
+    Losses and costs are corrected by all plans that are measured so far, and the next fraction is that at
+    which the corrected loss is the one that is allowed; plans are made anew with each correction.
 
     Returns:
         The largest fraction that exceeded the loss, and the smallest one that kept it.
     """
-    budget = problem.budget
-    assert budget is not None
-    low = least_fraction(problem.sites, budget)
-    high = min(1.0, _cheapest(measure, drop).expected_cost)
+    problem = measure.problem
+    assert problem.budget is not None
+    low = least_fraction(problem.sites, problem.budget)
+    high = min(1.0, spent(problem, _cheapest(measure, drop).key))
     while refits > 0 and high - low > _CLOSE * high:
+        problem = measure.problem
         model = loss_model(problem, measure.plans.values())
         sites = problem.sites if model is None else model.corrected(problem).sites
 
-        def plan_at(fraction: float, sites: tuple[CandidateSet, ...] = sites) -> Choices:
+        def plan_at(
+            fraction: float, sites: Sequence[CandidateSet] = sites, budget: Budget | None = problem.budget
+        ) -> Choices:
+            assert budget is not None
             return tuple(map(int, allocate(sites, replace(budget, fraction=fraction))))
 
         fraction = (low + high) / 2
@@ -129,7 +135,10 @@ def _bisected(problem: SearchProblem, measure: PlanMeter, drop: float, refits: i
         key = plan_at(fraction)
         refits -= key not in measure.plans
         plan = measure(f"greedy at {fraction:.3f}", key)
-        low, high = (low, fraction) if plan.loss <= drop else (fraction, high)
+        if plan.loss <= drop:  # what it takes by costs that its own measurement corrected
+            high = min(high, max(fraction, spent(measure.problem, key)))
+        else:
+            low = fraction
     return low, high
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,7 @@ def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -
         return [row.key for row in best_rows(searches[-1].rows, session.goal.search.scores().finalists)]
 
     ruled = call.selector in list_heuristics()  # its plan depends on the budget alone
-    best = within_loss(problem, measure, drop, around=None if ruled else around)
+    best = within_loss(measure, drop, around=None if ruled else around)
     if searches and searches[-1].stopped_by == "interrupt":
         return searches[-1]
     rows = searches[-1].rows if searches else ()
@@ -118,10 +119,13 @@ def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -
 
 
 def _meter(session: SearchSession, loss: Callable[[CompressionPlan], float], call: SearchCall) -> PlanMeter:
-    latency = session.latency
-    timed = None if latency is None or latency.elsewhere else latency.share_of_original
-    identity = session.evaluator.fingerprint
-    return PlanMeter(session.problem, loss, timed, identity=identity, folder=call.folder)
+    latency, problem = session.latency, session.problem
+    options: dict[str, Any] = {"identity": session.evaluator.fingerprint, "folder": call.folder}
+    if latency is None or latency.elsewhere:
+        return PlanMeter(problem, loss, None, **options)
+    if session.goal.budget.drop is not None:
+        options["recosted"] = partial(latency.recosted, problem)
+    return PlanMeter(problem, loss, latency.share_of_original, **options)
 
 
 def _known(problem: SearchProblem, plan: MeasuredPlan) -> Evaluation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rankrl.networks.base import PricedNetwork
 from rankrl.operations import KeepChannels
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.device_kit import DeviceKit
-from rankrl.plan_search.measured_plans import spent
+from rankrl.plan_search.measured_plans import MeasuredPlan, spent
 from rankrl.plan_search.run import SearchResult, TimeEstimate, best_rows
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.selectors.random_plans import spend_at_random
@@ -158,6 +158,29 @@ class LatencyBudget:
     def unbounded(self, library: FitLibrary) -> SearchProblem:
         """Return the problem in which everything may be kept, by times that whole networks corrected."""
         return self._problem(self._corrected(self._measured_sites[0]), 1.0, library)
+
+    def recosted(self, problem: SearchProblem, plans: Sequence[MeasuredPlan]) -> SearchProblem:
+        """Return a problem of `unbounded` by times that measured plans correct, too.
+
+        Args:
+            problem: The problem.
+            plans: Plans whose files were timed here.
+        """
+        table, measured = self._measured_sites
+        contents = {site.name: [each.content() for each in site.candidates] for site in measured}
+        sites = problem.sites
+        kept = table.part(
+            {
+                site.name: [contents[site.name].index(each.content()) for each in site.candidates]
+                for site in sites
+            }
+        )
+        later = []
+        for plan in plans:
+            candidates = [site.candidates[j] for site, j in zip(sites, plan.key, strict=True)]
+            later.append(Trial.of(kept, sites, candidates, plan.cost / self._ratio))
+        fitted = corrected(kept, sites, correction(kept, self._trials(table), later))
+        return replace(problem, sites=tuple(fitted.timed(sites)), budget=fitted.budget(1.0, sites))
 
     @property
     def elsewhere(self) -> bool:

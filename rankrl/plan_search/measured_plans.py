@@ -27,7 +27,8 @@ class MeasuredPlan:
         expected_loss: What the sum of its layers' losses says, without a unit.
         predicted_loss: What the plans measured before it let expect of `loss` (`loss_model`); None where they
             told nothing.
-        expected_cost: What the sum of its layers' costs says, as a fraction of the original's.
+        expected_cost: What the sum of its layers' costs says, as a fraction of the original's; of times,
+            corrected by the plans measured before it where a loss is bounded.
         width: Of the 95 % interval of a measured time; None where the cost is exact.
     """
 

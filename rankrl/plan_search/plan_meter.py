@@ -20,11 +20,13 @@ class PlanMeter:
     """Carries plans out, once each, and measures them.
 
     Args:
-        problem: What is searched over.
+        problem: What is searched over; its costs are corrected by what is measured, where `recosted` does so.
         loss: From a plan to what its network, refit and all, loses of the original's score.
         time: From a plan to its file's time / the original's; None where costs are counted or estimated.
         identity: What losses depend on beside the plan.
         folder: Where measurements are kept, so that a search that is resumed goes on with the same; or None.
+        recosted: From all measured plans to the problem with the costs that they let expect; None where costs
+            add up.
     """
 
     def __init__(
@@ -35,9 +37,11 @@ class PlanMeter:
         *,
         identity: str,
         folder: Path | None = None,
+        recosted: Callable[[Sequence[MeasuredPlan]], SearchProblem] | None = None,
     ) -> None:
         self.problem, self._loss, self._time = problem, loss, time
-        self._identity, self._cache = identity, Cache(folder)
+        self._identity, self._cache = digest(identity, problem.fingerprint), Cache(folder)
+        self._recosted = recosted
         self.plans: dict[Choices, MeasuredPlan] = {}
 
     def __call__(self, name: str, key: Sequence[int], chosen_by: str = "") -> MeasuredPlan:
@@ -52,7 +56,7 @@ class PlanMeter:
         if choices not in self.plans:
             plan = self.problem.plan(choices, chosen_by or name)
             operations = [[each.to_dict() for each in layer.operations] for layer in plan]
-            known = digest(self._identity, self.problem.fingerprint, operations)
+            known = digest(self._identity, operations)
             kept = self._cache.value("measured-plan", known, lambda: self._measured(plan, choices))
             loss, cost, width = kept
             problem = self.problem
@@ -68,6 +72,8 @@ class PlanMeter:
             )
             log.info("%s: %.4f lost at %.3f of the %s", name, loss, cost, measure.replace("_", " "))
             self.plans[choices] = measured
+            if self._recosted is not None:
+                self.problem = self._recosted(list(self.plans.values()))
         return self.plans[choices]
 
     def _measured(self, plan: CompressionPlan, choices: Choices) -> tuple[float, float, float | None]:

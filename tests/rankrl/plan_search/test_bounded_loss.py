@@ -85,7 +85,7 @@ def test_the_loss_is_kept_and_nothing_measured_is_better(seed: int, drop: float)
     problem = made_up(seed)
     network = Network(problem, seed)
     measure = network.meter()
-    best = within_loss(problem, measure, drop)
+    best = within_loss(measure, drop)
     assert best.loss <= drop
     assert not any(plan.dominates(best) for plan in measure.plans.values())
     assert best.cost <= min(plan.cost for plan in measure.plans.values() if plan.loss <= drop) * 1.0101
@@ -105,7 +105,7 @@ def test_all_in_integers_is_returned_where_nothing_is_better() -> None:
         problem.macs,
         problem.budget,
     )
-    best = within_loss(flat, Network(flat, 0).meter(), 0.01)
+    best = within_loss(Network(flat, 0).meter(), 0.01)
     assert best.name == "all int8"
     assert best.loss == 0
     assert best.cost == pytest.approx((5 * 100 + 100) / (5 * 400 + 100))
@@ -115,15 +115,15 @@ def test_the_original_is_handed_back_where_everything_loses_too_much() -> None:
     problem = made_up(3)
     network = Network(problem, 3)
     network.loss = lambda plan: 0.5  # type: ignore[method-assign]
-    best = within_loss(problem, network.meter(), 0.1)
+    best = within_loss(network.meter(), 0.1)
     assert (best.name, best.loss, best.cost) == ("all dense", 0.0, 1.0)
 
 
 def test_measurements_are_kept_for_a_search_that_goes_on(tmp_path: Path) -> None:
     problem = made_up(5)
     first, again = Network(problem, 5), Network(problem, 5)
-    best = within_loss(problem, first.meter(tmp_path), 0.02)
-    assert within_loss(problem, again.meter(tmp_path), 0.02) == best
+    best = within_loss(first.meter(tmp_path), 0.02)
+    assert within_loss(again.meter(tmp_path), 0.02) == best
     assert first.applied
     assert not again.applied
 
@@ -132,7 +132,7 @@ def test_what_plans_lose_is_predicted_from_those_measured_before() -> None:
     off: list[tuple[float, float]] = []
     for seed in range(8):
         measure = Network(made_up(seed), seed).meter()
-        within_loss(made_up(seed), measure, 0.02)
+        within_loss(measure, 0.02)
         first, second, *later = [plan for plan in measure.plans.values() if plan.loss > 0]
         assert first.predicted_loss is None
         assert second.predicted_loss is not None

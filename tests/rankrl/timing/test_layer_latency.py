@@ -6,6 +6,7 @@ import math
 import types
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
 from rankrl.networks.module import ModuleNetwork
 from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.bounded_loss import within
 from rankrl.plan_search.latency_budget import LatencyBudget, TimedPlans
+from rankrl.plan_search.plan_meter import PlanMeter
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.scores.history import EpisodeRow, make_row
@@ -298,6 +301,36 @@ def test_the_budget_is_adjusted_until_the_whole_network_keeps_it(
     measurements = budget.measurements
     assert budget.problem(library).fingerprint == problem.fingerprint
     assert budget.measurements == measurements, "a resumed search must face the same problem"
+
+
+class Heavier(Summing):
+    """Such a machine where factorised layers take longer in a network than alone."""
+
+    def measured(self, plan: CompressionPlan) -> RelativeTime:
+        taken = [
+            (1.3 if plan[site.name].operations else 1.0) * plan[site.name].cost(site.spec).params
+            for site in self.sites
+        ]
+        return RelativeTime(sum(taken) / sum(site.spec.params for site in self.sites))
+
+
+def test_measured_plans_correct_the_times_that_later_plans_are_made_by(
+    model: nn.Module, library: FitLibrary, tmp_path: Path
+) -> None:
+    sites, options = library.all_candidates(limit=16), LatencyOptions(folder=tmp_path)
+    budget = Heavier(ModuleNetwork(model, SHAPE), sites, 1.0, options)
+    problem = budget.unbounded(library)
+    recosted = partial(budget.recosted, problem)
+    meter = PlanMeter(problem, lambda _: 0.0, budget.share_of_original, identity="a test", recosted=recosted)
+    off = []
+    for fraction in (0.3, 0.4, 0.5, 0.6):
+        key = within(meter.problem, fraction).preset
+        plan = meter(f"greedy at {fraction}", key)
+        off.append(abs(plan.expected_cost / plan.cost - 1))
+    assert off[0] > 0.1
+    assert off[-1] < 0.1 * off[0]
+    for before, after in zip(problem.sites, meter.problem.sites, strict=True):
+        assert before.losses.tolist() == after.losses.tolist()
 
 
 class Restless(Summing):
