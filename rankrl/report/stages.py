@@ -132,14 +132,14 @@ def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
 
 
 def heldout_note(metrics: Mapping[str, Any]) -> str:
-    """Return a sentence for readers of held-out accuracies; empty unless the network is from a checkpoint.
+    """Return a sentence for readers of held-out accuracies; empty where the network has not seen the images.
 
-    What a network was trained on before cannot be known; held out here is what this run does not train on.
+    A checkpoint that rankrl trained says what was held out; what another was trained on cannot be known.
 
     Args:
         metrics: The content of `metrics.json`.
     """
-    if not metrics.get("checkpoint"):
+    if not metrics.get("checkpoint") or metrics.get("heldout_is_new"):
         return ""
     return (
         "The checkpoint may have been trained on these held-out images; accuracies on them can then lie "

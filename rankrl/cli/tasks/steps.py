@@ -270,6 +270,7 @@ def head(
         "task": config.task,
         "model": model_title(config.model, network),
         "checkpoint": Path(checkpoint).name if checkpoint else None,
+        "heldout_is_new": heldout_is_new(config, data),
         "dataset": data.name,
         "decomposition": None,
         "selector": None,

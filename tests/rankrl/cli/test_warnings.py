@@ -88,6 +88,18 @@ def test_a_checkpoint_is_noted_beside_held_out_accuracies_and_a_search_reads_no_
     assert NOTE in (folder / "report.html").read_text()
 
 
+def test_a_checkpoint_that_says_what_was_held_out_has_no_note(
+    rankrl: Command, tmp_path: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network, path, data = SmallNetwork(10), tmp_path / "own.safetensors", load_dataset("digits")
+    load_checkpoint(network, trained)
+    save_checkpoint(network, path, heldout=data.heldout.digest())
+    arguments = ("task=search", *small_network(tmp_path)[:2], f"model.checkpoint={path}")
+    rankrl(*SHORT, *arguments, f"hydra.run.dir={tmp_path / 'run'}")
+    assert read_json(tmp_path / "run" / "metrics.json")["heldout_is_new"] is True
+    assert NOTE not in capsys.readouterr().out + (tmp_path / "run" / "report.html").read_text()
+
+
 def test_a_network_trained_here_has_not_seen_the_held_out_images(
     whole_run: Path, shown_by_whole_run: str
 ) -> None:
