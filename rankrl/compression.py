@@ -123,7 +123,7 @@ def compress(
     overwrite: bool = False,
     progress: Progress = None,
 ) -> Compression:
-    """Compress a network: choose what becomes of its layers, carry it out, verify the file and time it.
+    """Compress a network: choose a plan for its layers, apply it, verify the file and time it.
 
     A module comes back as one, fitted and, if that is asked for, fine-tuned; a file's nodes become several
     smaller ones, without any PyTorch code, labels or gradients. Ranks are chosen within a budget by what the
@@ -278,7 +278,7 @@ def search(
     seed: int = 0,
     progress: Progress = None,
 ) -> SearchResult:
-    """Choose what becomes of every layer so that a score is best within a budget.
+    """Choose a plan for every layer that gives the best score within a budget.
 
     Args:
         network: A module, which is left untouched, or the path of an ONNX file. A module may take several
@@ -379,7 +379,7 @@ def apply_plan(
     Args:
         network: A module or the path of an ONNX file: what the plan was made for, or one with the same
             layers.
-        plan: What becomes of every layer.
+        plan: The operations of every layer.
         inputs: What the network is used on, as for `compress`; a module's layers are fitted to their weights
             alone without any, which keeps far less accuracy.
         target: The ONNX file to write, for a file.
@@ -459,7 +459,7 @@ def timing_kit(
         network: As for `compress`, like all that follow.
         inputs: What the network is used on.
         folder: The folder to write.
-        decomposition: What may become of layers.
+        decomposition: Formats and precisions that layers may take.
         timing: How time is measured.
         heldout: What layers are not fitted to.
         images: How images become inputs.

@@ -39,11 +39,11 @@ HEAD = """# All options
 
 Written by `scripts/make_config_reference.py` from the code; a test checks that it is current.
 
-An option is given as `NAME=VALUE`, a group as `GROUP=CHOICE`; `null` means none, `???` that the option must
-be given. Entries are added to a mapping with a plus in front: `'+pruner.strengths={conv1: 2.0}'`. A comma
-parts the values of a sweep; text with brackets, quotes or commas in it is quoted twice:
-`"model.checkpoint='a[1].pt'"`. `--config-dir FOLDER` adds choices of your own, `FOLDER/GROUP/NAME.yaml`.
-`rankrl --cfg job` prints the whole configuration of a command without running it.
+Set an option with `NAME=VALUE`, choose from a group with `GROUP=CHOICE`. `null` means none, `???` that you
+have to set it. A plus adds entries to a mapping: `'+pruner.strengths={conv1: 2.0}'`. Commas separate the
+values of a sweep, so quote text with brackets, quotes or commas twice: `"model.checkpoint='a[1].pt'"`.
+`--config-dir FOLDER` adds your own choices, `FOLDER/GROUP/NAME.yaml`. `rankrl --cfg job` prints the whole
+configuration of a command without running it.
 """
 _IN_YAML = {"None": "null", "True": "true", "False": "false"}
 
@@ -232,11 +232,13 @@ def _group(group: str, hint: Any, default: Mapping[str, Any], registered: Mappin
     for choice in registered:
         for option in choice_options(group, choice, registered[choice]):
             owners.setdefault(option, []).append(choice)
-    rows = [
-        _of(option, choices if len(choices) < len(registered) else [])
-        for option, choices in sorted(owners.items(), key=lambda each: -len(each[1]))
-    ]
-    yield f"{table(rows)}\n" if rows else ""
+    rows: dict[tuple[str, str, str], Option] = {}
+    for option, choices in sorted(owners.items(), key=lambda each: -len(each[1])):
+        own = _of(option, choices if len(choices) < len(registered) else [])
+        key = own.name, own.kind, own.default
+        before = f"{rows[key].explanation} " if key in rows else ""
+        rows[key] = dataclasses.replace(own, explanation=f"{before}{own.explanation}")
+    yield f"{table(list(rows.values()))}\n" if rows else ""
 
 
 def _of(option: Option, choices: Sequence[str]) -> Option:

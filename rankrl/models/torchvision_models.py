@@ -11,7 +11,7 @@ from rankrl.errors import ConfigError, ModelError
 from rankrl.models.registry import register_model
 
 
-@register_model("torchvision", "any classification network of torchvision: model.name=mobilenet_v2, ...")
+@register_model("torchvision", "any classification network of torchvision, such as model.name=mobilenet_v2")
 def torchvision_model(
     input_shape: tuple[int, int, int], num_classes: int, /, *, name: str, **options: Any
 ) -> nn.Module:

@@ -14,7 +14,7 @@ MEASURES = ("params", "macs", "bytes", "latency")
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """What plans keep to: a fraction of the dense network's cost, or two at once; or a loss that is bounded.
+    """What plans keep to: a fraction of the dense network's cost, or two at once; or a bounded loss.
 
     With none, rewards that ignore size keep 0.4 of the parameters, the others have no limit.
 
@@ -22,7 +22,7 @@ class BudgetOptions:
         drop: How much of the original's score may be lost, in [0, 1): of the accuracy where there are labels,
             of the agreement with the original where there are none, or of your own score. The result is then
             the fastest or smallest network found within it, and no fraction is given.
-        minimise: What is to be as little as possible within `drop`: latency, bytes, macs or params.
+        minimise: What to minimise within `drop`: latency, bytes, macs or params.
         params: Fraction of the parameters to keep at most, or None.
         macs: Fraction of the multiply-accumulates to keep at most, or None.
         bytes: Fraction of the bytes of the parameters in a file to keep at most, or None.

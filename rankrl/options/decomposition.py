@@ -25,15 +25,15 @@ class FittingOptions:
             compression; tensor ring and tensor train alone.
         candidates: Candidate ranks a layer and format at most.
         iterations: L-BFGS iterations of each fit.
-        weigh_outputs: Whether channels and layers count by what the network's output makes of them (one
-            backward pass, no labels; forward passes of some minutes for a file, of which layers count by
-            measured losses in any case).
+        weigh_outputs: Whether errors count by their effect on the network's output (one backward pass, no
+            labels; for a file some minutes of forward passes, and its layers count by measured losses in any
+            case).
         channels: Fractions of the channels between two layers that may be kept, for example [0.75, 0.5]: the
             first layer loses the others, where the second alone reads them. Empty keeps all of them.
         blocks: Whether whole residual blocks may be removed.
         skip: Layers that stay as they are: names of layers or of modules that hold some, or patterns of such
             names, for example [fc, layer1, "*.downsample.*"].
-        only: Layers that alone may change, named likewise; empty for all.
+        only: The only layers that may change, named likewise; empty for all.
     """
 
     tensorised: bool = False

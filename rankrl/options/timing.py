@@ -24,12 +24,11 @@ class LatencyOptions:
         preprocess: Whether the normalisation is part of the graph: the file then takes images as bytes, uint8
             (N, height, width, channels). If not, it takes float32 (N, channels, height, width), normalised as
             its metadata says.
-        pad_channels: Whether channels that are fewer than the processor computes at a time (16 with AVX-512,
-            8 with AVX2) are filled up with zeros when onnxruntime loads a file, where it is faster then. What
-            is filled up is no constant of the graph any more, as other tools may want it.
-        reduce_range: Whether the weights of layers that compute in 8-bit integers take 7 of the 8 bits, as
-            files need it for x86 processors without VNNI, whose sums overflow otherwise; None: where this
-            processor is one. Times are the same.
+        pad_channels: Whether channels are padded with zeros to as many as the processor computes at a time
+            (16 with AVX-512, 8 with AVX2) when onnxruntime loads a file, where that is faster. Padded weights
+            are no longer constants of the graph, which other tools may expect.
+        reduce_range: Whether layers that compute in 8-bit integers have weights of 7 bits, for x86 processors
+            without VNNI, whose sums would overflow; None: if this processor is one. Times are the same.
         runtime: The runtime that budgets in time and choices go by: onnxruntime; onnxruntime_cuda, on an
             NVIDIA GPU; onnxruntime_web, its WASM backend in node (`npm install onnxruntime-web` where the
             command runs); openvino (extra `openvino`). Layers, plans and files are timed there.
@@ -41,12 +40,12 @@ class LatencyOptions:
         threads: Threads of the runtime.
         runs: Timed runs of each network.
         folder: Where tables of measured layers are kept for later runs, or None.
-        table: The times.json that a timing kit measured on another device, for which is searched then; or a
+        table: The times.json that a timing kit measured on another device, for which plans are searched; or a
             list of that and of those that kits of finished networks (`task=verify_kit`) measured there, which
             correct it. None times here.
-        input_names: What the exported file calls its inputs; by default as the forward's parameters.
-        output_names: What it calls its outputs; by default as the keys or fields of what the forward returns,
-            else `output`.
+        input_names: Names of the exported file's inputs; by default those of the forward's parameters.
+        output_names: Names of its outputs; by default the keys or fields that the forward returns, else
+            `output`.
         dynamic_axes: Axes but the batch's that stay free in the file of a module, with names, by the
             forward's parameter: `{"images": {2: "height", 3: "width"}}`.
     """
@@ -130,8 +129,8 @@ class ExportOptions(LatencyOptions):
     Attributes:
         opset: ONNX operator set; None for the exporter's default.
         training: Write the optimizer's step (optim, an ONNX operator) as optimizer_step.onnx too.
-        skip: Leave out model.onnx and all that is measured of it, as one may where dozens of runs are
-            compared by what PyTorch measures; task=export writes it later. `export=false` is short for it.
+        skip: Leave out model.onnx and its measurements, as in a sweep that compares what PyTorch measures;
+            task=export writes it later. `export=false` is short for it.
     """
 
     opset: int | None = None

@@ -19,7 +19,7 @@ class RecipeOptions:
         halvings: How often a training that diverges, or falls back to guessing, starts again from its first
             weights with half the learning rate; 0 never.
         product_decay: Weight decay on the weight that each factorised layer's cores contract to, 0 or more
-            (Frobenius decay, Khodak et al., ICLR 2021). Above 0 the optimizer's own spares the cores, which
+            (Frobenius decay, Khodak et al., ICLR 2021). Above 0 the optimizer's own skips the cores, which
             are sized alike before the first step, so that one learning rate suits them all; layers in
             integers stay as they are.
         schedule: "constant", "cosine" or "one_cycle"; see `rankrl.training.schedule`.

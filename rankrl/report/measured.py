@@ -51,9 +51,9 @@ def measured_note(metrics: Mapping[str, Any]) -> str:
     done = "scored" if measure.startswith("estimated") else "measured"
     note = f"Each plan was carried out and {done}; the cost is the {_MEASURES[measure]}."
     if any(plan.get("predicted_loss") is not None for plan in plans):
-        note += " What it was expected to lose is known from the plans that were measured before it."
+        note += " The expected loss follows from the plans measured before."
     if taken == "all dense":
-        return f"{note} Nothing cheaper loses as little: the network is handed back as it was."
+        return f"{note} Nothing cheaper loses as little, so you get the original network."
     if taken is not None:
         note += (
             f" {taken[0].upper()}{taken[1:]} was taken: no other is better in one and as good in the other."

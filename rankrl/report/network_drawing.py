@@ -97,7 +97,7 @@ def plan_drawing(layers: Sequence[LayerRow]) -> PlanDrawing | None:
         _drawn(layers, roles, fewest=12, most=16),
         list(legend.items()),
         "Every layer from the input to the output: the outline is what it had, the filling what is "
-        f"left{empty}. Pointing at a layer says what became of it.",
+        f"left{empty}. Point at a layer for its operations.",
     )
 
 

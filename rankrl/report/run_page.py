@@ -130,7 +130,7 @@ def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _comparison(metrics: Mapping[str, Any]) -> Table | None:
     columns, rows = comparison_rows(metrics)
-    caption = "Accuracy is measured on the test set, which nothing was chosen by."
+    caption = "Accuracy is measured on the test set, which chose nothing."
     if _of_file(metrics):
         caption = "Agreement with the original is measured on held-out inputs, which nothing was fitted to."
         caption += agreement_note(metrics)

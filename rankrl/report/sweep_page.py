@@ -155,8 +155,8 @@ def _pareto(runs: Sequence[GatheredRun]) -> Drawing | None:
         return None
     caption = (
         "Each point is a run, as it ended. The line joins what nothing else beats in both accuracy and cost, "
-        "the dense network and its 8-bit integers included. Accuracy is that on the test set, which nothing "
-        "was chosen by."
+        "the dense network and its 8-bit integers included. Accuracy is that on the test set, which "
+        "chose nothing."
     )
     if plotted(runs, "latency"):
         caption += (

@@ -20,7 +20,7 @@ _DOTS_PER_INCH = 160
 METRICS = "metrics.json"
 _FILES = {
     METRICS: "the numbers of this page, for programs",
-    "plan.json": "what becomes of every layer",
+    "plan.json": "the operations of every layer",
     "model.safetensors": "the compressed network with its plan",
     "model.onnx": "the same for onnxruntime, verified",
     "dense.safetensors": "the dense network, as trained here",

@@ -99,7 +99,7 @@ def export_onnx(
         dynamic_batch: Leave the batch size free. Otherwise it is the sample's (1 without a sample).
         dynamic_axes: Other axes to leave free, with names, by the forward's parameter: `{"images": {2:
             "height", 3: "width"}}`.
-        input_names: What the file calls its inputs; by default as the forward's parameters.
+        input_names: Names of the file's inputs; by default those of the forward's parameters.
         output_names: What it calls its outputs; by default by the keys or fields that the forward returns
             them under, else `output`.
         preprocessing: What is done to images of bytes before the model. With it the file does that itself:

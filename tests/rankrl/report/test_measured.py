@@ -37,13 +37,13 @@ def test_every_plan_has_a_row_and_the_one_that_was_taken_is_marked() -> None:
     ]
     assert len(columns) == len(rows[0])
     note = measured_note(metrics("all int8"))
-    assert "the cost is the time. What it was expected to lose" in note
+    assert "the cost is the time. The expected loss follows" in note
     assert "All int8 was taken" in note
     assert measured_table(metrics("all int8")).row_count == 2
 
 
 def test_the_network_as_it_was_is_said_to_be_that() -> None:
-    assert "the network is handed back as it was" in measured_note(metrics("all dense"))
+    assert "you get the original network" in measured_note(metrics("all dense"))
 
 
 def test_a_run_that_measured_no_plan_has_no_table() -> None:
