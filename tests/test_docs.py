@@ -217,7 +217,9 @@ def test_links_and_pictures_exist(page: Path) -> None:
 
 
 STUMBLES = re.compile(
-    r"\bbeside\b|\bwhat becomes? of\b|\bis found by\b|\bwhich ones,|\bused to\b|\bnobody\b|\bfor who\b",
+    r"\bbeside\b|\bwhat becomes? of\b|\bis found by\b|\bwhich ones,|\bused to\b|\bnobody\b|\bfor who\b"
+    r"|\bgo(?:es)? on\b|\banew\b|\bhand(?:s|ed)? back\b|\bfilled up\b|\bturned back\b|\bat hand\b"
+    r"|\bknows? torch\b|\blets? expect\b",
     re.IGNORECASE,
 )
 

@@ -83,7 +83,7 @@ class MaskOptions(NetworkSteps, BlockOptions):
         strengths: Further factors for single groups, by group name (per-branch strengths).
         limit: Share of each group's units that may remain at most when the masks are fixed (hard limit); None
             for no limit.
-        rewind: Keep what the masks chose and go back to the dense network's weights, solved for anew like
+        rewind: Keep what the masks chose and go back to the dense network's weights, solved for again like
             those that a criterion leaves; None for whichever weights do better on held-out images.
     """
 

@@ -110,7 +110,7 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class TrackingOptions:
-    """Where the run is tracked while it goes on.
+    """Where the run is tracked as it proceeds.
 
     Attributes:
         name: A registered tracker.

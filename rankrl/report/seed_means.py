@@ -82,4 +82,5 @@ def _cell(group: Sequence[GatheredRun], column: Column) -> str:
     if spread is None:
         return UNKNOWN
     mean = column.write(spread.mean)
-    return mean if not spread.half_width else f"{mean} ±\N{NO-BREAK SPACE}{column.write(spread.half_width).lstrip('+')}"
+    half = column.write(spread.half_width).lstrip("+") if spread.half_width else ""
+    return f"{mean} ±\N{NO-BREAK SPACE}{half}" if half else mean

@@ -37,13 +37,13 @@ class AppConfig:
             inspect, report, compare, pretrain, timing_kit, verify_kit,
             demo.
         seed: Seed of everything random: held-out images, calibration, exploration, augmentation.
-        resume: A run folder to go on with after it was interrupted; its own configuration is used.
+        resume: The folder of an interrupted run to continue, with its own configuration.
         reuse: A folder whose finished runs a sweep takes for its jobs with the same options, as it does
             those in its own folder.
-        overwrite: Whether a run begins anew in a folder that holds another one, instead of being refused; the
+        overwrite: Whether a run starts over in a folder that holds another one, instead of being refused; the
             other's files are removed when it has ended. Finished jobs of a sweep with the same options stay.
         run: The folder of a run that task=evaluate, finetune, export and apply take network, data, seed and
-            weights or plan from, each unless it is set; task=finetune goes on with its fine-tuning, to
+            weights or plan from, each unless it is set; task=finetune continues its fine-tuning, to
             finetune.epochs in all.
         plan: The plan that task=apply applies: a plan.json.
         weights: The compressed network that finetune, evaluate and export work on: a model.safetensors with
