@@ -76,7 +76,9 @@ def checked_axes(
     names, tensors = input_names(network, batch), tensors_of(batch)
     unknown = sorted(set(named or {}) - set(names))
     if unknown:
-        raise ExportError(f"dynamic_axes names the input {unknown[0]!r}; there are {', '.join(names)}")
+        raise ExportError(
+            f"dynamic_axes names the input {unknown[0]!r}; the forward takes {', '.join(names)}"
+        )
     result = []
     for name, tensor in zip(names, tensors, strict=True):
         axes = {0: BATCH_AXIS} if dynamic_batch else {}

@@ -146,7 +146,7 @@ def test_names_and_free_axes_are_as_asked(tmp_path: Path) -> None:
     [
         ({"input_names": ["a", "b"]}, r"input_names=\['a', 'b'\] cannot be given to the inputs .* \['x'\]"),
         ({"output_names": ["scale", "b"]}, "none that a weight"),
-        ({"dynamic_axes": {"y": {2: "height"}}}, "names the input 'y'; there are x"),
+        ({"dynamic_axes": {"y": {2: "height"}}}, "names the input 'y'; the forward takes x"),
         ({"dynamic_axes": {"x": {4: "height"}}}, "the axis 4 of 'x', which has 4"),
     ],
 )
