@@ -96,8 +96,9 @@ def check_option(name: str, value: Any, wanted: Any) -> None:
         raise ConfigError(f"{name} is empty; {_allowed(wanted)}")
     if not _fits(value, wanted):
         near = did_you_mean(value, _choices(wanted)) if isinstance(value, str) else ""
+        listed = f" Write {name}=[{value}]." if _fits([value], wanted) else ""
         raise ConfigError(
-            f"{name} must be {described(wanted)}, got {shown(value)}.{near}{_quoting(value, wanted)}"
+            f"{name} must be {described(wanted)}, got {shown(value)}.{near}{listed}{_quoting(value, wanted)}"
         )
 
 

@@ -39,7 +39,9 @@ def explained(error: BaseException, overrides: Sequence[Override]) -> str:
     if group is not None:
         name, value = group.groups()
         known = offered_choices(name)
-        return f"{name}={value} is unknown; choose from {', '.join(known)}.{did_you_mean(value, known)}"
+        own = " One of your own needs plugins=[MODULE]." if name in TABLES else ""
+        near = did_you_mean(value, known) or own
+        return f"{name}={value} is unknown; choose from {', '.join(known)}.{near}"
     unknown = re.search(
         r"Could not override '([^']+)'|Could not find '([^']+)'|Key '([^']+)' is not in", text
     )

@@ -49,7 +49,10 @@ def test_values_are_refused_before_anything_is_made(
         (("search.augmented=3",), "search.augmented must be true or false, got 3"),
         (("train.optim=null",), "train.optim holds options of its own"),
         (("search=3",), "search holds options of its own"),
-        (("compare.seeds=3",), "compare.seeds must be a list of whole numbers, got 3"),
+        (
+            ("compare.seeds=3",),
+            "compare.seeds must be a list of whole numbers, got 3. Write compare.seeds=[3].",
+        ),
         (("compare.selectors={a: 1}",), "compare.selectors must be a list of names"),
         (("plan=true",), "plan must be text or null, got true"),
         (("seed=1000000000000000000000000",), "seed must be a whole number of at most 64 bits"),
