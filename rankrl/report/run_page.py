@@ -295,7 +295,7 @@ def _onnx_facts(metrics: Mapping[str, Any]) -> dict[str, str]:
         before = "" if agreement is None else ", before rounding"
         values[f"Largest difference from PyTorch{before}"] = f"{difference:.1e}"
     if agreement is not None:
-        values["Same class as in PyTorch, with rounding"] = format_accuracy(agreement)
+        values["Agreement with PyTorch, with rounding"] = format_accuracy(agreement)
     accuracy = number(metrics, "onnx", "accuracy")
     if accuracy is not None:
         values["Test accuracy measured from the file"] = format_accuracy(accuracy)

@@ -274,12 +274,12 @@ def test_layers_in_integers_say_so(metrics: Mapping[str, Any], layers: Sequence[
     assert cells.count("float32") == len(layers) - 1
 
 
-def test_a_file_in_integers_is_compared_by_its_classes(metrics: dict[str, Any]) -> None:
-    assert "Same class as in PyTorch" not in run_page(RunReport(metrics))
+def test_a_file_in_integers_says_how_far_it_agrees(metrics: dict[str, Any]) -> None:
+    assert "Agreement with PyTorch" not in run_page(RunReport(metrics))
     metrics = {**metrics, "onnx": {**metrics["onnx"], "agreement": 0.991}}
     page = run_page(RunReport(metrics))
     assert "Largest difference from PyTorch, before rounding" in page
-    assert "Same class as in PyTorch, with rounding" in page
+    assert "Agreement with PyTorch, with rounding" in page
     assert "99.10" in page
 
 
