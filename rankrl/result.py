@@ -88,7 +88,7 @@ class Compression(MeasuredNetwork):
         outputs: How far each output agrees with the original's on the held-out inputs.
         verified: Largest difference between the file and the network that it was made from; of a graph,
             relative to the largest number at the outputs.
-        latency: Its time beside the original's.
+        latency: Its time next to the original's.
         search: The record of the search for the plan; None where there was none.
         missed: What to tell a reader if the budget in time is missed, else None.
         numbers: What else the section `onnx` of metrics.json says of the file.
@@ -139,7 +139,7 @@ def missed_latency(budget: float | None, times: LatencyComparison) -> str | None
 
     Args:
         budget: Fraction of the original's time to keep at most, or None for no such budget.
-        times: The file's time beside the original's.
+        times: The file's time next to the original's.
     """
     kept = 1 / times.ratio
     if budget is None or 1 / times.ratio_high <= budget:  # within what the timing can tell
