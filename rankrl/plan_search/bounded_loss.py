@@ -109,14 +109,15 @@ def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, floa
     which the corrected loss is the one that is allowed; plans are made anew with each correction.
 
     Returns:
-        The largest fraction that exceeded the loss, and the smallest one that kept it.
+        The largest fraction that exceeded the loss or is out of reach, and the smallest one that kept it.
     """
-    problem = measure.problem
-    assert problem.budget is not None
-    low = least_fraction(problem.sites, problem.budget)
-    high = min(1.0, spent(problem, _cheapest(measure, drop).key))
-    while refits > 0 and high - low > _CLOSE * high:
+    low, high = 0.0, min(1.0, spent(measure.problem, _cheapest(measure, drop).key))
+    while True:
         problem = measure.problem
+        assert problem.budget is not None
+        low = max(low, least_fraction(problem.sites, problem.budget))  # which measured times may have raised
+        if refits <= 0 or high - low <= _CLOSE * high:
+            return low, max(low, high)
         model = loss_model(problem, measure.plans.values())
         sites = problem.sites if model is None else model.corrected(problem).sites
 
@@ -139,7 +140,6 @@ def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, floa
             high = min(high, max(fraction, spent(measure.problem, key)))
         else:
             low = fraction
-    return low, high
 
 
 def _crossing(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +94,20 @@ def test_the_loss_is_kept_and_nothing_measured_is_better(seed: int, drop: float)
     assert {"all dense", "all int8", "int8 convolutions"} <= {plan.name for plan in measure.plans.values()}
     assert len(network.applied) <= REFITS + 2 * len(standard_plans(problem))
     assert len(set(map(str, network.applied))) == len(network.applied)  # none is made twice
+
+
+@pytest.mark.parametrize(("share", "drop"), [(0.02, 0.6), (0.04, 1.0), (0.08, 0.1)])
+def test_measurements_may_raise_the_least_cost_that_plans_can_reach(share: float, drop: float) -> None:
+    problem = made_up(0)
+    network, budget = Network(problem, 0), problem.budget
+    assert budget is not None
+
+    def dearer(plans: Sequence[MeasuredPlan]) -> SearchProblem:
+        raised = replace(budget, fixed=budget.fixed + share * len(plans) * budget.total)
+        return replace(problem, budget=raised)
+
+    measure = PlanMeter(problem, network.loss, None, identity="a test", recosted=dearer)
+    assert within_loss(measure, drop, around=lambda near: [(0,) * len(near.sites)]).loss <= drop
 
 
 def test_all_in_integers_is_returned_where_nothing_is_better() -> None:
