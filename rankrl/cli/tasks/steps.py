@@ -100,10 +100,11 @@ def dense_training(
     """Train the dense network in place and save it; warn if it has learned nothing."""
     recipe = options.training_recipe(config, network)
     result = _trained("train", network, data, recipe, folder, stage="train")
+    new = heldout_is_new(config, data)  # not where it began with weights that may have seen them
     save_checkpoint(
         network,
         folder.dense,
-        heldout=data.heldout.digest(),
+        heldout=data.heldout.digest() if new else None,
         preprocessing=data.preprocessing.to_dict(),
     )
     warning = guessing_warning(network, data)

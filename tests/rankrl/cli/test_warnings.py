@@ -14,7 +14,7 @@ from command_line import QUICK, SmallNetwork, read_json, small_network
 from decomposition import LayerPlan, apply_plan, plan_by_heuristic, save_compressed
 from rankrl.cli.app import BUDGET_MISSED, COLLAPSED
 from rankrl.data import load_dataset
-from rankrl.models import load_checkpoint, save_checkpoint
+from rankrl.models import checkpoint_heldout, load_checkpoint, save_checkpoint
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.timing.latency import RelativeTime
 from rankrl.training import TrainingRecipe, train
@@ -98,6 +98,20 @@ def test_a_checkpoint_that_says_what_was_held_out_has_no_note(
     rankrl(*SHORT, *arguments, f"hydra.run.dir={tmp_path / 'run'}")
     assert read_json(tmp_path / "run" / "metrics.json")["heldout_is_new"] is True
     assert NOTE not in capsys.readouterr().out + (tmp_path / "run" / "report.html").read_text()
+
+
+def test_training_on_from_weights_of_unknown_origin_holds_nothing_out(
+    rankrl: Command, tmp_path: Path, trained: Path
+) -> None:
+    own = tmp_path / "own.safetensors"
+    network, data = SmallNetwork(10), load_dataset("digits")
+    load_checkpoint(network, trained)
+    save_checkpoint(network, own, heldout=data.heldout.digest())
+    arguments = ("task=train", "train.epochs=1", *small_network(tmp_path)[:2])
+    for start, known in ((trained, None), (own, data.heldout.digest())):
+        folder = tmp_path / start.stem
+        rankrl(*arguments, f"model.checkpoint={start}", f"hydra.run.dir={folder}")
+        assert checkpoint_heldout(folder / "dense.safetensors") == known
 
 
 def test_a_network_trained_here_has_not_seen_the_held_out_images(
