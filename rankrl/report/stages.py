@@ -154,7 +154,7 @@ def format_accuracy(accuracy: float | None) -> str:
 
 def format_share(share: float) -> str:
     """Write a fraction as percent with one decimal."""
-    return f"{100 * share:.1f}{_SPACE}%"
+    return f"{round(100 * share, 1) + 0.0:.1f}{_SPACE}%"  # never -0.0
 
 
 def format_count(count: float | None) -> str:

@@ -17,6 +17,7 @@ from rankrl.report.stages import (
     format_large,
     format_points,
     format_ratio,
+    format_share,
     latency_change,
     latency_note,
     stages,
@@ -244,3 +245,8 @@ def test_a_run_ends_with_one_sentence(metrics: dict[str, Any]) -> None:
     halved = {"baseline": {"params": 10}, "compressed": {"params": 5}}
     said = conclusion(halved).replace("\N{NO-BREAK SPACE}", " ")
     assert said == "The compressed network needs 50.0 % of the parameters."
+
+
+def test_a_share_of_next_to_nothing_has_no_sign() -> None:
+    assert format_share(-0.0003) == format_share(0.0) == "0.0\N{NO-BREAK SPACE}%"
+    assert format_share(-0.02) == "-2.0\N{NO-BREAK SPACE}%"
