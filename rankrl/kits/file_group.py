@@ -17,21 +17,22 @@ Contents = tuple[Sequence[ir.Model], Batch]
 
 @dataclass(frozen=True)
 class FileGroup:
-    """Files that are timed in turns on the same inputs.
+    """Files that are timed in turns on the same inputs, an untimed pass of each before every timed one.
+
+    Others have pushed its tensors out of the processor's cache, where those of a network that runs again and
+    again stay.
 
     Attributes:
         names: A digest of the structure of each: files of one name take equal time.
         contents: Makes the files, which takes longer than naming them.
         runs: Timed passes of each.
         warm_up: Untimed passes of each before them.
-        settle: Whether an untimed pass goes before each timed one (`timed_passes`).
     """
 
     names: tuple[str, ...]
     contents: Callable[[], Contents]
     runs: int
     warm_up: int = 6
-    settle: bool = True
 
 
 class Stopwatch(Protocol):

@@ -92,7 +92,6 @@ class KitWriter:
                     "inputs": self._written(models[0], inputs),
                     "runs": group.runs,
                     "warm_up": group.warm_up,
-                    "settle": group.settle,
                 }
             )
         return np.ones(len(group.names))

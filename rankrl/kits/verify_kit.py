@@ -58,5 +58,5 @@ def write_verify_kit(
 
     kit = KitWriter(folder, {"batch": str(timing.batch)}, threads=timing.threads, whole=True)
     names = tuple(each.file for each in named)
-    kit.times(FileGroup(names, contents, 2 * timing.runs, warm_up=3, settle=False))
+    kit.times(FileGroup(names, contents, 2 * timing.runs, warm_up=3))
     return kit.finish(named)

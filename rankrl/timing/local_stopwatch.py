@@ -46,7 +46,7 @@ class LocalStopwatch:
             [clock] * count,
             runs=group.runs,
             warm_up=group.warm_up,
-            settle=group.settle,
+            settle=True,
         )
         medians: np.ndarray = np.median(times, axis=0)
         return medians

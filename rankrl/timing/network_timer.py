@@ -26,7 +26,7 @@ from rankrl.timing.local_stopwatch import LocalStopwatch
 from rankrl.timing.lone_node import LoneNode
 from rankrl.timing.passes import measuring_conditions
 
-_METHOD = 7
+_METHOD = 8
 """Version of the way layers are timed; tables of another version are not read."""
 
 
@@ -151,7 +151,7 @@ class NetworkTimer:
         def contents() -> Contents:
             return [load_model(self._file("timed", plan)) for plan in plans], self.files.feed
 
-        return FileGroup(tuple(names), contents, 2 * options.runs, warm_up=3, settle=False)
+        return FileGroup(tuple(names), contents, 2 * options.runs, warm_up=3)
 
     def whole(self, plan: CompressionPlan) -> RelativeTime:
         """Return the time of the network under a plan / that of the dense one, timed in turns."""

@@ -40,8 +40,8 @@ def timed_passes(
         clocks: The clock of each file.
         runs: Timed forward passes of each file.
         warm_up: Untimed forward passes of each before them.
-        settle: Whether an untimed pass goes before each timed one: other files have pushed this one's tensors
-            out of the processor's cache, where those of a layer stay within its network.
+        settle: Whether an untimed pass goes before each timed one, so that other files have not pushed this
+            one's tensors out of the processor's cache.
 
     Returns:
         Milliseconds of every pass by its clock, and on the wall, each of shape (runs, files).
