@@ -77,11 +77,13 @@ def _decomposition(
     network: Any, names: str | Sequence[str] | DecompositionOptions | None, default: str = "tucker"
 ) -> DecompositionOptions:
     """Return what may become of layers, in float32 where formats alone are named."""
+    of_file = isinstance(network, str | Path)
     if isinstance(names, DecompositionOptions):
-        return names
+        unlisted = of_file and names.format == AUTO and names.formats is None
+        return replace(names, formats=tuple(writable_formats())) if unlisted else names
     precisions = None if names is None else ("float32",)
     if names is None:
-        names = writable_formats() if isinstance(network, str | Path) else default
+        names = writable_formats() if of_file else default
     names = [names] if isinstance(names, str) else list(names)
     formats = None if len(names) == 1 else tuple(names)
     return DecompositionOptions(format=AUTO if formats else names[0], formats=formats, precisions=precisions)

@@ -11,6 +11,8 @@ from rankrl.errors import ConfigError, did_you_mean
 from rankrl.options.budget import BudgetOptions
 
 AUTO = "auto"
+AUTO_FORMATS = ("cp", "tucker", "tensor_ring")
+"""What layers choose from with format `AUTO` where nothing is listed."""
 """What `metrics.json` calls a choice among several formats."""
 PRECISIONS = ("float32", "int8", "int7", "int8_weights", "int4_weights")
 """Names of what layers may compute with or be stored in (`decomposition.operations.quantise`)."""
@@ -57,7 +59,8 @@ class DecompositionOptions(FittingOptions):
 
     Attributes:
         format: The tensor format; auto for the best of `formats` in every layer.
-        formats: What every layer chooses from, with format auto.
+        formats: What every layer chooses from, with format auto; None for cp, tucker and tensor_ring, in a
+            file for those that become plain nodes.
         precisions: What every layer may compute with or be stored in: float32, int8 (weights and
             activations; int7, with weights of 7 bits, takes its place where export.reduce_range has it so),
             int8_weights, int4_weights. None takes float32 and int8 for budget.latency and budget.bytes,
@@ -90,7 +93,7 @@ class DecompositionOptions(FittingOptions):
     @property
     def choices(self) -> tuple[str, ...]:
         """The formats that every layer chooses from."""
-        return self.formats if self.format == AUTO and self.formats is not None else (self.format,)
+        return (self.formats or AUTO_FORMATS) if self.format == AUTO else (self.format,)
 
     def final_fit(self) -> FitOptions:
         """Return how much work each fit of the chosen plan may do.

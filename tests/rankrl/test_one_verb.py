@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import rankrl
+from decomposition import list_formats
 from rankrl.errors import ConfigError
+from rankrl.plan_search.scores.history import CANDIDATES_FILE
 
 IMAGES = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 QUICK: dict[str, Any] = {
@@ -157,3 +159,19 @@ def test_what_may_be_lost_takes_the_place_of_a_budget(
     assert again.plan.layers == result.plan.layers
     with pytest.raises(ConfigError, match="holds a run with another configuration"):
         rankrl.compress(given, inputs, tmp_path / "run", drop=0.1, minimise="bytes", **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("kind", "formats"),
+    [("module", {"cp", "tucker", "tensor_ring"}), ("file", {"cp", "tucker", "spatial_svd"})],
+)
+def test_auto_chooses_among_formats_that_nobody_has_to_list(
+    kind: str, formats: set[str], kinds: dict[str, tuple[Any, Any]], tmp_path: Path
+) -> None:
+    auto = rankrl.DecompositionOptions(format="auto", candidates=2, iterations=2)
+    given, inputs = kinds[kind]
+    rankrl.search(given, inputs, score=lambda _: 1.0, params=0.6, decomposition=auto, folder=tmp_path)
+    text = (tmp_path / CANDIDATES_FILE).read_text()
+    offered = {name for name in list_formats() if name in text}  # those that pay on this network
+    assert len(offered) > 1
+    assert offered <= formats

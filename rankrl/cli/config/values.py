@@ -58,8 +58,8 @@ def check_values(config: Mapping[str, Any]) -> None:
 def _check_names(config: Mapping[str, Any]) -> None:
     """Refuse formats and runtimes that there are not."""
     choice = config["decomposition"]
-    if choice["format"] == AUTO and choice["formats"] is not None:
-        _check_known("decomposition.formats", "tensor format", choice["formats"], formats())
+    if choice["format"] == AUTO:
+        _check_known("decomposition.formats", "tensor format", choice["formats"] or (), formats())
     else:
         _check_known("decomposition.format", "tensor format", [choice["format"]], formats())
     runtimes = sorted({*RUNTIMES, *registered("runtime")})
