@@ -8,11 +8,9 @@ and what is measured corrects the losses that the next plan is made by (`correct
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from decomposition import CandidateSet, allocate
-from decomposition.choose.budget import Budget
 from decomposition.choose.reachable import least_fraction
 from rankrl.plan_search.corrected_losses import LossModel, loss_model
 from rankrl.plan_search.measured_plans import MeasuredPlan, spent, undominated
@@ -119,21 +117,12 @@ def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, floa
         if refits <= 0 or high - low <= _CLOSE * high:
             return low, max(low, high)
         model = loss_model(problem, measure.plans.values())
-        sites = problem.sites if model is None else model.corrected(problem).sites
-
-        def plan_at(
-            fraction: float, sites: Sequence[CandidateSet] = sites, budget: Budget | None = problem.budget
-        ) -> Choices:
-            assert budget is not None
-            return tuple(map(int, allocate(sites, replace(budget, fraction=fraction))))
-
+        near = problem if model is None else model.corrected(problem)
         fraction = (low + high) / 2
         if model is not None:
             margin = _MARGIN * (high - low)
-            fraction = min(
-                max(_crossing(problem, model, plan_at, drop, (low, high)), low + margin), high - margin
-            )
-        key = plan_at(fraction)
+            fraction = min(max(_crossing(problem, model, drop, (low, high)), low + margin), high - margin)
+        key = _greedy(near, fraction)
         refits -= key not in measure.plans
         plan = measure(f"greedy at {fraction:.3f}", key)
         if plan.loss <= drop:  # what it takes by costs that its own measurement corrected
@@ -142,17 +131,16 @@ def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, floa
             low = fraction
 
 
-def _crossing(
-    problem: SearchProblem,
-    model: LossModel,
-    plan_at: Callable[[float], Choices],
-    drop: float,
-    between: tuple[float, float],
-) -> float:
+def _greedy(problem: SearchProblem, fraction: float) -> Choices:
+    return tuple(map(int, within(problem, fraction).preset))
+
+
+def _crossing(problem: SearchProblem, model: LossModel, drop: float, between: tuple[float, float]) -> float:
     """Return the fraction from which on a plan is expected to keep the loss."""
+    near = model.corrected(problem)
     low, high = between
     for _ in range(_ALLOCATIONS):
         middle = (low + high) / 2
-        keeps = model.loss(problem.sites, plan_at(middle)) <= drop
+        keeps = model.loss(problem.sites, _greedy(near, middle)) <= drop
         low, high = (low, middle) if keeps else (middle, high)
     return high
