@@ -63,6 +63,10 @@ class Sample:
     def __len__(self) -> int:
         return count_inputs(self.inputs)
 
+    def scores_classes(self, model: nn.Module) -> bool:
+        """Tell whether a model gives scores of the classes that the labels number."""
+        return self.has_classes and classes_of(model, self.inputs) is not None
+
     def part(self, index: Tensor) -> Sample:
         """Return some of them."""
         labels = None if self.labels is None else tree_map(lambda y: y[index], self.labels)

@@ -14,7 +14,7 @@ from decomposition import Inputs, without_rounding
 from decomposition.network.inputs import input_shape_of, mapped, rows, split
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied
-from rankrl.data.sample import UNLABELLED, Sample, classes_of
+from rankrl.data.sample import UNLABELLED, Sample
 from rankrl.device import model_device
 from rankrl.errors import DataError
 from rankrl.onnx.errors import ExportError
@@ -66,7 +66,7 @@ class HeldoutScore:
                         f"{what}: the network's own {name} is NaN or infinite for some of the inputs "
                         f"{index * BATCH} to {last}; check its weights, and how inputs are normalised"
                     )
-        self.by_class = sample.has_classes and classes_of(dense, sample.inputs) is not None
+        self.by_class = sample.scores_classes(dense)
         self.output_scores = output_scores(self._known, range(len(self._batches)), self.by_class)
         self._labelled = sample.labelled()
 
@@ -131,7 +131,7 @@ class OwnInputs(FileInputs):
         self.model, self.calibration, self.heldout = model, calibration, heldout
         wanted = torch.arange(batch) % len(calibration)
         self._timed = feed_of(model, rows(calibration.inputs, wanted))
-        self._by_class = heldout.has_classes and classes_of(model, heldout.inputs) is not None
+        self._by_class = heldout.scores_classes(model)
 
     @property
     def timed(self) -> Batch:

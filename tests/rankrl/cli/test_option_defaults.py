@@ -194,3 +194,8 @@ def test_every_option_that_a_message_names_exists(option_names: set[str]) -> Non
     assert not unknown
     assert {"search.term", "budget.latency", "selector.hidden", "pruner.scope"} <= found
     assert len(found) > 40
+
+
+def test_auto_has_the_same_formats_on_the_command_line_and_in_python() -> None:
+    file = OmegaConf.load(Path(config_folder()) / "decomposition" / "auto.yaml")
+    assert tuple(file.formats) == DecompositionOptions(format="auto").choices
