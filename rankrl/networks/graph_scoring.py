@@ -295,15 +295,16 @@ class OnnxPlanEvaluator(RememberingEvaluator):
         what = f"the plan with candidates {list(choices)}"
         return self.scoring.of_session(self.graph.session(choices), what)
 
-    def divergences(self, batches: int) -> list[np.ndarray]:
+    def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
         """Measure how far the outputs move when one node alone is compressed.
 
         Args:
             batches: On how many batches, or on all where there are fewer.
+            only: The candidate of every site that is measured alone; None for all candidates.
 
         Returns:
             For every site the squared relative error of the outputs, averaged over them, under each of its
-            candidates; shape (candidates,), 0 for the dense one.
+            candidates; shape (candidates,), 0 for the dense one and for those that are not measured.
         """
         scoring = replace(self.scoring, feeds=self.scoring.single[:batches])
 
@@ -311,7 +312,7 @@ class OnnxPlanEvaluator(RememberingEvaluator):
             outputs = scoring.agreement(self.graph.session(plan))
             return float(np.mean([each.error**2 for each in outputs]))
 
-        return each_alone(self.graph.sites, divergence)
+        return each_alone(self.graph.sites, divergence, only)
 
 
 @dataclass(frozen=True)

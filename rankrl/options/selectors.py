@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rankrl.errors import ConfigError
 from rankrl.options.agents import ActionKind, AgentOptions
 from rankrl.options.decomposition import AUTO
+from rankrl.options.scores import check_choice
+
+Measured = Literal["all", "one"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,37 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         _check_least(self, plans_per_step=1)
+
+
+@dataclass(frozen=True)
+class LEMSOptions(StepOptions):
+    """Options of `lems`.
+
+    Attributes:
+        plans_per_step: Plans proposed at once, for parallel scoring.
+        trials: Plans to try, each with a weight of depth of its own.
+    """
+
+    trials: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_least(self, trials=1)
+
+
+@dataclass(frozen=True)
+class DivergenceOptions:
+    """Options of `divergence`.
+
+    Attributes:
+        measured: `all` measures the divergence of every candidate; `one` that of one candidate of a layer,
+            greedy's choice or the one with a loss that is nearest to it, and scales the layer's losses to it.
+    """
+
+    measured: Measured = "all"
+
+    def __post_init__(self) -> None:
+        check_choice("selector.measured", self.measured, Measured)
 
 
 @dataclass(frozen=True)
@@ -96,9 +131,10 @@ SELECTORS = {
     "bayes": BayesOptions,
     "cmaes": CMAESOptions,
     "ddpg": AgentOptions,
-    "divergence": NoOptions,
+    "divergence": DivergenceOptions,
     "energy": NoOptions,
     "greedy": NoOptions,
+    "lems": LEMSOptions,
     "local": LocalOptions,
     "random": StepOptions,
     "sac": AgentOptions,

@@ -54,13 +54,14 @@ class Evaluator(Protocol):
 class MeasuresDivergences(Protocol):
     """A scorer that can look at each site alone."""
 
-    def divergences(self, batches: int) -> list[np.ndarray]:
+    def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
         """Measure how far the network's answers move when one site alone is compressed.
 
         Args:
             batches: Number of its batches to measure on; all where there are fewer.
+            only: The candidate of every site that is measured alone; None for all candidates.
 
         Returns:
             For every site the divergence under each of its candidates; shape (candidates,), 0 for the dense
-            one.
+            one and for those that are not measured.
         """

@@ -187,15 +187,16 @@ class PlanEvaluator(RememberingEvaluator):
             self._written = choices
         return self.network.logits(self._x[start:stop])
 
-    def divergences(self, batches: int) -> list[np.ndarray]:
+    def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
         """Measure how far the class probabilities move when one layer alone is compressed.
 
         Args:
             batches: On how many batches of held-out images, or on all where there are fewer.
+            only: The candidate of every site that is measured alone; None for all candidates.
 
         Returns:
             For every site the mean Kullback-Leibler divergence from the dense network's, in nats, under each
-            of its candidates; shape (candidates,), 0 for the dense one.
+            of its candidates; shape (candidates,), 0 for the dense one and for those that are not measured.
         """
         sites, last = self.problem.sites, min(batches, self.batches)
         dense = self.forward(tuple(site.dense for site in sites), 0, last).log_softmax(1).double()
@@ -204,7 +205,7 @@ class PlanEvaluator(RememberingEvaluator):
             answers = self.forward(plan, 0, last).log_softmax(1).double()
             return max(0.0, float(kl_div(answers, dense, log_target=True, reduction="batchmean")))
 
-        return each_alone(sites, divergence)
+        return each_alone(sites, divergence, only)
 
     def term(self, logits: Tensor, term: Term | None = None, start: int = 0) -> float:
         """Return an accuracy term, 0 to 1.

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from decomposition.candidates.candidates import CandidateSet
 from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
+from rankrl.options.selectors import DivergenceOptions
 from rankrl.plan_search.envs.actions import check_action
-from rankrl.plan_search.scores.divergence import with_divergences
+from rankrl.plan_search.scores.divergence import probes, scaled, with_divergences
 from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
 from rankrl.plan_search.selectors.registry import register_selector
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.plan_search.space.setting import SearchSetting
 
-_ELSEWHERE = (
-    "selector 'divergence' measures on images in this process: it goes neither with search.workers nor with "
+ELSEWHERE = (
+    "selector {!r} measures on images in this process: it goes neither with search.workers nor with "
     "a score of your own; leave search.workers null, or use selector=greedy"
 )
 
@@ -23,26 +25,53 @@ _ELSEWHERE = (
 _BATCHES = 2
 
 
+def measured_sites(problem: SearchProblem, selector: str, *, once: bool) -> list[CandidateSet]:
+    """Return the sites with losses that are measured divergences.
+
+    Args:
+        problem: The problem.
+        selector: Who asks, for messages.
+        once: Measure each site at one candidate alone (`probes`), and scale the site's losses to that.
+
+    Raises:
+        ConfigError: The problem has no budget, or its divergences cannot be measured.
+    """
+    if problem.budget is None:
+        raise ConfigError(f"selector {selector!r} spends a budget and there is none; set budget.params")
+    if problem.divergences is None:
+        raise ConfigError(ELSEWHERE.format(selector))
+    if not once:
+        pairs = zip(problem.sites, problem.divergences(_BATCHES), strict=True)
+        return [with_divergences(site, values) for site, values in pairs]
+    only = probes(problem)
+    measured = zip(problem.sites, only, problem.divergences(_BATCHES, only), strict=True)
+    return [scaled(site, probe, float(values[probe])) for site, probe, values in measured]
+
+
 @register_selector
 class DivergenceSelector(Selector):
     """Spends the budget where the network's answers move least when one layer alone is compressed.
 
-    Every candidate of every layer is written into the otherwise dense network, and the divergence of its
-    class probabilities measured on a few held-out images; the sum of these divergences is then minimised
-    within the budget. One plan; each of the forward passes before it, some hundreds, is on few images.
+    Candidates of every layer are written into the otherwise dense network, and the divergence of its class
+    probabilities measured on a few held-out images; the sum of these divergences is then minimised within the
+    budget. One plan; each of the forward passes before it is on few images: some hundreds where all
+    candidates are measured, one a layer where one is.
 
     Args:
         problem: What to choose for; it needs a budget, and its `divergences`.
         seed: Not used.
         episodes: Not used.
+        **options: Those of `DivergenceOptions`.
     """
 
     name = "divergence"
     description = "the least sum of divergences measured layer by layer (Lagrangian allocation)"
     seeded = False
+    own_options = DivergenceOptions
 
-    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
+        self._once = DivergenceOptions(**options).measured == "one"
         self._done = False
 
     @classmethod
@@ -50,19 +79,15 @@ class DivergenceSelector(Selector):
         """Refuse a search without a budget, or with workers."""
         check_action("importance", setting=setting)
         if setting.in_workers:
-            raise ConfigError(_ELSEWHERE)
+            raise ConfigError(ELSEWHERE.format(cls.name))
 
     def propose(self) -> list[Proposal]:
         """Measure, and return the plan, once."""
         if self._done:
             return []
-        budget, measured = self.problem.budget, self.problem.divergences
-        if budget is None:
-            raise ConfigError("selector 'divergence' spends a budget and there is none; set budget.params")
-        if measured is None:
-            raise ConfigError(_ELSEWHERE)
-        pairs = zip(self.problem.sites, measured(_BATCHES), strict=True)
-        choices = allocate([with_divergences(site, values) for site, values in pairs], budget)
+        sites = measured_sites(self.problem, self.name, once=self._once)
+        assert self.problem.budget is not None
+        choices = allocate(sites, self.problem.budget)
         return [Proposal(tuple(choices.tolist()), "one-shot")]
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,15 +42,15 @@ class TPESelector(Selector):
 
     name = "tpe"
     description = "tree-structured Parzen estimators (Optuna) over the agent's actions"
-    own_options = StepOptions
+    own_options: ClassVar[type[StepOptions]] = StepOptions
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self._optuna = import_package("optuna", "tpe", "Optuna")
+        self._optuna = import_package("optuna", self.name, "Optuna")
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
-        self.plans_per_step = StepOptions(**options).plans_per_step
+        self.plans_per_step = self.own_options(**options).plans_per_step
         self._map = ImportanceMap(problem)
-        self._names = [f"importance_{name}" for name in problem.names]
+        self._ranges = {f"importance_{name}": (-1.0, 1.0) for name in problem.names}
         self._folder: Path | None = None
         self._study: Any = None
         self._mirror: Any = None
@@ -60,7 +60,7 @@ class TPESelector(Selector):
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
         """Refuse a search without a budget, or without Optuna."""
-        import_package("optuna", "tpe", "Optuna")
+        import_package("optuna", cls.name, "Optuna")
         check_action("importance", setting=setting)
 
     def use_folder(self, folder: Path) -> None:
@@ -76,10 +76,10 @@ class TPESelector(Selector):
             number = len(self._told) + len(self._pending)
             self._study.sampler = self._sampler(number)
             trial = self._study.ask()
-            actions = np.array([trial.suggest_float(name, -1.0, 1.0) for name in self._names])
+            actions = np.array([trial.suggest_float(name, *ends) for name, ends in self._ranges.items()])
             self._pending.append((trial, actions))
-            choices = tuple(self._map.allocate(actions).tolist())
-            proposals.append(Proposal(choices, "tpe" if number else "preset"))
+            choices = tuple(self._allocate(actions).tolist())
+            proposals.append(Proposal(choices, self.name if number else "preset"))
         return proposals
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
@@ -94,7 +94,7 @@ class TPESelector(Selector):
 
     def state(self) -> SelectorState:
         """Return the trials told so far."""
-        actions = np.array([actions for actions, _ in self._told]).reshape(-1, len(self._names))
+        actions = np.array([actions for actions, _ in self._told]).reshape(-1, len(self._ranges))
         rewards = np.array([reward for _, reward in self._told], dtype=float)
         return SelectorState({"actions": torch.from_numpy(actions), "rewards": torch.from_numpy(rewards)})
 
@@ -103,6 +103,10 @@ class TPESelector(Selector):
         pairs = zip(state.tensors["actions"].numpy(), state.tensors["rewards"].numpy(), strict=True)
         self._told = [(actions.copy(), float(reward)) for actions, reward in pairs]
         self._study = self._mirror = None
+
+    def _allocate(self, actions: np.ndarray) -> np.ndarray:
+        """Return the candidate of every site under a trial's values, (values,)."""
+        return self._map.allocate(actions)
 
     def _sampler(self, number: int) -> Any:
         seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
@@ -114,7 +118,7 @@ class TPESelector(Selector):
         for actions, reward in self._told:
             study.add_trial(self._finished(actions, reward))
         if not self._told:
-            study.enqueue_trial(dict.fromkeys(self._names, 0.0))
+            study.enqueue_trial(dict.fromkeys(self._ranges, 0.0))
         return study
 
     def _make_mirror(self, path: Path) -> Any:
@@ -134,9 +138,9 @@ class TPESelector(Selector):
 
     def _finished(self, actions: np.ndarray, reward: float) -> Any:
         """Return a finished trial."""
-        distribution = self._optuna.distributions.FloatDistribution(-1.0, 1.0)
+        uniform = self._optuna.distributions.FloatDistribution
         return self._optuna.trial.create_trial(
-            params=dict(zip(self._names, map(float, actions), strict=True)),
-            distributions=dict.fromkeys(self._names, distribution),
+            params=dict(zip(self._ranges, map(float, actions), strict=True)),
+            distributions={name: uniform(*ends) for name, ends in self._ranges.items()},
             value=reward,
         )

@@ -55,7 +55,7 @@ class SearchProblem:
         budget: The limit of every plan, or None when the reward alone weighs size.
         library: The fits behind the candidates, for selectors that look into them; None when there are none.
         divergences: Measures the divergence of every site's candidates on so many batches of held-out images
-            (`MeasuresDivergences`); None where that cannot be done.
+            (`MeasuresDivergences.divergences`); None where that cannot be done.
         preparation: Rewrites of the network before the search, recorded in its plans.
     """
 
@@ -66,7 +66,7 @@ class SearchProblem:
     macs: int
     budget: Budget | None = None
     library: FitLibrary | None = field(default=None, compare=False, repr=False)
-    divergences: Callable[[int], Sequence[np.ndarray]] | None = field(default=None, compare=False, repr=False)
+    divergences: Callable[..., Sequence[np.ndarray]] | None = field(default=None, compare=False, repr=False)
     preparation: tuple[Rewrite, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:

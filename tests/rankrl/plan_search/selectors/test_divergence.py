@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
+from rankrl.plan_search.scores.divergence import probes, scaled
 from rankrl.plan_search.selectors import create_selector
+from rankrl.plan_search.selectors.lems import depth_weights
 
 
 def test_each_is_that_of_the_answers_of_one_compressed_layer(small_problem, small_evaluator) -> None:
@@ -34,7 +37,7 @@ def test_the_plan_has_the_least_sum_that_the_allocation_finds(small_problem) -> 
     generator = np.random.default_rng(0)
     thinned = tuple(site.subset([0, len(site) // 2, site.dense]) for site in small_problem.sites)
     measured = [np.array([*sorted(generator.random(2), reverse=True), 0.0]) for _ in thinned]
-    problem = replace(small_problem, sites=thinned, divergences=lambda batches: measured)
+    problem = replace(small_problem, sites=thinned, divergences=lambda batches, only=None: measured)
     (proposal,) = create_selector("divergence", problem).propose()
     sums = {
         plan: sum(float(values[choice]) for values, choice in zip(measured, plan, strict=True))
@@ -45,8 +48,79 @@ def test_the_plan_has_the_least_sum_that_the_allocation_finds(small_problem) -> 
     assert sum(value < sums[proposal.choices] for value in sums.values()) <= 0.1 * len(sums)
 
 
-def test_it_says_what_it_needs(small_problem) -> None:
-    selector = create_selector("divergence", replace(small_problem, divergences=None))
+def test_one_divergence_is_measured_alone(small_problem, small_evaluator) -> None:
+    only = probes(small_problem)
+    found, every = small_evaluator.divergences(2, only), small_evaluator.divergences(2)
+    for site, probe, values, wanted in zip(small_problem.sites, only, found, every, strict=True):
+        assert site.losses[probe] > 0
+        assert values[probe] == wanted[probe] > 0
+        assert np.flatnonzero(values).tolist() == [probe]
+
+
+def test_the_probe_is_greedys_choice_or_the_nearest_with_a_loss(small_problem) -> None:
+    for budget in (0.3, 0.9):
+        problem = replace(small_problem, budget=replace(small_problem.budget, fraction=budget))
+        assert budget < 0.9 or any(problem.preset == [site.dense for site in problem.sites])
+        for site, choice, probe in zip(problem.sites, problem.preset, probes(problem), strict=True):
+            lossy = [each for each in range(len(site)) if site.losses[each] > 0]
+            assert probe in lossy
+            distance = abs(site.params - site.params[choice])
+            assert distance[probe] == min(distance[lossy])
+
+
+def test_the_scaled_curve_has_the_measured_value_and_its_old_shape(small_problem) -> None:
+    for site, probe in zip(small_problem.sites, probes(small_problem), strict=True):
+        found = scaled(site, probe, 0.37)
+        assert found.losses[probe] == pytest.approx(0.37)
+        assert found.losses * site.losses[probe] == pytest.approx(0.37 * site.losses)
+    assert scaled(site, site.dense, 0.37) == site
+
+
+def test_one_divergence_a_layer_weighs_greedys_losses(small_problem) -> None:
+    """The oracle is the allocation under the weights that the divergences are of."""
+    weights = np.array([1.0, 30.0, 0.02, 5.0])[: len(small_problem.sites)]
+
+    def measured(batches: int, only: list[int]) -> list[np.ndarray]:
+        pairs = zip(small_problem.sites, weights, strict=True)
+        return [weight * site.losses * np.isin(range(len(site)), only) for site, weight in pairs]
+
+    problem = replace(small_problem, divergences=measured)
+    (proposal,) = create_selector("divergence", problem, measured="one").propose()
+    wanted = allocate(small_problem.sites, small_problem.budget, np.log(weights))
+    assert proposal.choices == tuple(wanted)
+    assert proposal.choices != tuple(small_problem.preset)
+
+
+def test_the_weights_of_depth_fall_from_the_first_layer_to_the_last() -> None:
+    assert depth_weights(5, 2.0, 0.0) == pytest.approx([3.0, 2.5, 2.0, 1.5, 1.0])
+    assert depth_weights(3, 1.0, 1.0) == pytest.approx([2.0, 4 / 3, 1.0])
+    for gamma, alpha in ((0.0, 2.0), (7.0, 0.5), (3.0, 3.0)):
+        weights = depth_weights(9, gamma, alpha)
+        assert weights[[0, -1]] == pytest.approx([1 + gamma, 1])
+        assert (np.diff(weights) <= 0).all()
+    assert depth_weights(1, 5.0, 1.0) == pytest.approx([1.0])
+
+
+def test_lems_begins_with_the_divergences_alone_and_ends_after_its_trials(small_problem) -> None:
+    (known,) = create_selector("divergence", small_problem, measured="one").propose()
+    selector = create_selector("lems", small_problem, seed=3, trials=4)
+    plans = []
+    while proposals := selector.propose():
+        plans += [each.choices for each in proposals]
+        selector.observe(proposals, [float(sum(each.choices)) for each in proposals])
+    assert plans[0] == known.choices
+    assert len(plans) == 4
+    assert all(map(small_problem.keeps_budget, plans))
+    gammas, alphas = selector.state().tensors["actions"].numpy().T
+    assert gammas[0] == 0
+    assert len({*gammas[1:]}) == 3
+    assert 0 <= min(gammas) <= max(gammas) <= 7
+    assert 0 <= min(alphas) <= max(alphas) <= 3
+
+
+@pytest.mark.parametrize("name", ["divergence", "lems"])
+def test_it_says_what_it_needs(small_problem, name) -> None:
+    selector = create_selector(name, replace(small_problem, divergences=None))
     with pytest.raises(ConfigError, match=r"leave search.workers null"):
         selector.propose()
 
