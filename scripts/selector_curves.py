@@ -43,8 +43,9 @@ from rankrl.files import write_atomically
 from rankrl.options.scores import Statistics, Term
 from rankrl.plan_search.agents.policy_file import read_policy
 from rankrl.plan_search.pretraining.episodes import task_of
-from rankrl.plan_search.run import run_search
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator
+from rankrl.plan_search.run import SearchResult, run_search
+from rankrl.plan_search.scores.evaluation import Evaluator
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded, selector_options
 from rankrl.plan_search.space.problem import Choices, SearchProblem
@@ -105,19 +106,19 @@ def best_plans(rows: Sequence[EpisodeRow]) -> dict[int, Choices]:
 
 def search(
     problem: SearchProblem,
-    evaluator: PlanEvaluator,
+    evaluator: Evaluator,
     chosen: SelectorEntry,
     *,
     seed: int,
     episodes: int,
     folder: Path,
-) -> tuple[EpisodeRow, ...]:
-    """Search, or read the search that is in the folder; return its rows."""
+) -> SearchResult:
+    """Search, or read the search that is in the folder."""
     evaluator.restore({})  # what one has scored must not help the next
     known = {"policy": None} if "policy" in selector_options(chosen.selector) else {}  # but for a named one
     options = {**known, **chosen.options}
     selector = create_selector(chosen.selector, problem, seed=seed, episodes=episodes, **options)
-    return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True).rows
+    return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True)
 
 
 def measured(options: argparse.Namespace) -> tuple[list[Curve], dict[str, float]]:
@@ -160,7 +161,7 @@ def measured(options: argparse.Namespace) -> tuple[list[Curve], dict[str, float]
         if seed not in seeds_of(one, options.seeds):
             continue
         folder = options.folder / f"{one.folder_name}-{seed}"
-        rows = search(problem, evaluator, one, seed=seed, episodes=options.episodes, folder=folder)
+        rows = search(problem, evaluator, one, seed=seed, episodes=options.episodes, folder=folder).rows
         plans = best_plans(rows)
         curve = Curve(
             one.text,

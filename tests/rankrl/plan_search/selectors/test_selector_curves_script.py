@@ -33,16 +33,16 @@ def test_searches_are_read_again_and_judged_by_their_best_plans(
     small_problem, small_evaluator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = script.entry("local")
-    rows = script.search(small_problem, small_evaluator, entry, seed=0, episodes=7, folder=tmp_path)
+    found = script.search(small_problem, small_evaluator, entry, seed=0, episodes=7, folder=tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(small_evaluator, "value", None)  # nothing is scored again
         again = script.search(small_problem, small_evaluator, entry, seed=0, episodes=7, folder=tmp_path)
-    assert again == rows
-    best = script.best_plans(rows)
+    assert again.rows == found.rows
+    best = script.best_plans(found.rows)
     assert list(best) == [1, 5, 7]
     assert best[1] == tuple(small_problem.preset)
     for after, plan in best.items():
-        assert small_evaluator(plan).score == max(row.reward for row in rows[:after])
+        assert small_evaluator(plan).score == max(row.reward for row in found.rows[:after])
 
 
 def test_the_table_puts_the_best_first() -> None:

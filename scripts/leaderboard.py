@@ -1,0 +1,315 @@
+"""Selectors on many tasks: what their plans give away after no, few and many evaluations.
+
+    RANKRL_DATA=data RANKRL_CHECKPOINTS=checkpoints python scripts/leaderboard.py --folder RUNS \
+        --rows scripts/results/leaderboard.csv --output docs/leaderboard.md
+
+Tasks are those of `leaderboard.yaml`: a network, the formats that its layers choose from, and a budget. Every
+selector searches with the same held-out images. Its best plan after so many evaluations, and the one that it
+proposes before any, are then scored after the refit on other held-out images. Its regret is what the best
+plan that anyone found for the task scores more. Rows are kept in a CSV file, searches and trained networks
+in the folder: a killed run goes on, and tasks, selectors and seeds are added to those that are there. A
+policy is not judged on tasks that its card names; with `--leave-out` only tasks count whose family, format
+or runtime it has not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from leaderboard_tasks import NOTHING, TASKS, Opened, Task, opened, read_tasks
+from made_inputs import MissingFileError
+from matplotlib.figure import Figure
+from result_rows import ResultRows
+from selector_curves import entry, search, seeds_of
+
+from rankrl import reuse_memory
+from rankrl.device import processor_name
+from rankrl.errors import RankrlError
+from rankrl.files import write_atomically
+from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy
+from rankrl.plan_search.selectors import SelectorEntry
+from rankrl.report.figures import PALETTE, style_axes, upper_legend
+from rankrl.report.markdown import shown_command, write_section
+from rankrl.report.provenance import hardware_line
+
+AFTER = (0, 1, 5, 20, 100)
+POLICY = "the policy alone"
+GREEDY, PLAIN = "greedy", "bayes:policy=null"
+SELECTORS = (
+    *("uniform", "energy", "vbmf", GREEDY, "divergence", "divergence:measured=one", "lems"),
+    *("random", "local", "tpe", "cmaes", PLAIN, "ddpg:policy=null"),
+    *(f"{name}:policy={PRETRAINED_REFITTED}" for name in ("ddpg", "bayes")),
+    POLICY,
+)
+KEY = ("task", "selector", "seed", "search", "evaluations")
+VALUES = ("new", "score", "accuracy", "seconds", "task_seconds", "machine")
+_COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
+_RESAMPLES = 10_000
+
+
+def selector(text: str) -> SelectorEntry:
+    """Read a selector of the command line; `POLICY` is the first plan of `bayes` with the policy."""
+    if text != POLICY:
+        return entry(text)
+    return replace(entry(f"bayes:policy={PRETRAINED_REFITTED}"), text=POLICY)
+
+
+def after(evaluations: int) -> list[int]:
+    """Return after how many evaluations the plans of a search are judged."""
+    return sorted({*(each for each in AFTER if each < evaluations), evaluations})
+
+
+def run(task: Task, options: argparse.Namespace, kept: ResultRows) -> None:
+    """Add the rows of a task that are missing."""
+
+    def key(one: SelectorEntry, seed: int, evaluations: int) -> dict[str, Any]:
+        values = (task.name, one.text, seed, options.evaluations, evaluations)
+        return dict(zip(KEY, values, strict=True))
+
+    known = [row for row in kept.rows if row["task"] == task.name]
+    seen = any(row["new"] == NOTHING for row in known)
+    missing = [
+        (seed, one)
+        for seed, one in product(options.seeds, options.selectors)
+        if seed in seeds_of(one, options.seeds)
+        and not (seen and one.options.get("policy"))
+        and not kept.find(key(one, seed, options.evaluations))
+    ]
+    if not missing:
+        return
+    with opened(task, options.folder, options.images) as ready:
+        card = read_policy(PRETRAINED_REFITTED)
+        families = {each.network.name: each.network.family for each in read_tasks(options.yaml)}
+        new = task.new_to(card, ready.known, families)
+        about = {"new": new, "machine": processor_name()}
+        about["task_seconds"] = known[0]["task_seconds"] if known else f"{ready.seconds:.1f}"
+        for seed, one in missing:
+            if new == NOTHING and one.options.get("policy"):
+                continue
+            try:
+                found = _searched(ready, one, seed, options.folder / task.name.replace(" ", "-"), options)
+            except RankrlError as error:
+                print(f"{task.name}: {one.text}: {error}", file=sys.stderr, flush=True)
+                continue
+            for evaluations, values in found.items():
+                if not kept.find(key(one, seed, evaluations)):
+                    kept.add(key(one, seed, evaluations), about | values)
+            print(f"{task.name}: {one.text}, seed {seed}: {found}", file=sys.stderr, flush=True)
+
+
+def _searched(
+    ready: Opened, one: SelectorEntry, seed: int, folder: Path, options: argparse.Namespace
+) -> dict[int, dict[str, str]]:
+    """Search and judge; return the values of rows by evaluations."""
+    session, episodes = ready.session, 1 if one.text == POLICY else options.evaluations
+    result = search(
+        session.problem,
+        session.evaluator,
+        one,
+        seed=seed,
+        episodes=episodes,
+        folder=folder / f"{one.folder_name}-{seed}-{episodes}",
+    )
+    found = {}
+    for evaluations in after(options.evaluations):
+        best = max(result.rows[: max(1, evaluations)], key=lambda row: row.reward)
+        score, accuracy = ready.judge(best.key)
+        found[evaluations] = {
+            "score": f"{score:.6f}",
+            "accuracy": "" if accuracy is None else f"{accuracy:.4f}",
+            "seconds": f"{result.seconds:.1f}",
+        }
+    return found
+
+
+@dataclass(frozen=True)
+class Board:
+    """Regrets.
+
+    Attributes:
+        selectors: The selectors.
+        tasks: The tasks on which all of them were judged.
+        evaluations: After how many evaluations.
+        regrets: Mean over the seeds; shape (selectors, tasks, evaluations).
+        seconds: Of a search, likewise; shape (selectors, tasks).
+    """
+
+    selectors: tuple[str, ...]
+    tasks: tuple[str, ...]
+    evaluations: tuple[int, ...]
+    regrets: np.ndarray
+    seconds: np.ndarray
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Mapping[str, str]], evaluations: int, selectors: Sequence[str] = SELECTORS
+    ) -> Board:
+        """Return the regrets of searches of so many evaluations.
+
+        Args:
+            rows: The rows; the best plan of a task is the best of all of them.
+            evaluations: Of a search.
+            selectors: Which of them; those without any row are left out.
+        """
+        shown = [row for row in rows if row["search"] == str(evaluations) and row["selector"] in selectors]
+        names = tuple(name for name in selectors if any(row["selector"] == name for row in shown))
+        ends = tuple(after(evaluations))
+        groups: dict[tuple[str, str, int], list[Mapping[str, str]]] = {}
+        for row in shown:
+            groups.setdefault((row["selector"], row["task"], int(row["evaluations"])), []).append(row)
+        tasks = tuple(
+            task
+            for task in dict.fromkeys(row["task"] for row in shown)
+            if all((name, task, end) in groups for name in names for end in ends)
+        )
+        best = {
+            task: max(float(row["score"]) for row in rows if row["task"] == task and row["score"])
+            for task in tasks
+        }
+
+        def mean(name: str, task: str, end: int, column: str) -> float:
+            return float(np.mean([float(row[column]) for row in groups[name, task, end]]))
+
+        regrets = [
+            [[best[task] - mean(name, task, end, "score") for end in ends] for task in tasks]
+            for name in names
+        ]
+        seconds = [[mean(name, task, ends[-1], "seconds") for task in tasks] for name in names]
+        return cls(names, tasks, ends, np.array(regrets), np.array(seconds))
+
+    def of_selector(self, name: str, evaluations: int) -> np.ndarray:
+        """Return the regrets of a selector after so many evaluations, (tasks,)."""
+        found: np.ndarray = self.regrets[self.selectors.index(name), :, self.evaluations.index(evaluations)]
+        return found
+
+    def against(self, name: str, evaluations: int) -> str:
+        """Return on how many tasks a selector's plan is better, and worse, than greedy's."""
+        gains = self.of_selector(GREEDY, evaluations) - self.of_selector(name, evaluations)
+        return f"{int((gains > 1e-9).sum())} / {int((gains < -1e-9).sum())}"
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of a mean, (tasks,) values, tasks drawn with replacement."""
+    drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
+    low, high = np.quantile(values[drawn].mean(1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _cell(values: np.ndarray) -> str:
+    low, high = interval(values)
+    return f"{100 * values.mean():.2f} ({100 * low:.2f} to {100 * high:.2f})"
+
+
+def report(board: Board) -> str:
+    """Return the table, in points of the score, the least regret first, and what pretraining saves."""
+    last, shown = board.evaluations[-1], [end for end in board.evaluations if end != 1]
+    head = ["selector", *(f"regret at {end}" for end in shown), "less regret than greedy at 0"]
+    head += [f"better / worse than greedy at {end}" for end in (0, last)] + ["seconds"]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    for name in sorted(board.selectors, key=lambda name: board.of_selector(name, last).mean()):
+        cells = [_cell(board.of_selector(name, end)) for end in shown]
+        cells.append(
+            "" if name == GREEDY else _cell(board.of_selector(GREEDY, 0) - board.of_selector(name, 0))
+        )
+        cells += [board.against(name, end) if name != GREEDY else "" for end in (0, last)]
+        cells.append(f"{board.seconds[board.selectors.index(name)].mean():.1f}")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", paid(board)])
+
+
+def paid(board: Board) -> str:
+    """Return what the policy's plan saves in evaluations, and what pretraining cost."""
+    if not {POLICY, PLAIN} <= {*board.selectors}:
+        return ""
+    known = board.of_selector(POLICY, 0).mean()
+    reached = [end for end in board.evaluations if board.of_selector(PLAIN, end).mean() <= known]
+    needs = f"after {reached[0]}" if reached else f"not within {board.evaluations[-1]}"
+    card = read_policy(PRETRAINED_REFITTED).card
+    spent = int(card.trained["plans"]) * len(card.tasks)
+    saved = f": it has paid after {-(-spent // reached[0])} tasks" if reached and reached[0] else ""
+    return (
+        f"`{PLAIN}` is on average as good as the policy's plan {needs} evaluations; pretraining took {spent}"
+        f"{saved}."
+    )
+
+
+def picture(board: Board) -> Figure:
+    """Draw mean regrets over evaluations; a selector of one plan is a level line."""
+    figure = Figure(figsize=(7.2, 4.8), layout="constrained")
+    axes = figure.subplots()
+    style_axes(axes, "evaluations", "mean regret, points of the score")
+    means = 100 * board.regrets.mean(1)
+    places = range(len(board.evaluations))
+    for index, name in enumerate(board.selectors):
+        level = np.ptp(means[index]) == 0
+        style: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.2 if level else 1.8}
+        dashes = (":" if level else "-", "--" if not level else "-.")[index >= len(SELECTORS) // 2]
+        axes.plot(places, means[index], label=name, linestyle=dashes, **style)
+    axes.set_xticks(list(places), [str(end) for end in board.evaluations])
+    axes.set_yscale("log")
+    upper_legend(figure, columns=3)
+    return figure
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="where searches and networks are kept")
+    parser.add_argument("--rows", type=Path, required=True, help="CSV file of the rows")
+    parser.add_argument("--yaml", type=Path, default=TASKS, help="file of the tasks")
+    parser.add_argument("--tasks", default="*", help="pattern of names")
+    parser.add_argument("--selectors", nargs="+", type=selector, default=[*map(selector, SELECTORS)])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--evaluations", type=int, default=20, help="of a search")
+    parser.add_argument("--images", type=int, default=1000, help="held-out images, or inputs, of a search")
+    parser.add_argument("--leave-out", choices=("family", "format", "runtime"), help="what is to be new")
+    parser.add_argument("--report", action="store_true", help="run nothing, report the rows that are there")
+    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
+    parser.add_argument("--section", default="leaderboard", help="name of that section")
+    parser.add_argument("--picture", type=Path, help="PNG file to draw the regrets in")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run what is missing, print the table, and perhaps save it and the picture."""
+    options = parse()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    kept = ResultRows(options.rows, KEY, VALUES)
+    tasks = read_tasks(options.yaml, options.tasks)
+    for task in [] if options.report else tasks:
+        try:
+            run(task, options, kept)
+        except (MissingFileError, RankrlError) as error:
+            print(f"{task.name}: {error}", file=sys.stderr, flush=True)
+    names = {task.name for task in tasks}
+    rows = [row for row in kept.rows if row["task"] in names]
+    rows = [row for row in rows if not options.leave_out or options.leave_out in row["new"].split(", ")]
+    board = Board.of(rows, options.evaluations, [each.text for each in options.selectors])
+    if not board.tasks:
+        sys.exit("leaderboard.py: there is no task yet with rows of all these selectors")
+    left = len({row["task"] for row in rows}) - len(board.tasks)
+    note = f"{len(board.tasks)} tasks; {left} others lack rows of some selectors (a policy's own tasks)."
+    command = shown_command(sys.argv, shortened={str(options.folder): "RUNS"})
+    text = "\n\n".join([f"`{command}`", hardware_line(), note, report(board)])
+    print(text)
+    if options.output:
+        write_section(options.output, options.section, "Leaderboard of selectors", text)
+    if options.picture:
+        drawn = io.BytesIO()
+        picture(board).savefig(drawn, format="png", dpi=150, facecolor="white")
+        write_atomically(options.picture, drawn.getvalue())
+
+
+if __name__ == "__main__":
+    reuse_memory()
+    main()

@@ -1,0 +1,262 @@
+"""The tasks of `leaderboard.yaml`: networks, what plans of them are searched with, and what judges them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from given_files import find_file
+from made_inputs import MissingFileError
+from transfer import Asked, what_is_new
+
+from rankrl import DecompositionOptions, SearchOptions
+from rankrl.data import ImageData, load_dataset
+from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
+from rankrl.file_compression import FileSearch, FileSource
+from rankrl.models import create_model, load_checkpoint, save_checkpoint
+from rankrl.networks.graph import GraphNetwork
+from rankrl.networks.image_module import ImageModule
+from rankrl.options.budget import BudgetOptions
+from rankrl.options.timing import ExportOptions, LatencyOptions
+from rankrl.plan_search.agents.policy_file import PolicyFile, PolicyTask
+from rankrl.plan_search.goal import SearchGoal
+from rankrl.plan_search.pretraining.episodes import task_of
+from rankrl.plan_search.scores.evaluator import EvaluatorOptions
+from rankrl.plan_search.session import SearchSession
+from rankrl.plan_search.space.problem import Choices
+from rankrl.request import Request, opened_session
+from rankrl.runs.run_folder import cache_folder
+from rankrl.training import TrainingRecipe, accuracy, train
+
+TASKS = Path(__file__).with_name("leaderboard.yaml")
+NOTHING = "nothing"
+"""What is new to a policy that was trained on a task."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of the YAML file.
+
+    Attributes:
+        name: What its tasks are called by.
+        family: Networks of one family are left out together.
+        dataset: Its images, of which `heldout` are held out and `train_images` trained on (None for the
+            data set's own number, and all others).
+        model: Its name in the registry; None for `name`.
+        target: Dotted path of what makes it, instead.
+        options: Of the model.
+        checkpoint: File of its weights in RANKRL_CHECKPOINTS; None where it is trained here, by `recipe`
+            (`TrainingRecipe`) and to at least the held-out `accuracy`.
+        file: ONNX file in RANKRL_CHECKPOINTS, instead of all that.
+    """
+
+    name: str
+    family: str
+    dataset: str = "file"
+    model: str | None = None
+    target: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    heldout: int | None = None
+    train_images: int | None = None
+    checkpoint: str | None = None
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    accuracy: float = 0.0
+    file: str | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """The file of its weights or of the whole network; None where it is trained here.
+
+        Raises:
+            MissingFileError: It is not there.
+        """
+        named = self.checkpoint or self.file
+        if named is None:
+            return None
+        path = Path(os.environ.get("RANKRL_CHECKPOINTS", ".")) / named
+        if not path.is_file():
+            raise MissingFileError(f"there is no {named} in the folder RANKRL_CHECKPOINTS")
+        return path
+
+    def load(self, folder: Path) -> tuple[torch.nn.Module, ImageData]:
+        """Return the network and its images; it is trained here where it has no checkpoint, and kept."""
+        data = load_dataset(self.dataset, heldout=self.heldout, train_images=self.train_images)
+        options = dict(self.options) | ({"_target_": self.target} if self.target else {})
+        name = "custom" if self.target else self.model or self.name
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = create_model(name, input_shape=data.input_shape, num_classes=data.classes, **options)
+        path = self.path or folder / f"{self.name}.safetensors"
+        if path.exists():
+            load_checkpoint(model, path)
+        else:
+            train(model, data, TrainingRecipe(**{"restore_best": False, **self.recipe}))
+            reached = accuracy(model, data.heldout, mean=data.mean, std=data.std)
+            print(f"{self.name}: accuracy {reached:.4f} of held-out images", file=sys.stderr, flush=True)
+            if reached < self.accuracy:
+                raise SystemExit(f"{self.name} was trained to {reached:.4f}, not to {self.accuracy}")
+            save_checkpoint(model, path)
+        return model.eval(), data
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network, what its layers choose from, and what plans keep to: FORMAT MEASURE FRACTION [RUNTIME]."""
+
+    network: Network
+    asked: Asked
+    runtime: str
+
+    @classmethod
+    def parse(cls, network: Network, text: str) -> Task:
+        """Read the text of the YAML file."""
+        layers, measure, fraction, *runtime = text.split()
+        asked = Asked(network.name, Path(), network.dataset, layers, measure, float(fraction))
+        return cls(network, asked, (runtime or ["onnxruntime"])[0] if measure == "latency" else "none")
+
+    @property
+    def name(self) -> str:
+        """What its rows are called."""
+        words = [self.network.name, self.asked.tensor_format, self.asked.measure, f"{self.asked.fraction:g}"]
+        return " ".join(words + [self.runtime] * (self.runtime != "none"))
+
+    def request(self) -> Request:
+        """Return what is searched for, in the terms of the package."""
+        asked, kept = self.asked, cache_folder()
+        timing = LatencyOptions(runtime=self.runtime) if self.runtime != "none" else LatencyOptions()
+        budget = BudgetOptions(**{asked.measure: asked.fraction})
+        goal = SearchGoal(budget, SearchOptions(), timing.kept_in(kept, None))
+        kinds = asked.candidates
+        layers = DecompositionOptions(format="auto", formats=kinds.formats, precisions=kinds.precisions)
+        return Request(goal, layers, selector="bayes", cache=kept, progress=False)
+
+    def new_to(self, policy: PolicyFile, known: PolicyTask, families: Mapping[str, str]) -> str:
+        """Return what of the task a policy was not trained on, or `NOTHING`.
+
+        Args:
+            policy: The policy.
+            known: The task as the policy's card has it.
+            families: Families of networks by their names.
+        """
+        told = {(each.model, each.dataset, each.formats, *each.budgets.items()) for each in policy.card.tasks}
+        names = (known.model, known.dataset, known.formats, *known.budgets.items())
+        if policy.card.known(known) or names in told:  # calibration may differ, names do not
+            return NOTHING
+        seen = {families.get(each.model, each.model) for each in policy.card.tasks}
+        parts = [what_is_new(policy, known)]
+        parts += ["family"] if self.network.family not in seen else []
+        timed = any("latency" in each.budgets for each in policy.card.tasks)
+        return ", ".join([*parts, *(["runtime"] if self.runtime != "none" and not timed else [])])
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A task, fitted.
+
+    Attributes:
+        session: Its problem, and what scores plans on the images that searches see.
+        judge: From a plan to its score after the refit on inputs that no search sees, and to its accuracy
+            there (None where inputs have no labels).
+        known: The task as the card of a policy has it.
+        seconds: What that took: network, moments, fits and times, as far as the cache lacks them.
+    """
+
+    session: SearchSession
+    judge: Callable[[Choices], tuple[float, float | None]]
+    known: PolicyTask
+    seconds: float
+
+
+@contextmanager
+def opened(task: Task, folder: Path, images: int) -> Iterator[Opened]:
+    """Fit a task.
+
+    Args:
+        task: The task.
+        folder: Where networks that are trained here are kept.
+        images: Held-out images that searches see at most: no more than two fifths of all; others judge.
+
+    Raises:
+        MissingFileError: Its network is not to be had here.
+    """
+    start = time.perf_counter()
+    begin = _of_images if task.network.file is None else _of_file
+    session, judging = begin(task, folder, images)
+    with session:
+        known = task_of(session.problem, model=task.network.name, dataset=task.network.dataset)
+        yield Opened(session, judging(session), known, time.perf_counter() - start)
+
+
+Judging = Callable[[SearchSession], Callable[[Choices], tuple[float, float | None]]]
+
+
+def _of_images(task: Task, folder: Path, images: int) -> tuple[SearchSession, Judging]:
+    model, data = task.network.load(folder)
+    request = task.request()
+    inputs = calibration_images(data, 768 if len(data.train) >= 768 else len(data.train) // 128 * 128, seed=0)
+    searched = min(images, 2 * len(data.heldout) // 5)
+    network = ImageModule(
+        model,
+        data.input_shape,
+        inputs.split(CALIBRATION_BATCH),
+        data=data,
+        images=inputs,
+        scores=EvaluatorOptions(term="soft_agreement", statistics="refitted"),
+        scored_images=searched,
+        options=request.decomposition,
+        export=ExportOptions(),
+        folder=folder,
+    )
+    candidates = request.timed_candidates()
+    judges = replace(data, heldout=data.heldout.subset(torch.arange(searched, len(data.heldout))))
+
+    def judging(session: SearchSession) -> Callable[[Choices], tuple[float, float | None]]:
+        scoring = replace(network.scoring, data=judges, images=images * 2)
+        evaluator = scoring.plan_evaluator(session.library, session.problem)
+
+        def judge(plan: Choices) -> tuple[float, float | None]:
+            found = evaluator(plan)
+            return found.score, found.accuracy
+
+        return judge
+
+    return opened_session(network, candidates, request), judging
+
+
+def _of_file(task: Task, _: Path, images: int) -> tuple[SearchSession, Judging]:
+    path = task.network.path
+    assert path is not None
+    file = find_file(str(path), (min(images, 240), 1))
+    source = FileSource(file.path, file.inputs, batch_axes=file.batch_axes, heldout=0.3)
+    begun = FileSearch.of(source, task.request())
+    network: GraphNetwork = begun.network
+
+    def judging(session: SearchSession) -> Callable[[Choices], tuple[float, float | None]]:
+        score = replace(network.scoring, feeds=network.file.split.heldout).of_networks()
+
+        @cache  # a plan is refitted for it
+        def judge(plan: Choices) -> tuple[float, float | None]:
+            chosen = session.problem.plan(plan, "leaderboard")
+            return score(network.applied(chosen, session.library)), None
+
+        return judge
+
+    return begun.session(), judging
+
+
+def read_tasks(path: Path = TASKS, pattern: str = "*") -> list[Task]:
+    """Return the tasks of a YAML file whose names match a pattern, in order."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    networks = {name: Network(name, **entry) for name, entry in content["networks"].items()}
+    tasks = [Task.parse(networks[name], text) for name, texts in content["tasks"].items() for text in texts]
+    return [task for task in tasks if fnmatchcase(task.name, pattern)]
