@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# A run ends with a worker that dies: another in its place would wait for tests that nobody sends.
+WORKERS := -n 2 --dist loadscope --max-worker-restart 0
 
 .PHONY: run test test-all lint docs clean
 
@@ -10,10 +12,10 @@ run: $(INSTALLED)  ## a first run on the embedded digits: train, search, rewrite
 	$(BIN)/rankrl
 
 test: $(INSTALLED)  ## all tests but the slow ones, one thread in each of two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 test-all: $(INSTALLED)  ## the whole test suite with more examples of each property, and its slowest tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --hypothesis-profile=thorough --durations=20
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) --hypothesis-profile=thorough --durations=20
 
 lint: $(INSTALLED)  ## ruff, spelling and mypy
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ class Limits:
 
     Args:
         minutes: Of processor time, all threads together.
-        gigabytes: Of memory, as far as the system can limit it; what it held before counts.
+        gigabytes: Of memory beyond what the process holds, as far as the system can limit it.
 
     Attributes:
         memory: The most memory that the block held at once beyond what the process held before, in MB, once
@@ -47,7 +47,8 @@ class Limits:
         cpu, data = resource.getrlimit(resource.RLIMIT_CPU), resource.getrlimit(resource.RLIMIT_DATA)
         self._before = cpu, data, signal.signal(signal.SIGXCPU, self._end)
         resource.setrlimit(resource.RLIMIT_CPU, (int(self._begun + 60 * self._limit) + 1, cpu[1]))
-        resource.setrlimit(resource.RLIMIT_DATA, (int(self._gigabytes * 1e9), data[1]))
+        room = 1024 * _status("VmData") + int(1e9 * self._gigabytes)
+        resource.setrlimit(resource.RLIMIT_DATA, (room, data[1]))
         return self
 
     def __exit__(
@@ -77,8 +78,13 @@ def _start_peak() -> float:
 
 def _peak() -> float:
     """Return the most memory that this process has held at once, in MB."""
-    if _STATUS.is_file():
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) / 1000
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    kilobytes = _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes / 1000
+
+
+def _status(name: str) -> int:
+    """Return one of the kernel's figures of this process, in kB, or 0 where it tells none."""
+    if not _STATUS.is_file():
+        return 0
+    lines = _STATUS.read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
