@@ -87,25 +87,40 @@ def test_what_is_missing_is_named_and_the_others_go_on(
     assert set(_rows(rows)) == {"original"}
 
 
-def test_a_method_that_fails_or_takes_too_long_has_a_row_that_says_so(
-    net: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = bench.parse(["--quick"])
+FAILING = """
+import sys
+import bench_files as bench, given_files
+from pathlib import Path
 
-    def failing(file: real_files.RealFile, target: Path) -> str:
-        raise RuntimeError(f"{tmp_path} cannot be read")
+net, target = sys.argv[1], Path(sys.argv[2])
 
-    def endless(file: real_files.RealFile, target: Path) -> str:
-        while True:
-            pass
+def failing(file, target):
+    raise RuntimeError(f"{target} cannot be read")
 
-    find = lambda counts: given_files.find_file(str(net), counts)  # noqa: E731
-    made = bench.make(find, bench.Rival(failing), tmp_path / "a.onnx", options)
-    assert (made.score, made.words) == (None, "RuntimeError: cannot be read")
-    options.limit = 0.01
-    made = bench.make(find, bench.Rival(endless), tmp_path / "a.onnx", options)
-    assert made.score is None
-    assert made.words == "not finished in 0.01 minutes"
+def endless(file, target):
+    while True:
+        pass
+
+find = lambda counts: given_files.find_file(net, counts)
+options = bench.parse(["--quick"])
+for write, options.limit in ((failing, 5), (endless, 0.01)):
+    made = bench.make(find, bench.Rival(write), target, options)
+    print(made.score, made.words, sep="|")
+"""
+
+
+def test_a_method_that_fails_or_takes_too_long_has_a_row_that_says_so(net: Path, tmp_path: Path) -> None:
+    rows = _in_a_process(FAILING, net, tmp_path / "a.onnx")
+    assert rows == ["None|RuntimeError: cannot be read", "None|not finished in 0.01 minutes"]
+
+
+def _in_a_process(program: str, *arguments: Path) -> list[str]:
+    """Run a program that limits its process, which must not be that of other tests; return its lines."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    scripts = Path(bench.__file__).parent
+    return subprocess.run(
+        command, cwd=scripts, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 @pytest.mark.parametrize("without", [None, *ours_on_files.PARTS])
@@ -136,12 +151,7 @@ except LimitError as error:
 
 
 def test_memory_is_that_of_the_block_alone() -> None:
-    # A process of its own: the peak is that of all threads, and a limit that fails to hold ends only it.
-    scripts = Path(bench.__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-c", LIMITED], cwd=scripts, capture_output=True, text=True, check=True
-    )
-    memory, message = run.stdout.splitlines()
+    memory, message = _in_a_process(LIMITED)
     assert 350 < float(memory) < 600
     assert message == "not finished in 1 GB"
 
