@@ -148,14 +148,14 @@ class _Estimates:
     def __init__(self, description: str, total: int) -> None:
         self.description, self.total = description, total
         self.start, self.due = time.monotonic(), _FIRST_ESTIMATE
-        self.before: int | None = None
+        self.before = self.last = 0
 
     def show(self, completed: int, best: float | None) -> None:
         del best
-        if self.before is None:
-            self.before = 0
-            if completed > 1:  # a resumed stage sets off with what was done before, after reading its state
-                self.before, self.start = completed, time.monotonic()
+        resumed = self.last == 0 and completed > 1  # it sets off with what was done before, once that is read
+        if resumed or completed < self.last:  # or it starts again
+            self.before, self.start, self.due = completed, time.monotonic(), _FIRST_ESTIMATE
+        self.last = completed
         spent, done = time.monotonic() - self.start, completed - self.before
         if spent < self.due or done < 1:
             return

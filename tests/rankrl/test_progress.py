@@ -85,6 +85,15 @@ def test_time_to_read_a_resumed_stage_counts_for_nothing(
     assert caplog.messages == ["fine-tune: 511 of 1000, about 8 min left"]
 
 
+def test_a_stage_that_starts_again_is_counted_anew(
+    now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"), progress_bar("train", 1000) as bar:
+        for now[0], step in ((1.0, 1), (200.0, 300), (300.0, 1), (310.0, 11)):  # a step a second after that
+            bar.update(step)
+    assert caplog.messages == ["train: 300 of 1000, about 8 min left", "train: 11 of 1000, about 16 min left"]
+
+
 def test_long_stages_are_never_silent_for_long(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"), progress_bar("fine-tune", 400) as bar:
         for minute in range(1, 241):
