@@ -24,7 +24,7 @@ HELDOUT = 0.2
 """The share of the inputs that results are compared on; nothing is fitted to them."""
 BATCH = 32
 """Inputs that are run at a time at most, where the network leaves that free."""
-_BATCH_BYTES = 16 * 2**20
+_BATCH_BYTES = 2**22
 """Bytes of a batch: what a network holds of it on the way is a multiple of that."""
 Batches = Mapping[str, Array] | Array | Iterable[Feed | Array | Sequence[Feed | Array]]
 """All inputs as arrays, or batches of them; a list of batches is a sequence of its own."""
