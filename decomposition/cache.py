@@ -101,7 +101,7 @@ class Cache:
         if known is not None:
             return known
         value = compute()
-        known = _read(path, read)  # of a process beside this one, which may go on with it by now
+        known = _read(path, read)  # of another process, which may go on with it by now
         if known is not None:
             return known
         try:

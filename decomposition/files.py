@@ -16,7 +16,7 @@ from decomposition.errors import StorageError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path` to write to; it takes the name `path` when the block ends well.
+    """Give a temporary path next to `path` to write to; it takes the name `path` when the block ends well.
 
     The file gets the mode of any new file (0666 less the umask), whichever mode a library writes it with.
 

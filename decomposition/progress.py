@@ -56,7 +56,7 @@ class ProgressBar:
 
 @contextmanager
 def listening(listener: Callable[[str, int, int], None]) -> Iterator[None]:
-    """Call a function with every step of all progress that the block makes, beside what is shown.
+    """Call a function with every step of all progress that the block makes, besides what is shown.
 
     Args:
         listener: Called with what is being done, the number of finished steps and the number of all steps.

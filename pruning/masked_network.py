@@ -167,7 +167,7 @@ class MaskedNetwork(nn.Module):
         """Close the weakest open units of each group so that at most this share of its units remains.
 
         Args:
-            fraction: of the units of every group, above 0 and at most 1 (the hard limit beside the soft
+            fraction: of the units of every group, above 0 and at most 1 (the hard limit besides the soft
                 penalty).
 
         Raises:

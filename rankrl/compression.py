@@ -543,7 +543,7 @@ def _refuse(kind: str, **options: Any) -> None:
 
 @contextmanager
 def _run_folder(target: Path, folder: Path | None) -> Iterator[Path | None]:
-    """Hold the folder that a call works in: the target, or what is named beside a target that is a file."""
+    """Hold the folder that a call works in: the target, or `folder` with a target that is a file."""
     if target.suffix != ".onnx":
         if folder is not None:
             raise ConfigError(f"target={target} is the folder of the run already; leave folder= out")

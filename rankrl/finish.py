@@ -20,7 +20,7 @@ from rankrl.verify.output_scores import SCORES
 log = logging.getLogger(__name__)
 
 Notes = Callable[[CompressionPlan, Measurement], Mapping[str, str]]
-"""From a plan and what the network costs and is worth to the text that its file holds beside the graph."""
+"""From a plan and what the network costs and is worth to the text that its file holds besides the graph."""
 
 
 _NO_BUDGET = BudgetOptions()
@@ -98,7 +98,7 @@ def finish(
         tuned: The compressed network after fine-tuning; None where there was none.
         search: Where the plan is from.
         budget: What was to be kept, or may be lost.
-        notes: The text that the file holds beside the graph.
+        notes: The text that the file holds besides the graph.
 
     Raises:
         ExportError: The network cannot be exported, quantised or timed, or its file computes something else.

@@ -103,7 +103,7 @@ class FineTuner:
             return TrainingRecipe(epochs=self.how, distillation=share)
         return self.how if isinstance(self.how, TrainingRecipe) else None
 
-    def beside(self, dense: nn.Module) -> nn.Module:
+    def teacher_of(self, dense: nn.Module) -> nn.Module:
         """Return a copy of the teacher on the dense network's device; that network where there is none."""
         teacher = dense if self.teacher is None else together(self.teacher)
         return in_float32(teacher, keep_double=True).to(model_device(dense)).eval()
@@ -287,7 +287,7 @@ def _teacher_score(
     Raises:
         ConfigError: It cannot take the inputs, or its outputs have other shapes than the network's.
     """
-    teacher = tuner.beside(dense)
+    teacher = tuner.teacher_of(dense)
     check_outputs(teacher, dense, held.inputs)
     score = measure(teacher)
     log.info("fine-tune: %s of the teacher on held-out inputs: %.4f", measure.unit, score)
@@ -327,7 +327,7 @@ def _tuned(
             recipe,
             score=judge if types == own_types(trained) else lambda each: judge(back_in(copied(each), types)),
             loss=tuner.loss,
-            teacher=tuner.beside(dense),
+            teacher=tuner.teacher_of(dense),
             on_step=show,
         )
     return back_in(trained, types), result.history

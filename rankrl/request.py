@@ -98,7 +98,7 @@ class Request:
         return replace(self, goal=replace(self.goal, timing=self.timing.kept_in(cache, folder)))
 
     def record(self, network: str) -> dict[str, Any]:
-        """Return all that a search depends on beside the data and the score, which its own state tells apart.
+        """Return what a search depends on besides the data and the score, which its own state tells apart.
 
         Args:
             network: The network's digest.

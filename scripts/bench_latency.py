@@ -5,7 +5,7 @@
 For each network the first row is the dense one in 8-bit integers by onnxruntime alone, the second a plan in
 float32 alone, within a budget of its own (--float-latency). Then the candidates of the formats (`cp+tucker`:
 every layer chooses) are timed in onnxruntime in each precision, greedy chooses within each budget, the plan
-is applied, fine-tuned for --epochs if that is wanted, and exported; the file is timed beside the dense
+is applied, fine-tuned for --epochs if that is wanted, and exported; the file is timed along with the dense
 network's in turns. Accuracies are the files' own on the test set, before and after. Networks take the
 checkpoint DATASET-MODEL.th or .safetensors; torchvision's see the same images at 224 x 224 with random
 weights, which shows the time and no accuracy. --multiples compares ranks that leave none of the processor's
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--blocks", action="store_true", help="a row more each, from which blocks may go")
     parser.add_argument("--latency", nargs="*", type=float, default=[0.35, 0.28], help="of the dense time")
     parser.add_argument("--float-latency", nargs="*", type=float, default=[0.6], help="of float32 alone")
-    parser.add_argument("--predictions", type=int, default=0, help="random plans, timed beside the sums")
+    parser.add_argument("--predictions", type=int, default=0, help="random plans to hold the sums against")
     parser.add_argument("--epochs", type=int, default=0, help="of fine-tuning")
     parser.add_argument("--lr", type=float, default=5e-4, help="of fine-tuning")
     parser.add_argument("--batch", type=int, default=64, help="images of a timed batch, 1 at 224 x 224")

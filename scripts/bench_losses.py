@@ -4,7 +4,7 @@
 
 Draws plans of three kinds: nodes factorised at random ranks of the upper half; all nodes in 8-bit integers
 but some; and both, in one plan. Every plan's loss is predicted as the sum of its nodes' losses, without a
-sensitivity, with it, and with measured losses of single nodes beside it (what searches do), and measured: the
+sensitivity, with it, and with measured losses of single nodes too (what searches do), and measured: the
 squared relative error of the outputs of the file that it becomes, on inputs that nothing was fitted to.
 Prints Spearman's correlation of predictions and measurements for each kind, and over all plans. Plans are
 carried out without a refit of their nodes.

@@ -1,4 +1,4 @@
-"""One tensor format for all layers beside a format of its own for each, before fine-tuning.
+"""One tensor format for all layers against a format of its own for each, before fine-tuning.
 
     RANKRL_DATA=data python scripts/bench_mixed_formats.py --checkpoints cifar10-resnet20.th --rows rows.csv
 

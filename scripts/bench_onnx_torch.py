@@ -1,4 +1,4 @@
-"""What an ONNX file keeps without labels, beside the same network compressed in PyTorch.
+"""What an ONNX file keeps without labels, against the same network compressed in PyTorch.
 
     RANKRL_DATA=data python scripts/bench_onnx_torch.py --checkpoint cifar10-resnet20.th --rows rows.csv
 
@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace, rows: ResultRows) -> None:
         key = {"network": how, "outputs weighed": weighed, "draw": seed}
         if rows.find(key) is not None:
             continue
-        # What the file's result is compared on is drawn beside, so that both are fitted to as many images.
+        # What the file's result is compared on is drawn apart, so that both are fitted to as many images.
         count = options.calibration if how == TORCH else round(options.calibration / (1 - HELDOUT))
         images = calibration_images(data, count, seed=seed)
         begun = time.process_time()
@@ -137,7 +137,7 @@ def main() -> None:
     text = f"`{command}`\n\n{hardware_line()}\n\n{table(rows)}"
     print(text)
     if options.output:
-        write_section(options.output, "bench_onnx_torch", "An ONNX file beside PyTorch", text)
+        write_section(options.output, "bench_onnx_torch", "An ONNX file and PyTorch", text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Step time and memory of OnnxAdam and OnnxAdagrad beside torch's own, as ratios from one run.
+"""Step time and memory of OnnxAdam and OnnxAdagrad against torch's own, as ratios from one run.
 
     OMP_NUM_THREADS=1 python scripts/bench_optim.py --output scripts/results/bench_optim.csv
 

@@ -1,4 +1,4 @@
-"""Every pruner at the same share of the multiply-accumulates, beside Torch-Pruning's.
+"""Every pruner at the same share of the multiply-accumulates, against Torch-Pruning's.
 
     RANKRL_DATA=DIR python scripts/bench_pruning.py --checkpoints DIR [--models resnet20 resnet56]
 

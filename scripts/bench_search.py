@@ -1,4 +1,4 @@
-"""What a search costs beside the bare forward passes that it cannot do without.
+"""What a search costs compared with the bare forward passes that it cannot do without.
 
     RANKRL_DATA=DIR python scripts/bench_search.py --checkpoints DIR [--models resnet20 resnet32 resnet56]
 
@@ -35,7 +35,7 @@ from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
 
 CALIBRATION_IMAGES = 768
-# The fastest of these is the bare forward pass: a search is not to look good beside a bad choice.
+# The fastest of these is the bare forward pass: a search is not to look good against a bad choice.
 BATCH_SIZES = (125, 250, 500, 1000)
 # Batches of the bare pass that are timed before and after the search, as a share of all.
 SAMPLE = 20

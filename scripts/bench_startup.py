@@ -160,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--before", type=Path, help="another checkout to measure beside this one")
+    parser.add_argument("--before", type=Path, help="another checkout to measure along with this one")
     parser.add_argument("--runs", type=int, default=5, help="processes a case (default 5)")
     parser.add_argument("--mistake-runs", type=int, default=1, help="processes a mistake (default 1)")
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")

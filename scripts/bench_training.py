@@ -1,4 +1,4 @@
-"""Images a second of the whole training loop, beside a bare step on one batch and a plain loop in PyTorch.
+"""Images a second of the whole training loop, of a bare step on one batch and of a plain loop in PyTorch.
 
     RANKRL_DATA=data python scripts/bench_training.py --output scripts/results/bench_training.csv
 

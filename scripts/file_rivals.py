@@ -71,7 +71,7 @@ def nncf_onnx(file: RealFile, target: Path) -> str:
 
 
 def nncf_openvino(file: RealFile, target: Path) -> str:
-    """Let NNCF quantise the file for OpenVINO; weights lie beside the target, in a .bin."""
+    """Let NNCF quantise the file for OpenVINO; weights lie next to the target, in a .bin."""
     import openvino
 
     nncf = _nncf()

@@ -1,6 +1,6 @@
 """Every file that `bench_files` can compress, by name or path.
 
-A path is a .onnx file. Its inputs are made by a `prepare_inputs.py` beside it, if that knows the file
+A path is a .onnx file. Its inputs are made by a `prepare_inputs.py` next to it, if that knows the file
 (`bench_onnx`), or lie in a .npz of its name, one array for each input, counted on the first axis; scores are
 then correlations with the original's outputs.
 """
@@ -63,10 +63,10 @@ def find_file(name: str, counts: tuple[int, int]) -> RealFile:
 
 
 def _own(path: Path, counts: tuple[int, int]) -> RealFile:
-    beside = path.with_suffix(".npz")
-    if not beside.is_file():
-        raise MissingFileError(f"there is no {beside.name} with inputs beside it")
-    with np.load(beside) as content:
+    inputs = path.with_suffix(".npz")
+    if not inputs.is_file():
+        raise MissingFileError(f"there is no {inputs.name} with its inputs")
+    with np.load(inputs) as content:
         model = onnx.load(path, load_external_data=False)
         constants = {each.name for each in model.graph.initializer}
         arrays = {each.name: content[each.name] for each in model.graph.input if each.name not in constants}

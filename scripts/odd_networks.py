@@ -58,7 +58,7 @@ class Normalising(Star):
 
 
 class Detailed(Star):
-    """Returns a size, a name and None beside its scores."""
+    """Returns a size, a name and None besides its scores."""
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:  # type: ignore[override]
         """Return class scores (N, 10) and more."""

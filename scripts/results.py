@@ -1,4 +1,4 @@
-"""The table of results: every cell of a grid trained at length, beside the published figures.
+"""The table of results: every cell of a grid trained at length, with the published figures.
 
     RANKRL_DATA=data python scripts/results.py --checkpoints CHECKPOINTS --folder results --hours 8
 
@@ -76,7 +76,7 @@ class Cell:
         epochs: Of fine-tuning; 0 for a network that is trained from scratch, whose options say how long.
         seed: Of everything random.
         goal: Test accuracy to reach, in %.
-        published: Rows to stand beside.
+        published: Rows to compare it with.
     """
 
     name: str

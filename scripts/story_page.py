@@ -1,4 +1,4 @@
-"""The page that `story.py` tells: Markdown, and pictures beside it."""
+"""The page that `story.py` tells: Markdown, and pictures next to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDTH = 8.0  # inches: shown 800 pixels wide, 10 points are as large as a page'
 
 
 class Page:
-    """A Markdown page; its pictures lie beside it, as `images/story_NAME.png`.
+    """A Markdown page; its pictures lie next to it, as `images/story_NAME.png`.
 
     Args:
         path: The file that `write` makes.
@@ -112,7 +112,7 @@ def search_figure(rewards: Sequence[float], others: Mapping[str, float]) -> Figu
 
 
 def epochs_figure(accuracies: Sequence[float], dense: float) -> Figure:
-    """Draw the held-out accuracies before and after each epoch beside the dense network's."""
+    """Draw the held-out accuracies before and after each epoch and the dense network's."""
     figure, (axes,) = _panels(1, "epoch", "held-out accuracy", height=2.6)
     axes.plot(range(len(accuracies)), accuracies, ".-", color=_BLUE, label="decomposed")
     axes.axhline(dense, color=_GREY, linestyle="--", label="dense")

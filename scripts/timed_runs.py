@@ -1,8 +1,8 @@
 """Finished runs of `rankrl` as rows of one table, for which all files of a network are timed in turns.
 
-A run's own report times its file when it is done, beside whatever else the machine does then. Here the files
-of all runs of a network, its dense one and that in 8-bit integers are timed together, several times; the
-accuracies are those that the runs wrote down.
+A run's own report times its file when it is done, whatever else the machine does then. Here the files of all
+runs of a network, its dense one and that in 8-bit integers are timed together, several times; the accuracies
+are those that the runs wrote down.
 """
 
 from __future__ import annotations

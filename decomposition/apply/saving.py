@@ -1,4 +1,4 @@
-"""Compressed models on disk: safetensors for the tensors, the plan beside them."""
+"""Compressed models on disk: safetensors for the tensors, the plan next to them."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Narrowing:
 
     Attributes:
         producer: Name of the layer whose outputs it alone reads, channel by channel.
-        counts: Numbers of channels to choose from, beside all of them.
+        counts: Numbers of channels to choose from, besides all of them.
     """
 
     producer: str

@@ -22,7 +22,7 @@ class FitOptions:
         seed: Seed of the random starting points.
         enough: Stop when the relative error is at most that, 0 or more. What differs by less is one to who
             chooses ranks by it, and the last iterations of the largest ranks are those that take longest.
-        stability: What the size |A|^2 + |Q|^2 of terms that may cancel (CP's) counts beside the squared
+        stability: What the size |A|^2 + |Q|^2 of terms that may cancel (CP's) counts besides the squared
             error, as a multiple of it, 0 or more. Terms that cancel on the calibration inputs do not on
             others, nor when they are rounded (Phan et al., ECCV 2020, who minimise their size at a given
             error).

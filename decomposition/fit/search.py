@@ -66,7 +66,7 @@ def _ends(
 
 
 def _steady(problem: LeastSquares, starts: Sequence[Cores], options: FitOptions, stop: Stop) -> Cores:
-    """Minimise the size of the terms beside the error, in proportion to it, so that close fits stay close."""
+    """Minimise the size of the terms besides the error, in proportion to it: close fits stay close."""
     (best, *_), squared = starts, float(problem.squared_error(starts[0]))
     while squared > max(stop.squared_error, LEAST_PENALTY):
         before = squared

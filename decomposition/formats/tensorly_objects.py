@@ -48,7 +48,7 @@ def read_tensorly(tensor: Any) -> TensorlyObject:
 
     Args:
         tensor: A CPTensor, TuckerTensor, TTTensor or TRTensor; `(weights, factors)`, `(core, factors)` or a
-            list of cores; or one of these with the errors that a routine returned beside it. A list of cores
+            list of cores; or one of these with the errors that a routine returned with it. A list of cores
             whose outer ranks are 1 is a train.
 
     Raises:

@@ -43,7 +43,7 @@ def plain_layers(model: Module, layers: Sequence[str], inputs: ExampleInputs) ->
 
     Raises:
         DecompositionError: An entry names no layer of a subclass; or a layer is never called, has parameters
-            or buffers beside weight and bias, or computes something else than the plain layer.
+            or buffers besides weight and bias, or computes something else than the plain layer.
     """
     network = copied(unwrapped(model))
     subclassed: dict[str, DecomposableModule] = {}
@@ -87,7 +87,7 @@ def _plain(name: str, module: DecomposableModule) -> DecomposableModule:
     if state - {"weight", "bias"} or "weight" not in state:
         extra = ", ".join(sorted(state - {"weight", "bias"})) or "a computed weight"
         raise DecompositionError(
-            f"layer {name!r}, a {type(module).__name__}, has {extra} beside weight and bias, which a plain "
+            f"layer {name!r}, a {type(module).__name__}, has {extra} besides weight and bias, which a plain "
             "layer has not; leave it out"
         )
     geometry, like = Geometry.of(module), {"device": module.weight.device, "dtype": module.weight.dtype}

@@ -65,7 +65,7 @@ def imagefolder(root: Path, path: str | Path, size: int = 224, resize: int | Non
     classes = sorted(entry.name for entry in (folder / "train").iterdir() if entry.is_dir())
     if len(classes) < 2:
         raise DataError(f"{folder / 'train'} must hold at least two class folders, got {classes}")
-    # `test`, where there is one beside `val`, is the set that nothing was ever tuned on.
+    # `test`, where there is one besides `val`, is the set that nothing was ever tuned on.
     return SourceFiles(
         _read(folder / "train", classes, size, shorter),
         _read(folder / names[-1], classes, size, shorter),

@@ -91,7 +91,7 @@ def checkpoint_preprocessing(path: str | Path) -> dict[str, Any] | None:
 
 
 def _notes(path: str | Path) -> dict[str, Any]:
-    """Return what a file of `save_checkpoint` says beside its tensors; nothing where it is another."""
+    """Return what a file of `save_checkpoint` says besides its tensors; nothing where it is another."""
     try:
         notes: dict[str, Any] = json.loads(_metadata(path).get(_NOTES, "{}"))
     except (SafetensorError, OSError, ValueError):
@@ -116,7 +116,7 @@ def _read(path: Path) -> object:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
     try:
-        # timm and torchvision keep their options beside the weights; reading a Namespace runs no code.
+        # timm and torchvision keep their options next to the weights; reading a Namespace runs no code.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -171,7 +171,7 @@ def _fitting(content: object, expected: Mapping[str, Tensor], path: Path) -> Sta
         log.info("weights: read %s", path)
     left = [
         name
-        for name in taken.beside
+        for name in taken.others
         if not any(name.startswith(candidate.prefix) for candidate in fitting if candidate.prefix)
     ]
     if left:

@@ -36,7 +36,7 @@ class ZeroPadShortcut(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+    """Two 3x3 convolutions and a shortcut around them."""
 
     def __init__(self, in_channels: int, channels: int, stride: int, shortcut: str) -> None:
         super().__init__()

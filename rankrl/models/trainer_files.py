@@ -1,7 +1,7 @@
 """Finding the network's tensors in a trainer's file: the dict that holds them and the prefix of their names.
 
 Trainers keep a network's tensors in a dict of their own among optimizers, epochs and metrics, name them after
-the wrapper or module that holds the network, and often keep a running average of them beside them.
+the wrapper or module that holds the network, and often keep a running average of them too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StateDict:
         prefix: What was removed in front of the names.
         tensors: The tensors by name.
         expected: The network's own.
-        beside: Names in the same dict that do not have the prefix.
+        others: Names in the same dict that do not have the prefix.
         counters: Names of the trainer's own counters among the others.
         tied: Names of the network's that stand for the same parameter as another one, which is named.
     """
@@ -41,7 +41,7 @@ class StateDict:
     prefix: str
     tensors: Mapping[str, Tensor]
     expected: Mapping[str, Tensor]
-    beside: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     counters: tuple[str, ...] = ()
     tied: Mapping[str, frozenset[str]] = field(default_factory=dict)
 

@@ -48,7 +48,7 @@ class PricedNetwork(Protocol):
 
     @property
     def caveat(self) -> str | None:
-        """What a user must know when a budget cannot be reached, beside the budget; None for nothing."""
+        """What a user must know, besides the budget, when that cannot be reached; None for nothing."""
 
     def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
         """Return fractions of the original's costs as fractions of this network's.
@@ -108,7 +108,7 @@ class WrittenFile:
     Attributes:
         verified: Largest difference between the file and the network that it was made from; of a graph,
             relative to the largest number at the outputs.
-        latency: Its time beside the original's.
+        latency: Its time and the original's.
         outputs: How far each output agrees with the original's on held-out inputs; empty where labels say
             how good it is.
         numbers: What else the section `onnx` of metrics.json says of it.
@@ -140,7 +140,7 @@ class Network(SearchableNetwork, Protocol):
         """
 
     def write(self, compressed: Any, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
-        """Write a compressed network as an ONNX file, verify it, and time it beside the original's.
+        """Write a compressed network as an ONNX file, verify it, and time it along with the original's.
 
         Args:
             compressed: What `applied` returned, fine-tuned or not.

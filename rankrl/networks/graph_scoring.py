@@ -52,7 +52,7 @@ class ScoringGraph:
     """A graph with dense nodes that is opened with the weights of any plan.
 
     It is rewritten once. A plan costs the constants that differ from the last plan's and the opening of a
-    session; no node is changed. (onnxruntime can be handed constants beside the model,
+    session; no node is changed. (onnxruntime can be handed constants along with the model,
     `SessionOptions.add_initializer`; its convolutions then compute with those of the model all the same,
     seen in 1.31.) What is lost of the mean of a node's output is given back where something takes it up.
 
@@ -249,7 +249,7 @@ class OnnxScoring:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all that scores depend on beside the plan."""
+        """Hash of all that scores depend on besides the plan."""
         scored_by = (self.term, self.feeds) if self.score is None else score_identity(self.score)
         return digest(self.network.digest, scored_by)[:16]
 
@@ -287,7 +287,7 @@ class OnnxPlanEvaluator(RememberingEvaluator):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of what scores depend on beside the plan."""
+        """Hash of what scores depend on besides the plan."""
         return self.scoring.fingerprint
 
     def value(self, choices: Choices) -> float:

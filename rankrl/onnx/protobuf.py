@@ -11,7 +11,7 @@ from rankrl.onnx.sparse import store_densely
 
 
 def load_model(path: str | Path) -> ir.Model:
-    """Return the model of a file, with the data that lie beside it; sparse constants are dense.
+    """Return the model of a file, with the data that lie next to it; sparse constants are dense.
 
     Raises:
         ExportError: A sparse constant is too large.

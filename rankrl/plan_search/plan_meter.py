@@ -23,7 +23,7 @@ class PlanMeter:
         problem: What is searched over; its costs are corrected by what is measured, where `recosted` does so.
         loss: From a plan to what its network, refit and all, loses of the original's score.
         time: From a plan to its file's time / the original's; None where costs are counted or estimated.
-        identity: What losses depend on beside the plan.
+        identity: What losses depend on besides the plan.
         folder: Where measurements are kept, so that a search that is resumed goes on with the same; or None.
         recosted: From all measured plans to the problem with the costs that they let expect; None where costs
             add up.

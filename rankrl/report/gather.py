@@ -32,7 +32,7 @@ class GatheredRun:
         stages: Baseline, compressed and fine-tuned, as far as the run went.
         has_page: Whether it has a page of its own.
         overrides: What its configuration was composed from, `optim.lr=0.001`.
-        best_in: What it is best in among the runs beside it (`rankrl.report.pareto`).
+        best_in: What it is best in among the runs it is shown with (`rankrl.report.pareto`).
     """
 
     folder: Path

@@ -78,7 +78,7 @@ def plan_drawing(layers: Sequence[LayerRow]) -> PlanDrawing | None:
     """Draw the layers in forward order; None where there are none.
 
     The height of an outline grows with the fourth root of the layer's parameters, so that the smallest are
-    seen beside the largest.
+    seen next to the largest.
     """
     if not layers:
         return None

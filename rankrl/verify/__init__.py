@@ -1,1 +1,1 @@
-"""Verification: what a finished network answers, beside the original, and what it costs."""
+"""Verification: what a finished network answers, compared with the original, and what it costs."""

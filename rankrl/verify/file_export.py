@@ -1,4 +1,4 @@
-"""From a compressed network to its ONNX file, verified and timed beside the dense network's."""
+"""From a compressed network to its ONNX file, verified and timed along with the dense network's."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def export_file(
     scratch: Path,
     dynamic_axes: AxisNames | None = None,
 ) -> tuple[dict[str, Any], LatencyComparison]:
-    """Export a network, verify the file on real inputs, and time it beside the dense network.
+    """Export a network, verify the file on real inputs, and time it along with the dense network.
 
     The file takes its name only after it was verified.
 
@@ -174,7 +174,7 @@ def rival_numbers(
 
     Args:
         path: Where its file is for so long.
-        measured: Writes the file, and returns what it is worth and its time beside the dense network's.
+        measured: Writes the file, and returns what it is worth and its time and the dense network's.
 
     Returns:
         None where onnxruntime cannot make or run it.

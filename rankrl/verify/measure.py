@@ -176,7 +176,7 @@ def int8_numbers(
     *,
     cache: Cache = NO_CACHE,
 ) -> dict[str, Any] | None:
-    """Quantise the dense network to 8-bit integers and measure it beside the float32 file.
+    """Quantise the dense network to 8-bit integers and measure it against the float32 file.
 
     Ranges come from held-out images.
 

@@ -93,14 +93,14 @@ class OutputScore:
 def output_score(name: str, answers: Sequence[Array], classes: bool = False) -> OutputScore:
     """Decide what an output is scored by.
 
-    Numbers of a row are scores of classes where they are probabilities, or where their sum is zero beside
+    Numbers of a row are scores of classes where they are probabilities, or where their sum is zero next to
     their size: cross-entropy does not change when all logits grow alike, so that its gradient sums to zero
     over the classes, and weight decay takes what else the sum held. The sum of C independent numbers, those
     of a regression or an embedding, has C times their mean square.
 
-    A divergence is measured beside that of the best constant answer, R^2_KL (Cameron & Windmeijer, "An
+    A divergence is measured against that of the best constant answer, R^2_KL (Cameron & Windmeijer, "An
     R-squared measure of goodness of fit for some common nonlinear regression models", Journal of
-    Econometrics 77, 1997); squared errors beside the variance, R^2. Both are of samples, so that a constant
+    Econometrics 77, 1997); squared errors against the variance, R^2. Both are of samples, so that a constant
     scores about 0.
 
     Args:

@@ -1,4 +1,4 @@
-"""The finished files in several runtimes, beside what quantisers make of the original."""
+"""The finished files in several runtimes, and what quantisers make of the original."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def config_folder() -> Path:
-    """Return the folder `configs`: inside the installed package, or beside it in a checkout."""
+    """Return the folder `configs`: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[2]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

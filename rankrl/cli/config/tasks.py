@@ -60,7 +60,7 @@ _ALL = (
     ),
     Task(
         "demo",
-        "write a page that runs the finished network of runs=FOLDER beside the dense one in a browser",
+        "write a page that runs the finished network of runs=FOLDER and the dense one in a browser",
         on_file="verify_kit",
     ),
     Task("compare", "several selectors on the same evaluator, over several seeds"),

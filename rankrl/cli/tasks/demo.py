@@ -1,4 +1,4 @@
-"""`task=demo`: a finished network beside the dense one, in a browser."""
+"""`task=demo`: a finished network and the dense one, in a browser."""
 
 from __future__ import annotations
 

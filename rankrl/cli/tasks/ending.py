@@ -123,7 +123,7 @@ def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> N
 
 
 def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return what an ONNX file is to hold beside the graph and its preprocessing.
+    """Return what an ONNX file is to hold besides the graph and its preprocessing.
 
     How long the search took is left out: the file of a resumed run is that of an undisturbed one.
     """

@@ -11,7 +11,7 @@ from rankrl.verify.measure import cost_ratios, network_numbers
 
 
 def export(config: AppConfig, folder: RunFolder) -> None:
-    """Write `model.onnx`, compare it with PyTorch and time it beside the dense network."""
+    """Write `model.onnx`, compare it with PyTorch and time it along with the dense network."""
     options.export_options(config)  # a runtime that is missing is refused before anything is read
     data = options.dataset(config)
     network, dense, plan = compressed_from(config, data)

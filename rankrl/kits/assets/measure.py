@@ -1,6 +1,6 @@
 """Time the files of this kit on this device: python measure.py [--threads N] [--out FILE].
 
-Needs Python 3.9 or newer, numpy and onnxruntime, nothing else. Writes times.json beside kit.json after every
+Needs Python 3.9 or newer, numpy and onnxruntime, nothing else. Writes times.json next to kit.json after every
 group of files; started again after an interruption it goes on where it stopped.
 """
 
@@ -99,7 +99,7 @@ def known(table: dict[str, Any], name: str) -> bool:
 
 
 def show(kit: dict[str, Any], table: dict[str, Any]) -> None:
-    """Print what whole networks take, beside the first one."""
+    """Print what whole networks take, compared with the first one."""
     first = table["times"].get(kit["networks"][0]["file"])
     print("score, milliseconds, share of the first one's, largest difference of outputs:")
     for network in kit["networks"]:

@@ -36,7 +36,7 @@ def quantise_with_nncf(path: str | Path, target: str | Path, inputs: Iterable[Ba
 
     Args:
         path: A float32 ONNX file.
-        target: The file to write, OpenVINO's `.xml`; weights lie beside it in a `.bin`.
+        target: The file to write, OpenVINO's `.xml`; weights lie next to it in a `.bin`.
         inputs: Calibration batches, as the file takes them.
 
     Returns:

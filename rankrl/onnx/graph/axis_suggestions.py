@@ -48,7 +48,7 @@ def suggested_axes(
     begins += [(entry, 1) for entry, axis in begins if axis == 0 and 1 in _free(entry)]
     weighty = [entry for entry in left if len(entry.shape) > 1 and _free(entry)]
     if weighty and all(len(entry.shape) == 1 and axis == 0 for entry, axis in begins):
-        begins = []  # lengths and masks do not say what the arrays beside them count
+        begins = []  # lengths and masks do not say what the arrays next to them count
     if known is not None:
         begins = [known]
     elif not begins and left:

@@ -47,7 +47,7 @@ def write_graph(
         graph: The graph.
         path: The file to write.
         calibration: Batches that set the ranges of activations, where nodes compute in integers.
-        metadata: Text to store in the file, beside what it holds already.
+        metadata: Text to store in the file, in addition to what it holds.
         reduce_range: As in `quantise_onnx`.
         fitted: As there.
         choice: As there, of the network that the graph was made from: what was measured of that one holds as

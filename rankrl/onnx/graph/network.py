@@ -56,11 +56,11 @@ class OnnxNetwork:
 
     @classmethod
     def load(cls, path: str | Path) -> OnnxNetwork:
-        """Read a file, with the data that lie beside it, and check it.
+        """Read a file, with the data that lie next to it, and check it.
 
         Raises:
             OnnxGraphError: There is no such file, it is no ONNX file, damaged, too old or too large, data
-                beside it are missing, or it has no input that arrays can be given for.
+                next to it are missing, or it has no input that arrays can be given for.
         """
         model, converted = read_graph(Path(path))
         network = cls(model, str(path), converted=converted)

@@ -28,7 +28,7 @@ _LARGEST_FILE = 2**31 - 1
 
 
 def read_graph(path: Path) -> tuple[ir.Model, str]:
-    """Read a file, with the data that lie beside it, and check it.
+    """Read a file, with the data that lie next to it, and check it.
 
     Returns:
         The graph, all its data inside, without functions of its own and sparse constants; every node has a
@@ -36,7 +36,7 @@ def read_graph(path: Path) -> tuple[ir.Model, str]:
 
     Raises:
         OnnxGraphError: There is no such file, it is no ONNX file, damaged, too old or too large, or data
-            beside it are missing.
+            next to it are missing.
     """
     proto = _read(path)
     model = _checked(proto, path)
@@ -53,7 +53,7 @@ def read_graph(path: Path) -> tuple[ir.Model, str]:
 
 
 def _read(path: Path) -> onnx.ModelProto:
-    """Return what a file and those beside it hold, unchecked."""
+    """Return what a file and those next to it hold, unchecked."""
     if not path.is_file():
         raise OnnxGraphError(f"there is no ONNX file at {path}; check the path (model.path=FILE)")
     try:
@@ -70,7 +70,7 @@ def _read(path: Path) -> onnx.ModelProto:
         onnx.load_external_data_for_model(proto, str(path.parent))
     except (OSError, ValueError, onnx.checker.ValidationError) as error:
         raise OnnxGraphError(
-            f"{path} keeps weights in a file beside it that cannot be read ({error}); put that file into "
+            f"{path} keeps weights in a file next to it that cannot be read ({error}); put that file into "
             f"the folder {path.parent}"
         ) from error
     if proto.ByteSize() > _LARGEST_FILE:

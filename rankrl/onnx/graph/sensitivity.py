@@ -265,7 +265,7 @@ def fitting_inputs(network: OnnxNetwork, sites: Sequence[Site], batch: Feed) -> 
 
     Args:
         network: The network.
-        sites: Its nodes, whose largest input or output counts, beside the outputs of the network.
+        sites: Its nodes, whose largest input or output counts, besides the outputs of the network.
         batch: Some inputs.
     """
     first = network.axes.one(batch)

@@ -1,4 +1,4 @@
-"""The agent's hyper-parameters beside those of a policy that it begins with."""
+"""The agent's hyper-parameters besides those of a policy that it begins with."""
 
 from __future__ import annotations
 

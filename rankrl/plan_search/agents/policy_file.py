@@ -142,7 +142,7 @@ class PolicyFile:
         """Return what the policy does at every layer when it has done nothing before.
 
         Args:
-            observations: What it sees of the layers beside the previous action, (layers, observed - 1).
+            observations: What it sees of the layers besides the previous action, (layers, observed - 1).
 
         Returns:
             Actions in [-1, 1], shape (layers,).

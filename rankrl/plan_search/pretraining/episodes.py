@@ -28,7 +28,7 @@ class TaskEpisodes:
 
     Attributes:
         task: What it is.
-        observations: What a policy sees of every layer beside the previous action, (layers, features).
+        observations: What a policy sees of every layer besides the previous action, (layers, features).
         preset_losses: What every layer loses under greedy's plan, (layers,).
         losses: The same under every plan, (plans, layers).
         gains: Reward of every plan less that of greedy's on the same images, (plans,).

@@ -15,7 +15,7 @@ from rankrl.option_types import parameter_defaults, parameter_types
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.plan_search.space.setting import SearchSetting
 
-# What every selector is given beside its own options.
+# What every selector takes besides its own options.
 _GIVEN = ("problem", "seed", "episodes")
 
 

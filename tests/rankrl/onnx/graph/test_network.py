@@ -50,7 +50,7 @@ def test_external_data_are_read_and_missed(tmp_path: Path) -> None:
     expected = GraphSession(convolutions(), "memory").run({"x": images(2)})
     np.testing.assert_array_equal(OnnxNetwork.load(path).session().run({"x": images(2)})[0], expected[0])
     (tmp_path / "weights.bin").unlink()
-    with pytest.raises(OnnxGraphError, match=r"weights in a file beside it.*weights\.bin"):
+    with pytest.raises(OnnxGraphError, match=r"weights in a file next to it.*weights\.bin"):
         OnnxNetwork.load(path)
 
 
