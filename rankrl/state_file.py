@@ -77,11 +77,11 @@ def read_state(path: Path, version: int, what: str) -> tuple[dict[str, Tensor], 
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
         content: dict[str, Any] = json.loads(metadata["rankrl"])
-        found = content["version"]
+        written = content["version"]
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged or no {what}: {error}") from error
-    if found != version:
+    if written != version:
         raise CheckpointError(
-            f"{path} has the version {found}, this program reads version {version}; start without resuming"
+            f"{path} has the version {written}, this program reads version {version}; start without resuming"
         )
     return tensors, content

@@ -231,12 +231,12 @@ def main() -> None:
         print(f"rankrl {FIRST_RUN}")
         sys.argv.append(FIRST_RUN)
     written = sys.argv[1:]
-    given = set(written)
-    if given & VERSION_FLAGS:
+    flags = set(written)
+    if flags & VERSION_FLAGS:
         print(version_line())
         return
     try:
-        if _COMPLETION_FLAGS & given:  # which has arguments of its own
+        if _COMPLETION_FLAGS & flags:  # which has arguments of its own
             load_plugins()
             store_groups()
         else:

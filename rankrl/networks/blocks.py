@@ -24,14 +24,14 @@ def block_removals(model: nn.Module, input_shape: InputShape) -> dict[str, Remov
         ConfigError: If the network has no residual block that can be removed.
     """
     order = [spec.name for spec in compressible_layers(model, input_shape)]
-    found: dict[str, Removal] = {}
+    removals: dict[str, Removal] = {}
     for block in residual_blocks(model, example_tensor(model, input_shape)):
         layers = [name for name in order if name in block.layers]
         operation = RemoveBlock(block.name)
-        found.update({name: Removal(operation, last=name == layers[-1]) for name in layers})
-    if not found:
+        removals.update({name: Removal(operation, last=name == layers[-1]) for name in layers})
+    if not removals:
         raise ConfigError(
             "decomposition.blocks: the network has no residual block that can be removed, one that adds its "
             "input to an output of the same shape; leave it false"
         )
-    return found
+    return removals

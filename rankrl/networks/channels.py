@@ -46,7 +46,7 @@ def channel_narrowings(
             f"decomposition.channels: the network cannot be followed ({error}); leave channels empty"
         ) from error
     order = [spec.name for spec in compressible_layers(model, input_shape)]
-    found: dict[str, Narrowing] = {}
+    narrowings: dict[str, Narrowing] = {}
     for group in groups:
         if group.obstacle is not None or group.norms or len(group.layers) != 1 or len(group.readers) != 1:
             continue
@@ -58,13 +58,13 @@ def channel_narrowings(
             continue
         counts = _counts(len(made), fractions, multiple)
         if counts and order[order.index(producer) + 1] == reader:
-            found[reader] = Narrowing(producer, counts)
-    if not found:
+            narrowings[reader] = Narrowing(producer, counts)
+    if not narrowings:
         raise ConfigError(
             "decomposition.channels: the network has no two layers of which one alone reads what the other "
             "makes; leave channels empty, or remove channels with task=prune"
         )
-    return found
+    return narrowings
 
 
 def _counts(channels: int, fractions: Sequence[float], multiple: int) -> tuple[int, ...]:

@@ -118,8 +118,8 @@ class NodeTail:
         plain = [self._run(session, values, original) for values in self._values]
         if self._alone:
             x = [values[node.input_name] for values in self._values]
-            taken, given = _range(x), _range([outputs[-1] for outputs in plain])
-            given = (max(given[0], self._low), given[1])
+            taken, returned = _range(x), _range([outputs[-1] for outputs in plain])
+            returned = (max(returned[0], self._low), returned[1])
         losses = []
         for weight, rounds in zip(weights, integer, strict=True):
             constants = constants_of(library, node, self._opened, weight)
@@ -129,7 +129,7 @@ class NodeTail:
                     own = _rounded(values[node.input_name], taken)
                     after = self._run(session, values, constants, own=own)
                     if self._rounds_output:
-                        added = _rounded(after[-1], given) - after[-1]
+                        added = _rounded(after[-1], returned) - after[-1]
                         after = self._run(session, values, constants, own=own, added=added)
                 else:
                     after = self._run(session, values, constants)

@@ -135,11 +135,11 @@ def kept_channels(plan: CompressionPlan) -> dict[str, list[int]]:
 def _of_kept_channels(
     function: Callable[[nn.Module, KeptChannels, torch.Tensor], _Result],
     model: nn.Module,
-    chosen: Mapping[str, KeepChannels],
+    by_layer: Mapping[str, KeepChannels],
     input_shape: InputShape,
 ) -> _Result:
     """Call a function of `pruning` with the kept channels; what it refuses is an error of the plan."""
-    kept = {name: list(operation.indices) for name, operation in chosen.items()}
+    kept = {name: list(operation.indices) for name, operation in by_layer.items()}
     try:
         return function(model, kept, example_tensor(model, input_shape))
     except PruningError as error:

@@ -120,14 +120,14 @@ def removed_blocks(layers: Mapping[str, RemoveBlock]) -> list[str]:
     return list(dict.fromkeys(each.block for each in layers.values()))
 
 
-def _checked(model: nn.Module, chosen: Mapping[str, RemoveBlock], input_shape: InputShape) -> list[str]:
+def _checked(model: nn.Module, by_layer: Mapping[str, RemoveBlock], input_shape: InputShape) -> list[str]:
     """Return the names of the blocks, after checking that they can be removed as a whole.
 
     Raises:
         PlanError: If they cannot.
     """
     known = {each.name for each in residual_blocks(model, example_tensor(model, input_shape))}
-    blocks = removed_blocks(chosen)
+    blocks = removed_blocks(by_layer)
     for block in blocks:
         if block not in known:
             allowed = ", ".join(sorted(known)) or "none"
@@ -138,7 +138,7 @@ def _checked(model: nn.Module, chosen: Mapping[str, RemoveBlock], input_shape: I
     staying = [
         spec.name
         for spec in inspect_layers(model, input_shape)
-        if spec.name.startswith(inside) and spec.name not in chosen
+        if spec.name.startswith(inside) and spec.name not in by_layer
     ]
     if blocks and staying:
         raise PlanError(f"layer {staying[0]!r} is in a block that is removed; give it the same operation")

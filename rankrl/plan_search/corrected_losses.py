@@ -101,8 +101,8 @@ def _fitted(parts: Sequence[dict[str, float]], losses: np.ndarray, power: float)
     rows = power * common * matrix / targets[:, None]
     prior = _PRIOR * np.eye(len(kinds))
     ones = np.repeat([power, _PRIOR], [len(rows), len(kinds)])
-    found, _ = nnls(np.concatenate([rows, prior]), ones)
-    factors = common * np.maximum(found, 1e-2)
+    solution, _ = nnls(np.concatenate([rows, prior]), ones)
+    factors = common * np.maximum(solution, 1e-2)
     expected = (matrix @ factors) ** power
     error = float(np.sqrt(np.square(np.log(losses / expected)).mean()))
     return LossModel(dict(zip(kinds, factors.tolist(), strict=True)), common, power, error)

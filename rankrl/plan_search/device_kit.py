@@ -126,11 +126,11 @@ class DeviceKit:
             operations = tuple(
                 each for each in plan[site.name].operations if not isinstance(each, KeepChannels)
             )
-            chosen = operations, None if site.producer is None else kept.get(site.producer)
+            pair = operations, None if site.producer is None else kept.get(site.producer)
             alike = [(candidate.operations, candidate.reads) for candidate in site.candidates]
-            if chosen not in alike:
+            if pair not in alike:
                 return None
-            choices.append(alike.index(chosen))
+            choices.append(alike.index(pair))
         return choices
 
     def _plan(self, choices: Sequence[int]) -> CompressionPlan:

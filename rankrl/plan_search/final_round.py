@@ -64,14 +64,14 @@ def best_of_standard_plans(session: SearchSession, result: SearchResult, call: S
         return result
     original = session.scoring.of_original()
     measure = _meter(session, lambda plan: original - session.network_score(plan), call)
-    chosen = measure("the plan of the search", result.row.key, result.plan.chosen_by)
+    first = measure("the plan of the search", result.row.key, result.plan.chosen_by)
     limit = 1.0 if session.latency is None else session.latency.fraction_of_original
-    measured = [chosen, *(measure(name, key) for name, key in rivals.items())]
-    keeping = [plan for plan in measured if plan.keeps(limit) or plan.cost <= min(limit, chosen.cost)]
-    keeping = keeping or [plan for plan in measured if plan.cost <= chosen.cost]
+    measured = [first, *(measure(name, key) for name, key in rivals.items())]
+    keeping = [plan for plan in measured if plan.keeps(limit) or plan.cost <= min(limit, first.cost)]
+    keeping = keeping or [plan for plan in measured if plan.cost <= first.cost]
     best = undominated(min(keeping, key=lambda plan: (plan.loss, plan.cost)), keeping)
     plans = tuple(measure.plans.values())
-    if best is chosen:
+    if best is first:
         return replace(result, measured=plans)
     log.info("%s is better than the plan of the search, and is taken", best.name)
     row = make_row(result.rows, best.key, best.name, _known(problem, best), -best.loss)

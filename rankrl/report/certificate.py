@@ -21,8 +21,8 @@ def certificate_note(metrics: Mapping[str, Any]) -> str:
     if loss is None or low is None or high is None:
         reason = metrics.get("uncertified")
         return f"Nothing certifies its loss: {reason}." if reason else ""
-    found = metrics["certificate"]
-    unit, inputs = found["unit"], f"{found['inputs']:,} {found['what']}"
+    certificate = metrics["certificate"]
+    unit, inputs = certificate["unit"], f"{certificate['inputs']:,} {certificate['what']}"
     lost = (
         f"loses {_amount(loss, unit)} of {unit}" if loss >= 0 else f"gains {_amount(-loss, unit)} of {unit}"
     )
@@ -35,31 +35,31 @@ def certificate_card(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     loss, low, high = (number(metrics, "certificate", key) for key in ("loss", "low", "high"))
     if loss is None or low is None or high is None:
         return []
-    found = metrics["certificate"]
-    unit, drop = found["unit"], number(metrics, "certificate", "drop")
+    certificate = metrics["certificate"]
+    unit, drop = certificate["unit"], number(metrics, "certificate", "drop")
     ends = " to ".join(_amount(end, unit, named=False) for end in (low, high))
-    note = f"95 % interval of the loss on {found['inputs']:,} {found['what']}: {ends}"
+    note = f"95 % interval of the loss on {certificate['inputs']:,} {certificate['what']}: {ends}"
     if drop is not None:
-        certified = "certified" if found["certified"] else "not certified"
+        certified = "certified" if certificate["certified"] else "not certified"
         note += f"; at most {_amount(drop, unit)} is {certified}"
     return [(f"Loss of {unit}", _amount(loss, unit), note)]
 
 
 def _verdict(metrics: Mapping[str, Any]) -> str:
     """Return what the interval says of the loss that was accepted."""
-    found, drop = metrics["certificate"], number(metrics, "certificate", "drop")
-    seen = "" if found["independent"] else ", by which the plan may have been chosen, too"
+    certificate, drop = metrics["certificate"], number(metrics, "certificate", "drop")
+    seen = "" if certificate["independent"] else ", by which the plan may have been chosen, too"
     if drop is None:
         return seen
-    accepted = f"at most {_amount(drop, found['unit'])}"
+    accepted = f"at most {_amount(drop, certificate['unit'])}"
     needed = number(metrics, "certificate", "needed")
-    if found["certified"]:
+    if certificate["certified"]:
         return f": a loss of {accepted} is certified"
-    if found["loss"] > drop:
-        return f"{seen}: more than the {_amount(drop, found['unit'])} that may be lost"
+    if certificate["loss"] > drop:
+        return f"{seen}: more than the {_amount(drop, certificate['unit'])} that may be lost"
     if needed is None:
         return f"{seen}: no number of inputs certifies {accepted} at this loss"
-    if needed <= found["inputs"]:
+    if needed <= certificate["inputs"]:
         return f"{seen}: {accepted} is not certified"
     return f"{seen}: {accepted} is not certified, which would take about {needed:,.0f} inputs at this loss"
 

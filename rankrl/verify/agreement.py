@@ -111,9 +111,9 @@ def agreement(
             values[index].append(scores[index](np.atleast_1d(before), np.atleast_1d(after)))
             if before.dtype.kind not in "fiub":
                 continue
-            known, found = before.astype(np.float64), after.astype(np.float64)
-            lost[index] += np.square(found - known).sum()
-            whole[index] += np.square(known).sum()
+            expected, computed = before.astype(np.float64), after.astype(np.float64)
+            lost[index] += np.square(computed - expected).sum()
+            whole[index] += np.square(expected).sum()
             classes, answered = _classes(before), _classes(after)
             if classes is not None and answered is not None:
                 same[index].append(classes == answered)
@@ -187,8 +187,8 @@ def agreement_values(outputs: Sequence[OutputAgreement], inputs: int) -> Array |
         None where an output counts them neither on its first axis nor by batches of one.
     """
     rows = [next((x for x in (each.values, each.batches) if len(x) == inputs), None) for each in outputs]
-    known = [each for each in rows if each is not None]
-    if not known or len(known) < len(rows):
+    values = [each for each in rows if each is not None]
+    if not values or len(values) < len(rows):
         return None
-    mean: Array = np.mean(known, 0)
+    mean: Array = np.mean(values, 0)
     return mean

@@ -19,7 +19,7 @@ _INPUTS = 4
 """Inputs that are compared: a network that is read wrongly is wrong on any."""
 
 
-def check_as_read(given: PreparedFile) -> None:
+def check_as_read(prepared: PreparedFile) -> None:
     """Refuse a file that would be compressed as something else than it is.
 
     Some held-out inputs are sent through the file as it lies there, and through what is about to be
@@ -29,19 +29,19 @@ def check_as_read(given: PreparedFile) -> None:
     four passes of four inputs.
 
     Args:
-        given: The file and its inputs.
+        prepared: The file and its inputs.
 
     Raises:
         OnnxGraphError: They differ by more than rounding explains; the node is named whose output is the
             first to do so.
     """
-    source = given.original.source
-    feed = next(given.network.axes.parts(given.split.heldout[0], _INPUTS))
-    dense = _written_anew(given)
+    source = prepared.original.source
+    feed = next(prepared.network.axes.parts(prepared.split.heldout[0], _INPUTS))
+    dense = _written_anew(prepared)
     content = _content(source)
     file = GraphSession(open_session(content, source), source)
     plain = GraphSession(open_session(content, source, optimised=False), source)
-    floor = COARSE_FLOOR if _rounds(given) else FLOOR
+    floor = COARSE_FLOOR if _rounds(prepared) else FLOOR
     noisy = [plain.run(feed), file.run({name: nudged(value) for name, value in feed.items()})]
     told = departure(
         file.output_names, file.run(feed), noisy, GraphSession(dense, source).run(feed), floor=floor
@@ -50,7 +50,7 @@ def check_as_read(given: PreparedFile) -> None:
         return
     node = _first_departing(source, dense, feed, floor)
     where = "" if node is None else f", first of all that of the node {node!r}"
-    converted = f" ({given.original.converted})" if given.original.converted else ""
+    converted = f" ({prepared.original.converted})" if prepared.original.converted else ""
     raise OnnxGraphError(
         f"{source} would be compressed as another network than it is: with nothing compressed yet, {told}"
         f"{where}{converted}. Leave that node as it is (skip), or export the network anew, to ONNX's own "
@@ -64,18 +64,18 @@ def _content(source: str) -> ir.Model | str:
     return model if free_sizes(model.graph) else source
 
 
-def _written_anew(given: PreparedFile) -> ir.Model:
+def _written_anew(prepared: PreparedFile) -> ir.Model:
     """Return the network with every node that can be compressed in the place of itself."""
-    model = given.network.graph_model()
-    for site in given.sites:
+    model = prepared.network.graph_model()
+    for site in prepared.sites:
         if site.spec.refusal is None and not site.hidden:
             replace_node(model, site, [each.module(MARKED) for each in site.nodes], None)
     return without_unused(model)
 
 
-def _rounds(given: PreparedFile) -> bool:
+def _rounds(prepared: PreparedFile) -> bool:
     """Tell whether the network rounds by itself, to half precision or to integers."""
-    return bool(given.network.half) or any(map(rounds, given.network.graph_model().graph.all_nodes()))
+    return bool(prepared.network.half) or any(map(rounds, prepared.network.graph_model().graph.all_nodes()))
 
 
 def _first_departing(source: str, dense: ir.Model, feed: Feed, floor: float) -> str | None:

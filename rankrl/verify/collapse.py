@@ -30,25 +30,27 @@ def collapse(
         constant: How far the best constant answer does (`rankrl.verify.agreement.constant_agreement`).
         inputs: How many inputs that was measured on.
     """
-    for found, guess in zip(outputs, constant, strict=True):
-        shown = _no_better(found, guess, inputs)
+    for output, guess in zip(outputs, constant, strict=True):
+        shown = _no_better(output, guess, inputs)
         if shown is not None:
-            told = f"on {counted(inputs, 'held-out input')} its output {found.name!r} has {shown}"
+            told = f"on {counted(inputs, 'held-out input')} its output {output.name!r} has {shown}"
             return f"the compressed network has collapsed: {told}. {_REMEDY}"
     return None
 
 
-def _no_better(found: OutputAgreement, guess: OutputAgreement, inputs: int) -> str | None:
+def _no_better(output: OutputAgreement, guess: OutputAgreement, inputs: int) -> str | None:
     """Return what shows that an output is no better than a constant, else None."""
-    useless = found.error >= guess.error
+    useless = output.error >= guess.error
     if guess.error <= _HARDLY_VARIES:
         return None
-    if found.top1 is None or guess.top1 is None:
-        error = f"a relative error of {found.error:.3f}, the original's mean output one of {guess.error:.3f}"
+    if output.top1 is None or guess.top1 is None:
+        error = f"a relative error of {output.error:.3f}, the original's mean output one of {guess.error:.3f}"
         return error if useless else None
-    if found.top1 == 1 or not near_guessing(found.top1, guess.top1, inputs):
+    if output.top1 == 1 or not near_guessing(output.top1, guess.top1, inputs):
         return None
-    classes = f"the original's class {found.top1:.1%} of the time, one answer to all of them {guess.top1:.1%}"
+    classes = (
+        f"the original's class {output.top1:.1%} of the time, one answer to all of them {guess.top1:.1%}"
+    )
     return classes if _tells(guess.top1, inputs) or useless else None
 
 

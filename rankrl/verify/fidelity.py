@@ -22,7 +22,7 @@ def departure(
     names: Sequence[str],
     known: Sequence[Array],
     noisy: Sequence[Sequence[Array]],
-    found: Sequence[Array],
+    computed: Sequence[Array],
     *,
     floor: float = FLOOR,
 ) -> str | None:
@@ -33,10 +33,10 @@ def departure(
         known: What the original computes.
         noisy: What it computes in other ways, or of inputs that are `nudged`, which tells how much rounding
             changes.
-        found: What the other network computes.
+        computed: What the other network computes.
         floor: The relative error that is allowed whatever the noise.
     """
-    for name, expected, value, *others in zip(names, known, found, *noisy, strict=True):
+    for name, expected, value, *others in zip(names, known, computed, *noisy, strict=True):
         allowed = max(floor, *(_TIMES_NOISE * relative_error(expected, other) for other in others))
         error = relative_error(expected, value)
         if not error <= allowed:  # also true of NaN
@@ -50,20 +50,20 @@ def nudged(x: AnyArray) -> AnyArray:
     return x * (1 + 1e-6) if wide else x
 
 
-def relative_error(expected: Array, found: Array) -> float:
+def relative_error(expected: Array, computed: Array) -> float:
     """Return |found - expected| / |expected|; of integers and truth values the share that differs.
 
     It is infinite where shapes differ, or where a number is finite in one of them alone.
     """
-    if expected.shape != found.shape:
+    if expected.shape != computed.shape:
         return float("inf")
     if not expected.size:
         return 0.0
-    if expected.dtype.kind not in "f" or found.dtype.kind not in "f":
-        return float(np.mean(expected != found))
-    expected, found = expected.astype(np.float64), found.astype(np.float64)
+    if expected.dtype.kind not in "f" or computed.dtype.kind not in "f":
+        return float(np.mean(expected != computed))
+    expected, computed = expected.astype(np.float64), computed.astype(np.float64)
     finite = np.isfinite(expected)
-    if not np.array_equal(finite, np.isfinite(found)):
+    if not np.array_equal(finite, np.isfinite(computed)):
         return float("inf")
-    lost, whole = (np.linalg.norm(each) for each in (found[finite] - expected[finite], expected[finite]))
+    lost, whole = (np.linalg.norm(each) for each in (computed[finite] - expected[finite], expected[finite]))
     return float(lost / whole) if whole > 0 else float(lost)

@@ -63,19 +63,19 @@ def layer_row(layer: LayerPlan, spec: LayerSpec, rest: LayerSpec, *, error: floa
         rest: What its own operations are applied to: with what group operations removed gone.
         error: Its relative error, or None.
     """
-    chosen, rounding, cost = layer.operation(Factorise), layer.operation(Quantise), layer.cost(rest)
+    factorise, rounding, cost = layer.operation(Factorise), layer.operation(Quantise), layer.cost(rest)
     removed = next((str(each) for each in layer.operations if each.removes), None)
     return LayerRow(
         name=layer.name,
         shape=spec.weight_shape,
-        ranks=() if chosen is None else chosen.ranks,
+        ranks=() if factorise is None else factorise.ranks,
         params_before=spec.params,
         params_after=cost.params,
         macs_before=spec.macs,
         macs_after=cost.macs,
         error=error,
         reason=layer.reason or removed or "",
-        format="" if chosen is None else chosen.format,
+        format="" if factorise is None else factorise.format,
         precision="" if rounding is None else str(rounding),
     )
 

@@ -255,9 +255,9 @@ def verified(
     compared = compared_images(data)
 
     def agreement_with(file: Path) -> float:
-        given = (x for x, _ in file_batches(compared, COMPARED_BATCH, data, options))
+        as_read = (x for x, _ in file_batches(compared, COMPARED_BATCH, data, options))
         normalised = (x for x, _ in batches(compared, COMPARED_BATCH, mean=data.mean, std=data.std))
-        return class_agreement(network, file, zip(normalised, given, strict=True), runtime=runtime)
+        return class_agreement(network, file, zip(normalised, as_read, strict=True), runtime=runtime)
 
     # Two roundings of one network drift apart, step by step, as far as rounding moves it at all.
     agreement, unrounded = agreement_with(path), agreement_with(floats)
@@ -291,8 +291,8 @@ def file_batches(
         yield from batches(images, batch_size, mean=data.mean, std=data.std)
         return
     for part in torch.arange(len(images)).split(batch_size):
-        chosen = images.subset(part)
-        yield chosen.x.permute(0, 2, 3, 1), chosen.y
+        some = images.subset(part)
+        yield some.x.permute(0, 2, 3, 1), some.y
 
 
 def with_preprocessing(plan: CompressionPlan, data: ImageData) -> CompressionPlan:

@@ -190,8 +190,8 @@ def _of_values(name: str, rows: Array, reason: str) -> OutputScore:
         units = shares.astype(int)
     else:
         return OutputScore(name, "values", reason, _spreads(rows, [...]))
-    chosen = [(slice(None),) * axis + (units == unit,) for unit in range(units.max() + 1)]
-    spreads = _spreads(rows, chosen)
+    units_of = [(slice(None),) * axis + (units == unit,) for unit in range(units.max() + 1)]
+    spreads = _spreads(rows, units_of)
     return OutputScore(name, "values", reason, spreads, units, axis)
 
 
@@ -202,16 +202,16 @@ def _channel_axis(rows: Array) -> int | None:
     return 2 if rows.ndim == 3 and rows.shape[2] < rows.shape[1] else 1
 
 
-def _spreads(rows: Array, chosen: Sequence[Any]) -> Array:
+def _spreads(rows: Array, units_of: Sequence[Any]) -> Array:
     """Return the variance over the inputs of each selection, averaged over its numbers.
 
     Where it hardly varies it is the mean square instead: the error is then relative to its size.
     """
     count = len(rows)
-    squares = [float(np.square(rows[each]).mean()) for each in chosen]
+    squares = [float(np.square(rows[each]).mean()) for each in units_of]
     spreads = [
         float(np.square(rows[each] - rows[each].mean(0)).mean()) * count / max(1, count - 1)
-        for each in chosen
+        for each in units_of
     ]
     return np.array(
         [

@@ -42,12 +42,12 @@ def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
     names, name = output_names(list(known)), type(model).__name__
     half = any(each.dtype in (torch.float16, torch.bfloat16) for each in model.parameters())
     floor = COARSE_FLOOR if half else FLOOR
-    found = network_outputs(dense, some)
+    computed = network_outputs(dense, some)
     told = departure(
         names,
         list(known.values()),
         [[_like(y, each.get(place, y)) for place, y in known.items()] for each in noisy],
-        [found.get(place, np.empty(0)) for place in known],
+        [computed.get(place, np.empty(0)) for place in known],
         floor=floor,
     )
     if told is not None:
@@ -59,9 +59,9 @@ def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
         )
 
 
-def _like(expected: Array, found: Array) -> Array:
+def _like(expected: Array, computed: Array) -> Array:
     """Return what is found; what is expected where it has another shape, as halves of (layers, N, size)."""
-    return found if found.shape == expected.shape else expected
+    return computed if computed.shape == expected.shape else expected
 
 
 def _joined(parts: Iterable[Mapping[Place, Array]]) -> dict[Place, Array]:

@@ -135,8 +135,8 @@ def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str
 
 def track_result(folder: RunFolder, metrics: Mapping[str, Any]) -> None:
     """Hand the results among the metrics to the trackers."""
-    given = ("seed", "preprocessing")
-    folder.tracking.result({key: value for key, value in metrics.items() if key not in given})
+    inputs = ("seed", "preprocessing")
+    folder.tracking.result({key: value for key, value in metrics.items() if key not in inputs})
 
 
 def finish(

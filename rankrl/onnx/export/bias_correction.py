@@ -114,8 +114,8 @@ def _cut_before_rounding(model: ir.Model, nodes: Sequence[ir.Node]) -> tuple[ir.
     for rounding in dict.fromkeys(filter(None, map(_rounding, nodes))):
         value = rounding.inputs[0]
         assert value is not None
-        given = taken.setdefault(value, ir.val(f"{value.name}{_GIVEN}", ir.DataType.FLOAT))
-        rounding.replace_input_with(0, given)
+        entry = taken.setdefault(value, ir.val(f"{value.name}{_GIVEN}", ir.DataType.FLOAT))
+        rounding.replace_input_with(0, entry)
     model.graph.inputs.extend(taken.values())
     part = part_of(model, list(taken.values()), [str(node.outputs[0].name) for node in nodes])
     free_ends(part)

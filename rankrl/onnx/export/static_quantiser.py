@@ -168,32 +168,32 @@ def output_error(outputs: Sequence[Array], exact: Sequence[Array]) -> float:
     for probabilities, and it is their divergence (Kullback and Leibler) / that of their mean.
     """
     errors = []
-    for found, right in zip(outputs, exact, strict=True):
+    for computed, right in zip(outputs, exact, strict=True):
         if not right.size or right.min() == right.max():
             continue
         term = _divergence if right.min() >= 0 and right.max() <= 1 else _square
         mean = np.broadcast_to(right.mean(dtype=np.float64), right.shape)
-        errors.append(_total(term, found, right) / _total(term, mean, right))
+        errors.append(_total(term, computed, right) / _total(term, mean, right))
     return float(np.mean(errors)) if errors else 0.0
 
 
-def _total(term: Callable[[Array, Array], Array], found: Array, right: Array) -> float:
+def _total(term: Callable[[Array, Array], Array], computed: Array, right: Array) -> float:
     """Return the sum of an error's terms, a part of the numbers at a time."""
-    found, right, total = found.reshape(-1), right.reshape(-1), 0.0
+    computed, right, total = computed.reshape(-1), right.reshape(-1), 0.0
     for start in range(0, right.size, _AT_ONCE):
-        parts = (each[start : start + _AT_ONCE].astype(np.float64) for each in (found, right))
+        parts = (each[start : start + _AT_ONCE].astype(np.float64) for each in (computed, right))
         total += float(term(*parts).sum())
     return total
 
 
-def _square(found: Array, right: Array) -> Array:
-    return np.asarray((found - right) ** 2)
+def _square(computed: Array, right: Array) -> Array:
+    return np.asarray((computed - right) ** 2)
 
 
-def _divergence(found: Array, right: Array) -> Array:
+def _divergence(computed: Array, right: Array) -> Array:
     """Return the divergences of probabilities, each of one event and its opposite."""
-    found, right = (each.clip(_LEAST, 1 - _LEAST) for each in (found, right))
-    return np.asarray(right * np.log(right / found) + (1 - right) * np.log((1 - right) / (1 - found)))
+    computed, right = (each.clip(_LEAST, 1 - _LEAST) for each in (computed, right))
+    return np.asarray(right * np.log(right / computed) + (1 - right) * np.log((1 - right) / (1 - computed)))
 
 
 def _outputs(model: onnx.ModelProto, feeds: Sequence[Feed]) -> list[Array]:

@@ -179,8 +179,8 @@ def _package() -> Path | None:
 @lru_cache(maxsize=16)
 def _package_seen_from(folder: Path) -> Path | None:
     """Return the package's file that node loads in a folder, None where there is none."""
-    found = subprocess.run(["node", "-e", _FIND], cwd=folder, capture_output=True, text=True, check=False)
-    return Path(found.stdout.strip()) if found.returncode == 0 else None
+    run = subprocess.run(["node", "-e", _FIND], cwd=folder, capture_output=True, text=True, check=False)
+    return Path(run.stdout.strip()) if run.returncode == 0 else None
 
 
 def _close(process: NodeProcess, number: int) -> None:

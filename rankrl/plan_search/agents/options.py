@@ -55,10 +55,10 @@ def options_with_policy(options: AgentOptions, policy: PolicyFile) -> AgentOptio
     defaults = {field.name: field.default for field in fields(AgentOptions)}
     fixed: dict[str, Any] = {name: getattr(card, name) for name in _FIXED}
     for name, value in fixed.items():
-        given = getattr(options, name)
-        if given not in (defaults[name], value):
+        asked = getattr(options, name)
+        if asked not in (defaults[name], value):
             raise ConfigError(
-                f"selector.{name}={_shown(given)} contradicts selector.policy={options.policy}, which was "
+                f"selector.{name}={_shown(asked)} contradicts selector.policy={options.policy}, which was "
                 f"trained with {_shown(value)}; leave selector.{name} out"
             )
     if options.action not in (None, card.action):

@@ -112,8 +112,10 @@ class PolicyAgent:
         with one_thread(), self._random.in_use():
             for layer in range(self.env.layers):
                 observations = self._observe(layer, actions)
-                chosen, _ = self.model.predict(observations, deterministic=not stochastic)
-                actions[:, [layer]] = np.clip(chosen if stochastic else chosen + noise[:, [layer]], -1, 1)
+                predicted, _ = self.model.predict(observations, deterministic=not stochastic)
+                actions[:, [layer]] = np.clip(
+                    predicted if stochastic else predicted + noise[:, [layer]], -1, 1
+                )
         return actions
 
     def learn(self, actions: np.ndarray, reward: float, *, keep_actor: bool = False) -> None:

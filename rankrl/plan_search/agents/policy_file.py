@@ -234,9 +234,9 @@ class PolicyFile:
             layers = tuple((tensors[f"{n}.weight"], tensors[f"{n}.bias"]) for n in range(count))
         except (SafetensorError, OSError, KeyError, ValueError, TypeError, ConfigError) as error:
             raise CheckpointError(f"{path} is damaged or no policy file: {error}") from error
-        found = cls(layers, card)
-        found._check(path)
-        return found
+        read = cls(layers, card)
+        read._check(path)
+        return read
 
     def _check(self, path: Path) -> None:
         if self.card.action not in get_args(ActionKind):

@@ -57,13 +57,13 @@ def actor_kept(model: Algorithm) -> Iterator[None]:
 
 
 def _optimizers(model: Algorithm) -> dict[str, Optimizer]:
-    found: dict[str, Optimizer] = {
+    optimizers: dict[str, Optimizer] = {
         "actor_optimizer": model.actor.optimizer,
         "critic_optimizer": model.critic.optimizer,
     }
     if isinstance(model, SAC) and model.ent_coef_optimizer is not None:
-        found["entropy_optimizer"] = model.ent_coef_optimizer
-    return found
+        optimizers["entropy_optimizer"] = model.ent_coef_optimizer
+    return optimizers
 
 
 def buffer_tensors(buffer: ReplayBuffer) -> dict[str, Tensor]:

@@ -59,8 +59,8 @@ class TaskEpisodes:
         """
         if not path.exists():
             return None
-        episodes, found = _read(path)
-        return episodes if found == identity else None
+        episodes, kept = _read(path)
+        return episodes if kept == identity else None
 
 
 def read_episodes(path: Path) -> TaskEpisodes:

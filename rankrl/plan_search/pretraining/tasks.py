@@ -67,7 +67,7 @@ def play_tasks(
         warn: Called where a budget cannot be reached, which leaves out the task.
     """
     sites = network.library.all_candidates(limit=network.candidates)
-    found = []
+    played = []
     for measure, fraction in options.budgets:
         try:
             problem = SearchProblem.from_model(
@@ -83,8 +83,8 @@ def play_tasks(
             warn(f"pretrain: {network.title} in {names} has no such task: {error}")
             continue
         task = task_of(problem, model=network.title, dataset=network.data.name)
-        found.append(_played(problem, network, scoring, task, options, folder, seed))
-    return found
+        played.append(_played(problem, network, scoring, task, options, folder, seed))
+    return played
 
 
 def _played(

@@ -162,10 +162,10 @@ class BayesSelector(Selector):
     @staticmethod
     def _policy(policy: str, action: ActionKind | None) -> PolicyFile:
         """Read a policy; refuse options that contradict it."""
-        found = read_policy(policy)
-        given = AgentOptions(policy=policy, action=action)
-        options_with_policy(given, found)
-        return found
+        pretrained = read_policy(policy)
+        asked = AgentOptions(policy=policy, action=action)
+        options_with_policy(asked, pretrained)
+        return pretrained
 
     def _choose(self) -> tuple[np.ndarray, str]:
         """Return the actions of the next plan, shape (sites,), and the phase."""

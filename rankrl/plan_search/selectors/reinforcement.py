@@ -52,12 +52,12 @@ class ReinforcementSelector(Selector):
     @classmethod
     def check_ranges(cls, options: Mapping[str, Any]) -> None:
         """Refuse hyper-parameters out of their ranges, and a policy that cannot be read or does not fit."""
-        chosen = agent_options(options)
-        if chosen.policy is not None:
+        own = agent_options(options)
+        if own.policy is not None:
             from rankrl.plan_search.agents.options import options_with_policy
             from rankrl.plan_search.agents.policy_file import read_policy
 
-            options_with_policy(chosen, read_policy(chosen.policy))
+            options_with_policy(own, read_policy(own.policy))
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
