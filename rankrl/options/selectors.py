@@ -53,8 +53,8 @@ class DivergenceOptions:
     """Options of `divergence`.
 
     Attributes:
-        measured: `all` measures the divergence of every candidate; `one` that of one candidate of a layer,
-            greedy's choice or the one with a loss that is nearest to it, and scales the layer's losses to it.
+        measured: `all` measures the divergence of every candidate; `one` that of each layer's cheapest
+            candidate, and scales the layer's losses to it.
     """
 
     measured: Measured = "all"

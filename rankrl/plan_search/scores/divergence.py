@@ -51,15 +51,14 @@ def with_divergences(site: CandidateSet, divergences: np.ndarray) -> CandidateSe
 def probes(problem: SearchProblem) -> list[int]:
     """Return the candidate of every site at which one divergence says how much the site counts.
 
-    It is greedy's choice or, where that loses nothing, the candidate with a loss whose cost is nearest to it;
-    the dense one where no candidate has a loss.
+    It is the cheapest one with a loss: where little is lost, as by greedy's choice, a few images do not tell
+    the divergence from none, and the site would seem free. The dense one where no candidate has a loss.
     """
     found = []
-    for site, choice in zip(problem.sites, problem.preset.tolist(), strict=True):
-        lossy = np.flatnonzero(site.losses > 0)
-        costs = site.cost(problem.measure)
-        nearest = lossy[np.abs(costs[lossy] - costs[choice]).argmin()] if len(lossy) else site.dense
-        found.append(choice if choice in lossy else int(nearest))
+    for site in problem.sites:
+        lossy = np.flatnonzero((site.losses > 0) & ~site.removed)
+        cheapest = site.cost(problem.measure)[lossy].argmin() if len(lossy) else None
+        found.append(site.dense if cheapest is None else int(lossy[cheapest]))
     return found
 
 

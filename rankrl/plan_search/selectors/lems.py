@@ -40,12 +40,12 @@ def depth_weights(layers: int, gamma: float, alpha: float) -> np.ndarray:
 class LEMSSelector(TPESelector):
     """Layer-wise error model search (Thoma et al., ICML 2026), with Optuna's TPE (extra `tpe`).
 
-    A layer's losses are scaled to one divergence, measured at one candidate (`divergence` with
-    `measured=one`), and weighted by depth: an error in front is propagated by what follows. The law is that
-    of the authors' code (github.com/lems-svd/lems, `harmonicv2`), and so are the ranges that gamma and alpha
-    are drawn from. The layers are ours: any, and the Lagrangian allocation stands in for their integer
-    program. The first trial has gamma 0, the plan of the divergences alone; those that follow are drawn by
-    TPE, evenly until it knows ten.
+    A layer's losses are scaled to one divergence, measured at its cheapest candidate (`divergence` with
+    `measured=one`; theirs has a tenth of the parameters), and weighted by depth: an error in front is
+    propagated by what follows. The law is that of the authors' code (github.com/lems-svd/lems, `harmonicv2`),
+    and so are the ranges that gamma and alpha are drawn from. Layers count one by one, not in blocks, and the
+    Lagrangian allocation stands in for the integer program. The first trial has gamma 0, the plan of the
+    divergences alone; those that follow are drawn by TPE, evenly until it knows ten.
 
     Args:
         problem: What to choose for; it needs a budget, and its `divergences`.

@@ -14,6 +14,7 @@ from rankrl.errors import ConfigError
 from rankrl.plan_search.scores.divergence import probes, scaled
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.lems import depth_weights
+from rankrl.testing.selectors import small_problem as made
 
 
 def test_each_is_that_of_the_answers_of_one_compressed_layer(small_problem, small_evaluator) -> None:
@@ -57,15 +58,14 @@ def test_one_divergence_is_measured_alone(small_problem, small_evaluator) -> Non
         assert np.flatnonzero(values).tolist() == [probe]
 
 
-def test_the_probe_is_greedys_choice_or_the_nearest_with_a_loss(small_problem) -> None:
-    for budget in (0.3, 0.9):
-        problem = replace(small_problem, budget=replace(small_problem.budget, fraction=budget))
-        assert budget < 0.9 or any(problem.preset == [site.dense for site in problem.sites])
-        for site, choice, probe in zip(problem.sites, problem.preset, probes(problem), strict=True):
+def test_the_probe_is_the_cheapest_candidate_with_a_loss(small_problem) -> None:
+    for problem in (made(params=0.5), made(("cp", "tucker"), macs=0.6)):
+        for site, probe in zip(problem.sites, probes(problem), strict=True):
             lossy = [each for each in range(len(site)) if site.losses[each] > 0]
             assert probe in lossy
-            distance = abs(site.params - site.params[choice])
-            assert distance[probe] == min(distance[lossy])
+            assert site.cost(problem.measure)[probe] == min(site.cost(problem.measure)[lossy])
+    without = [site.subset([site.dense]) for site in small_problem.sites]
+    assert probes(replace(small_problem, sites=tuple(without), budget=None)) == [0] * len(without)
 
 
 def test_the_scaled_curve_has_the_measured_value_and_its_old_shape(small_problem) -> None:
