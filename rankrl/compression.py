@@ -37,7 +37,7 @@ from rankrl.onnx.graph.image_files import ImagePreprocessing
 from rankrl.onnx.graph.inputs import HELDOUT
 from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.options.budget import BudgetOptions
-from rankrl.options.decomposition import AUTO, DecompositionOptions
+from rankrl.options.decomposition import AUTO, AUTO_FORMATS, DecompositionOptions
 from rankrl.options.search import SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.goal import SearchGoal
@@ -74,7 +74,7 @@ def _file(network: Any, verb: str) -> Path | None:
 
 
 def _decomposition(
-    network: Any, names: str | Sequence[str] | DecompositionOptions | None, default: str = "tucker"
+    network: Any, names: str | Sequence[str] | DecompositionOptions | None
 ) -> DecompositionOptions:
     """Return what may become of layers, in float32 where formats alone are named."""
     of_file = isinstance(network, str | Path)
@@ -83,7 +83,7 @@ def _decomposition(
         return replace(names, formats=tuple(writable_formats())) if unlisted else names
     precisions = None if names is None else ("float32",)
     if names is None:
-        names = writable_formats() if of_file else default
+        names = writable_formats() if of_file else AUTO_FORMATS
     names = [names] if isinstance(names, str) else list(names)
     formats = None if len(names) == 1 else tuple(names)
     return DecompositionOptions(format=AUTO if formats else names[0], formats=formats, precisions=precisions)
@@ -155,9 +155,9 @@ def compress(
         latency: Fraction of the original's time in onnxruntime to keep at most. Give `drop` alone, or one of
             the four fractions, or two to be kept at once.
         decomposition: Name of a tensor format, names of several that every layer chooses from, or everything
-            that may become of layers (`DecompositionOptions`). When omitted, Tucker for a module, and for a
-            file all formats that plain nodes can compute, in integers too where time or bytes count; formats
-            named alone stay in float32.
+            that may become of layers (`DecompositionOptions`). When omitted, layers of a module choose from
+            CP, Tucker and tensor ring, nodes of a file from all formats that plain nodes can compute, in
+            integers too where time or bytes count; formats named alone stay in float32.
         selector: Name of what chooses. `greedy`, `energy`, `uniform` and `vbmf` need no search; `bayes`,
             `ddpg`, `tpe` and others score plans.
         selector_options: Its options.
@@ -297,7 +297,7 @@ def search(
         bytes: Fraction of the parameters' bytes to keep at most.
         latency: Fraction of the original's time in onnxruntime to keep at most. Give one of the four, or two
             to be kept at once; none only with a reward that weighs size.
-        decomposition: As for `compress`; when omitted, tensor rings for a module.
+        decomposition: As for `compress`.
         selector: Name of the selector.
         selector_options: Its options. `{"plans_per_step": N}` says how many plans a step has.
         reward: Name of the reward, made from the score and what a plan costs.
@@ -332,7 +332,7 @@ def search(
         )
     budget, time = BudgetOptions(drop, minimise, params, macs, bytes, latency), _timing(timing, file)
     goal = SearchGoal(budget, search or SearchOptions(), time, reward, reward_options or {})
-    options = _decomposition(network, decomposition, "tensor_ring")
+    options = _decomposition(network, decomposition)
     request = Request(goal, options, selector, selector_options or {}, seed, _path(cache), progress)
     request = request.timed_in(request.cache, _path(folder))
     with nullcontext() if folder is None else locked(Path(folder)):
