@@ -12,7 +12,7 @@ from rankrl.onnx.graph.network import Feed, GraphSession, open_session
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, depending, part_of, producing, set_types, used_by
 
-KEPT = 2**29
+KEPT = 3 * 2**27
 """Bytes that a walk keeps of the values between two nodes, of all batches together.
 
 A text detector of 64 convolutions wants 0.94 GB for 96 inputs of 480x640 pixels, most of its nodes 0.66 GB;
