@@ -30,6 +30,7 @@ from matplotlib.figure import Figure
 from result_rows import ResultRows
 from selector_curves import entry, search, seeds_of
 
+from decomposition import DecompositionError
 from rankrl import reuse_memory
 from rankrl.device import processor_name
 from rankrl.errors import RankrlError
@@ -96,7 +97,7 @@ def run(task: Task, options: argparse.Namespace, kept: ResultRows) -> None:
                 continue
             try:
                 found = _searched(ready, one, seed, options.folder / task.name.replace(" ", "-"), options)
-            except RankrlError as error:
+            except (RankrlError, DecompositionError) as error:
                 print(f"{task.name}: {one.text}: {error}", file=sys.stderr, flush=True)
                 continue
             for evaluations, values in found.items():
@@ -242,20 +243,22 @@ def paid(board: Board) -> str:
 
 
 def picture(board: Board) -> Figure:
-    """Draw mean regrets over evaluations; a selector of one plan is a level line."""
+    """Draw mean regrets over evaluations; a selector of one plan is a level line.
+
+    Selectors that end with more regret than greedy are left out, for the others' sake.
+    """
     figure = Figure(figsize=(7.2, 4.8), layout="constrained")
     axes = figure.subplots()
     style_axes(axes, "evaluations", "mean regret, points of the score")
-    means = 100 * board.regrets.mean(1)
-    places = range(len(board.evaluations))
-    for index, name in enumerate(board.selectors):
-        level = np.ptp(means[index]) == 0
-        style: dict[str, Any] = {"color": _COLOURS[index % len(_COLOURS)], "linewidth": 1.2 if level else 1.8}
-        dashes = (":" if level else "-", "--" if not level else "-.")[index >= len(SELECTORS) // 2]
-        axes.plot(places, means[index], label=name, linestyle=dashes, **style)
-    axes.set_xticks(list(places), [str(end) for end in board.evaluations])
-    axes.set_yscale("log")
-    upper_legend(figure, columns=3)
+    means = dict(zip(board.selectors, 100 * board.regrets.mean(1), strict=True))
+    shown = [name for name in means if means[name][-1] <= means[GREEDY][-1]]
+    for index, name in enumerate(shown):
+        line = (":" if np.ptp(means[name]) == 0 else "-") if index < len(_COLOURS) else "--"
+        colour = PALETTE["ink"] if name == GREEDY else _COLOURS[index % len(_COLOURS)]
+        axes.plot(means[name], label=name, color=colour, linestyle=line, linewidth=1.7)
+    axes.set_xticks(range(len(board.evaluations)), [str(end) for end in board.evaluations])
+    axes.set_ylim(bottom=0)
+    upper_legend(figure, columns=2)
     return figure
 
 
@@ -289,7 +292,7 @@ def main() -> None:
     for task in [] if options.report else tasks:
         try:
             run(task, options, kept)
-        except (MissingFileError, RankrlError) as error:
+        except (MissingFileError, RankrlError, DecompositionError) as error:
             print(f"{task.name}: {error}", file=sys.stderr, flush=True)
     names = {task.name for task in tasks}
     rows = [row for row in kept.rows if row["task"] in names]
@@ -298,7 +301,7 @@ def main() -> None:
     if not board.tasks:
         sys.exit("leaderboard.py: there is no task yet with rows of all these selectors")
     left = len({row["task"] for row in rows}) - len(board.tasks)
-    note = f"{len(board.tasks)} tasks; {left} others lack rows of some selectors (a policy's own tasks)."
+    note = f"{len(board.tasks)} tasks; {left} more lack rows of some selectors, as a policy's own tasks do."
     command = shown_command(sys.argv, shortened={str(options.folder): "RUNS"})
     text = "\n\n".join([f"`{command}`", hardware_line(), note, report(board)])
     print(text)

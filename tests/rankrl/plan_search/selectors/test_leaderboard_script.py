@@ -33,7 +33,7 @@ def row(
 def small_yaml(tmp_path: Path) -> Path:
     path = tmp_path / "tasks.yaml"
     absent = {"family": "audio", "file": "absent.onnx"}
-    tasks = {"absent": ["cp macs 0.3"], "conv4": ["tucker params 0.1"]}
+    tasks = {"absent": ["cp macs 0.3"], "conv4": ["tucker params 0.0001", "tucker params 0.1"]}
     path.write_text(yaml.safe_dump({"networks": {"conv4": CONV4, "absent": absent}, "tasks": tasks}))
     return path
 
@@ -76,13 +76,14 @@ def test_a_whole_task_is_run_once_and_judged_on_other_images(
     script.main()
     shown = capsys.readouterr()
     assert "absent cp macs 0.3: there is no absent.onnx in the folder RANKRL_CHECKPOINTS" in shown.err
+    assert "conv4 tucker params 0.0001: budget.params=0.0001 cannot be reached" in shown.err
     rows = script.ResultRows(tmp_path / "rows.csv", script.KEY, script.VALUES).rows
     assert Counter(each["selector"] for each in rows) == dict.fromkeys(words[-4:], 3)
     assert {each["evaluations"] for each in rows} == {"0", "1", "2"}
     assert all(0 < float(each["score"]) <= 1 for each in rows)
     assert (tmp_path / "drawn.png").exists()
     monkeypatch.setattr(script, "opened", None)
-    monkeypatch.setattr("sys.argv", [*words, "--tasks", "conv4*"])
+    monkeypatch.setattr("sys.argv", [*words, "--tasks", "conv4 * 0.1"])
     script.main()
     assert capsys.readouterr().out.splitlines()[1:] == shown.out.splitlines()[1:]
 
@@ -166,8 +167,10 @@ def test_pretraining_has_paid_when_its_plans_are_saved(rows) -> None:
     assert f"after 5 evaluations; pretraining took {spent}: it has paid after {-(-spent // 5)} tasks" in text
 
 
-def test_the_picture_has_a_line_for_each_selector(rows) -> None:
+def test_the_picture_has_a_line_for_each_selector_that_ends_no_worse_than_greedy(rows) -> None:
+    rows += [row(task, "uniform", end, 0.1) for task in "ab" for end in (0, 1, 5)]
     (axes,) = script.picture(script.Board.of(rows, 5)).axes
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert set(drawn) == {"greedy", "random"}
     assert drawn["random"] == pytest.approx([47.5, 40.0, 10.0])
     assert drawn["greedy"] == pytest.approx([15.0] * 3)
