@@ -232,10 +232,15 @@ def paid(board: Board) -> str:
         return ""
     known = board.of_selector(POLICY, 0).mean()
     reached = [end for end in board.evaluations if board.of_selector(PLAIN, end).mean() <= known]
-    needs = f"after {reached[0]}" if reached else f"not within {board.evaluations[-1]}"
     card = read_policy(PRETRAINED_REFITTED).card
     spent = int(card.trained["plans"]) * len(card.tasks)
-    saved = f": it has paid after {-(-spent // reached[0])} tasks" if reached and reached[0] else ""
+    if reached and not reached[0]:
+        return (
+            f"`{PLAIN}` begins with a plan that is on average as good as the policy's: on these tasks the "
+            f"{spent} evaluations of pretraining do not pay for themselves before the first evaluation."
+        )
+    needs = f"after {reached[0]}" if reached else f"not within {board.evaluations[-1]}"
+    saved = f": it has paid after {-(-spent // reached[0])} tasks" if reached else ""
     return (
         f"`{PLAIN}` is on average as good as the policy's plan {needs} evaluations; pretraining took {spent}"
         f"{saved}."

@@ -165,6 +165,9 @@ def test_pretraining_has_paid_when_its_plans_are_saved(rows) -> None:
     spent = card.trained["plans"] * len(card.tasks)
     text = script.paid(script.Board.of(named, 5))
     assert f"after 5 evaluations; pretraining took {spent}: it has paid after {-(-spent // 5)} tasks" in text
+    turned = {script.POLICY: script.PLAIN, script.PLAIN: script.POLICY}
+    named = [{**each, "selector": turned[each["selector"]]} for each in named]
+    assert f"the {spent} evaluations of pretraining do not pay" in script.paid(script.Board.of(named, 5))
 
 
 def test_the_picture_has_a_line_for_each_selector_that_ends_no_worse_than_greedy(rows) -> None:
