@@ -94,7 +94,7 @@ def test_grouped_convolution_stays_grouped() -> None:
             "'0', a Standardised, computes something else",
         ),
         (nn.Conv2d(3, 8, 3), Noisy(8, 10), "4", "outputs differ by up to .* in training mode"),
-        (nn.Conv2d(3, 8, 3), Adapted(8, 10), "4", "has adapter beside weight and bias"),
+        (nn.Conv2d(3, 8, 3), Adapted(8, 10), "4", "has adapter besides weight and bias"),
         (nn.Conv2d(3, 8, 3), Shorter(8, 10), "4", r"shape \(16, 1\) instead of \(16, 10\)"),
         (Named(3, 8, 3), nn.Linear(8, 10), "4", "no layer of a subclass matches '4'; there are 0, Named"),
         (Named(3, 8, 3), nn.Linear(8, 10), "Namd", "Did you mean 'Named'?"),
