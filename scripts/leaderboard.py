@@ -28,7 +28,7 @@ from leaderboard_tasks import NOTHING, TASKS, Opened, Task, opened, read_tasks
 from made_inputs import MissingFileError
 from matplotlib.figure import Figure
 from result_rows import ResultRows
-from selector_curves import entry, search, seeds_of
+from selector_curves import best_plans, entry, search, seeds_of
 
 from decomposition import DecompositionError
 from rankrl import reuse_memory
@@ -68,8 +68,8 @@ def after(evaluations: int) -> list[int]:
     return sorted({*(each for each in AFTER if each < evaluations), evaluations})
 
 
-def run(task: Task, options: argparse.Namespace, kept: ResultRows) -> None:
-    """Add the rows of a task that are missing."""
+def run(task: Task, families: Mapping[str, str], options: argparse.Namespace, kept: ResultRows) -> None:
+    """Add the rows of a task that are missing; `families` are those of networks by their names."""
 
     def key(one: SelectorEntry, seed: int, evaluations: int) -> dict[str, Any]:
         values = (task.name, one.text, seed, options.evaluations, evaluations)
@@ -87,23 +87,21 @@ def run(task: Task, options: argparse.Namespace, kept: ResultRows) -> None:
     if not missing:
         return
     with opened(task, options.folder, options.images) as ready:
-        card = read_policy(PRETRAINED_REFITTED)
-        families = {each.network.name: each.network.family for each in read_tasks(options.yaml)}
-        new = task.new_to(card, ready.known, families)
+        new = task.new_to(read_policy(PRETRAINED_REFITTED), ready.known, families)
         about = {"new": new, "machine": processor_name()}
         about["task_seconds"] = known[0]["task_seconds"] if known else f"{ready.seconds:.1f}"
         for seed, one in missing:
             if new == NOTHING and one.options.get("policy"):
                 continue
             try:
-                found = _searched(ready, one, seed, options.folder / task.name.replace(" ", "-"), options)
+                rows = _searched(ready, one, seed, options.folder / task.name.replace(" ", "-"), options)
             except (RankrlError, DecompositionError) as error:
                 print(f"{task.name}: {one.text}: {error}", file=sys.stderr, flush=True)
                 continue
-            for evaluations, values in found.items():
+            for evaluations, values in rows.items():
                 if not kept.find(key(one, seed, evaluations)):
                     kept.add(key(one, seed, evaluations), about | values)
-            print(f"{task.name}: {one.text}, seed {seed}: {found}", file=sys.stderr, flush=True)
+            print(f"{task.name}: {one.text}, seed {seed}: {rows}", file=sys.stderr, flush=True)
 
 
 def _searched(
@@ -119,16 +117,15 @@ def _searched(
         episodes=episodes,
         folder=folder / f"{one.folder_name}-{seed}-{episodes}",
     )
-    found = {}
-    for evaluations in after(options.evaluations):
-        best = max(result.rows[: max(1, evaluations)], key=lambda row: row.reward)
-        score, accuracy = ready.judge(best.key)
-        found[evaluations] = {
+    judged = {}
+    for evaluations, plan in best_plans(result.rows, after(options.evaluations)).items():
+        score, accuracy = ready.judge(plan)
+        judged[evaluations] = {
             "score": f"{score:.6f}",
             "accuracy": "" if accuracy is None else f"{accuracy:.4f}",
             "seconds": f"{result.seconds:.1f}",
         }
-    return found
+    return judged
 
 
 @dataclass(frozen=True)
@@ -294,9 +291,10 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     kept = ResultRows(options.rows, KEY, VALUES)
     tasks = read_tasks(options.yaml, options.tasks)
+    families = {each.network.name: each.network.family for each in read_tasks(options.yaml)}
     for task in [] if options.report else tasks:
         try:
-            run(task, options, kept)
+            run(task, families, options, kept)
         except (MissingFileError, RankrlError, DecompositionError) as error:
             print(f"{task.name}: {error}", file=sys.stderr, flush=True)
     names = {task.name for task in tasks}

@@ -22,7 +22,7 @@ import io
 import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
@@ -99,9 +99,9 @@ class Curve:
         return self.judged[max(after for after in self.judged if after <= evaluations)]
 
 
-def best_plans(rows: Sequence[EpisodeRow]) -> dict[int, Choices]:
-    """Return the best plan after some numbers of evaluations, and after all, by their number."""
-    return {end: max(rows[:end], key=lambda row: row.reward).key for end in milestones(len(rows))}
+def best_plans(rows: Sequence[EpisodeRow], ends: Iterable[int]) -> dict[int, Choices]:
+    """Return the best plan after some numbers of evaluations, by their number; after 0 that is the first."""
+    return {end: max(rows[: max(1, end)], key=lambda row: row.reward).key for end in ends}
 
 
 def search(
@@ -162,7 +162,7 @@ def measured(options: argparse.Namespace) -> tuple[list[Curve], dict[str, float]
             continue
         folder = options.folder / f"{one.folder_name}-{seed}"
         rows = search(problem, evaluator, one, seed=seed, episodes=options.episodes, folder=folder).rows
-        plans = best_plans(rows)
+        plans = best_plans(rows, milestones(len(rows)))
         curve = Curve(
             one.text,
             seed,

@@ -38,7 +38,7 @@ def test_searches_are_read_again_and_judged_by_their_best_plans(
         patch.setattr(small_evaluator, "value", None)  # nothing is scored again
         again = script.search(small_problem, small_evaluator, entry, seed=0, episodes=7, folder=tmp_path)
     assert again.rows == found.rows
-    best = script.best_plans(found.rows)
+    best = script.best_plans(found.rows, script.milestones(len(found.rows)))
     assert list(best) == [1, 5, 7]
     assert best[1] == tuple(small_problem.preset)
     for after, plan in best.items():
