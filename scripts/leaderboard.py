@@ -19,6 +19,7 @@ import io
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from rankrl.device import processor_name
 from rankrl.errors import RankrlError
 from rankrl.files import write_atomically
 from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy
+from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.selectors import SelectorEntry
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
 from rankrl.report.markdown import shown_command, write_section
@@ -50,10 +52,13 @@ SELECTORS = (
     *(f"{name}:policy={PRETRAINED_REFITTED}" for name in ("ddpg", "bayes")),
     POLICY,
 )
+AT_ONCE = (GREEDY, "divergence:measured=one", "divergence", POLICY)
+"""Selectors of one plan whose plans are fine-tuned."""
 KEY = ("task", "selector", "seed", "search", "evaluations")
 VALUES = ("new", "score", "accuracy", "seconds", "task_seconds", "machine")
 _COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
 _RESAMPLES = 10_000
+_TUNED_TASKS = 4
 
 
 def selector(text: str) -> SelectorEntry:
@@ -94,7 +99,7 @@ def run(task: Task, families: Mapping[str, str], options: argparse.Namespace, ke
             if new == NOTHING and one.options.get("policy"):
                 continue
             try:
-                rows = _searched(ready, one, seed, options.folder / task.name.replace(" ", "-"), options)
+                rows = _judged(ready, _searched(ready, task, one, seed, options), options)
             except (RankrlError, DecompositionError) as error:
                 print(f"{task.name}: {one.text}: {error}", file=sys.stderr, flush=True)
                 continue
@@ -105,18 +110,17 @@ def run(task: Task, families: Mapping[str, str], options: argparse.Namespace, ke
 
 
 def _searched(
-    ready: Opened, one: SelectorEntry, seed: int, folder: Path, options: argparse.Namespace
-) -> dict[int, dict[str, str]]:
-    """Search and judge; return the values of rows by evaluations."""
-    session, episodes = ready.session, 1 if one.text == POLICY else options.evaluations
-    result = search(
-        session.problem,
-        session.evaluator,
-        one,
-        seed=seed,
-        episodes=episodes,
-        folder=folder / f"{one.folder_name}-{seed}-{episodes}",
-    )
+    ready: Opened, task: Task, one: SelectorEntry, seed: int, options: argparse.Namespace
+) -> SearchResult:
+    """Search, or read the search that is in the folder."""
+    episodes = 1 if one.text == POLICY else options.evaluations
+    folder = options.folder / task.name.replace(" ", "-") / f"{one.folder_name}-{seed}-{episodes}"
+    session = ready.session
+    return search(session.problem, session.evaluator, one, seed=seed, episodes=episodes, folder=folder)
+
+
+def _judged(ready: Opened, result: SearchResult, options: argparse.Namespace) -> dict[int, dict[str, str]]:
+    """Return the values of rows by evaluations."""
     judged = {}
     for evaluations, plan in best_plans(result.rows, after(options.evaluations)).items():
         score, accuracy = ready.judge(plan)
@@ -244,6 +248,33 @@ def paid(board: Board) -> str:
     )
 
 
+def finetuned(board: Board, tasks: Mapping[str, Task], options: argparse.Namespace) -> str:
+    """Return a table of accuracies after the refit and after fine-tuning, in %.
+
+    Its tasks are those whose plans at 0 differ most between the selectors of one plan, files left out.
+    """
+    names = [name for name in AT_ONCE if name in board.selectors]
+    regrets = np.stack([board.of_selector(name, 0) for name in names])
+    widest = np.argsort(-np.ptp(regrets, axis=0), kind="stable")
+    lines = [f"| task | {' | '.join(f'`{name}`' for name in names)} |", f"|---|{'---:|' * len(names)}"]
+    for index in widest:
+        task = tasks[board.tasks[index]]
+        with opened(task, options.folder, options.images) as ready:
+            if ready.tuned is None:
+                continue
+            tuned = cache(ready.tuned)  # selectors may have the same plan
+            cells = []
+            for name in names:
+                plan = _searched(ready, task, selector(name), options.seeds[0], options).rows[0].key
+                before, now = tuned(plan, options.finetune)
+                cells.append(f"{100 * before:.1f} → {100 * now:.1f}")
+        lines.append(f"| {task.name} | {' | '.join(cells)} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+        if len(lines) == 2 + _TUNED_TASKS:
+            break
+    return "\n".join(lines)
+
+
 def picture(board: Board) -> Figure:
     """Draw mean regrets over evaluations; a selector of one plan is a level line.
 
@@ -281,6 +312,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--report", action="store_true", help="run nothing, report the rows that are there")
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     parser.add_argument("--section", default="leaderboard", help="name of that section")
+    parser.add_argument(
+        "--finetune",
+        type=int,
+        metavar="STEPS",
+        help="print what plans at 0 become after so many steps, of the tasks where they differ most",
+    )
     parser.add_argument("--picture", type=Path, help="PNG file to draw the regrets in")
     return parser.parse_args(arguments)
 
@@ -306,7 +343,10 @@ def main() -> None:
     left = len({row["task"] for row in rows}) - len(board.tasks)
     note = f"{len(board.tasks)} tasks; {left} more lack rows of some selectors, as a policy's own tasks do."
     command = shown_command(sys.argv, shortened={str(options.folder): "RUNS"})
-    text = "\n\n".join([f"`{command}`", hardware_line(), note, report(board)])
+    table = report(board)
+    if options.finetune:
+        table = finetuned(board, {task.name: task for task in tasks}, options)
+    text = "\n\n".join([f"`{command}`", hardware_line(), note, table])
     print(text)
     if options.output:
         write_section(options.output, options.section, "Leaderboard of selectors", text)

@@ -37,8 +37,11 @@ from rankrl.plan_search.space.problem import Choices
 from rankrl.request import Request, opened_session
 from rankrl.runs.run_folder import cache_folder
 from rankrl.training import TrainingRecipe, accuracy, train
+from rankrl.training.networks import heldout_accuracy
+from rankrl.training.teachers import DISTILLATION
 
 TASKS = Path(__file__).with_name("leaderboard.yaml")
+_BATCH = 128
 NOTHING = "nothing"
 """What is new to a policy that was trained on a task."""
 
@@ -159,6 +162,10 @@ class Task:
         return ", ".join([*parts, *(["runtime"] if self.runtime != "none" and not timed else [])])
 
 
+Judge = Callable[[Choices], tuple[float, float | None]]
+Tune = Callable[[Choices, int], tuple[float, float]]
+
+
 @dataclass(frozen=True)
 class Opened:
     """A task, fitted.
@@ -167,12 +174,15 @@ class Opened:
         session: Its problem, and what scores plans on the images that searches see.
         judge: From a plan to its score after the refit on inputs that no search sees, and to its accuracy
             there (None where inputs have no labels).
+        tuned: From a plan and a number of steps to the accuracy there of the network that it becomes, before
+            and after that many steps of fine-tuning; None for a file, which is not trained.
         known: The task as the card of a policy has it.
         seconds: What that took: network, moments, fits and times, as far as the cache lacks them.
     """
 
     session: SearchSession
-    judge: Callable[[Choices], tuple[float, float | None]]
+    judge: Judge
+    tuned: Tune | None
     known: PolicyTask
     seconds: float
 
@@ -194,10 +204,11 @@ def opened(task: Task, folder: Path, images: int) -> Iterator[Opened]:
     session, judging = begin(task, folder, images)
     with session:
         known = task_of(session.problem, model=task.network.name, dataset=task.network.dataset)
-        yield Opened(session, judging(session), known, time.perf_counter() - start)
+        judge, tuned = judging(session)
+        yield Opened(session, judge, tuned, known, time.perf_counter() - start)
 
 
-Judging = Callable[[SearchSession], Callable[[Choices], tuple[float, float | None]]]
+Judging = Callable[[SearchSession], tuple[Judge, Tune | None]]
 
 
 def _of_images(task: Task, folder: Path, images: int) -> tuple[SearchSession, Judging]:
@@ -220,15 +231,27 @@ def _of_images(task: Task, folder: Path, images: int) -> tuple[SearchSession, Ju
     candidates = request.timed_candidates()
     judges = replace(data, heldout=data.heldout.subset(torch.arange(searched, len(data.heldout))))
 
-    def judging(session: SearchSession) -> Callable[[Choices], tuple[float, float | None]]:
+    def judging(session: SearchSession) -> tuple[Judge, Tune | None]:
         scoring = replace(network.scoring, data=judges, images=images * 2)
         evaluator = scoring.plan_evaluator(session.library, session.problem)
 
         def judge(plan: Choices) -> tuple[float, float | None]:
-            found = evaluator(plan)
-            return found.score, found.accuracy
+            evaluation = evaluator(plan)
+            return evaluation.score, evaluation.accuracy
 
-        return judge
+        def tuned(plan: Choices, steps: int) -> tuple[float, float]:
+            compressed = session.applied(session.problem.plan(plan, "leaderboard"))
+            recipe = TrainingRecipe(
+                epochs=max(1, round(steps * _BATCH / len(data.train))),
+                batch_size=_BATCH,
+                distillation=DISTILLATION,
+                restore_best=False,
+            )
+            before = heldout_accuracy(compressed, judges)
+            train(compressed, judges, recipe, teacher=model)
+            return before, heldout_accuracy(compressed, judges)
+
+        return judge, tuned
 
     return opened_session(network, candidates, request), judging
 
@@ -241,15 +264,15 @@ def _of_file(task: Task, _: Path, images: int) -> tuple[SearchSession, Judging]:
     begun = FileSearch.of(source, task.request())
     network: GraphNetwork = begun.network
 
-    def judging(session: SearchSession) -> Callable[[Choices], tuple[float, float | None]]:
+    def judging(session: SearchSession) -> tuple[Judge, Tune | None]:
         score = replace(network.scoring, feeds=network.file.split.heldout).of_networks()
 
         @cache  # a plan is refitted for it
         def judge(plan: Choices) -> tuple[float, float | None]:
-            chosen = session.problem.plan(plan, "leaderboard")
-            return score(network.applied(chosen, session.library)), None
+            compressed = network.applied(session.problem.plan(plan, "leaderboard"), session.library)
+            return score(compressed), None
 
-        return judge
+        return judge, None
 
     return begun.session(), judging
 

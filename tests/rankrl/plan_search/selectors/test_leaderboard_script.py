@@ -82,6 +82,11 @@ def test_a_whole_task_is_run_once_and_judged_on_other_images(
     assert {each["evaluations"] for each in rows} == {"0", "1", "2"}
     assert all(0 < float(each["score"]) <= 1 for each in rows)
     assert (tmp_path / "drawn.png").exists()
+    monkeypatch.setattr("sys.argv", [*words, "--report", "--finetune", "3"])
+    script.main()
+    tuned = capsys.readouterr().out.splitlines()[-1]
+    assert tuned.startswith("| conv4 tucker params 0.1 | ")
+    assert tuned.count(" → ") == 3  # greedy, one divergence, the policy
     monkeypatch.setattr(script, "opened", None)
     monkeypatch.setattr("sys.argv", [*words, "--tasks", "conv4 * 0.1"])
     script.main()
