@@ -197,11 +197,11 @@ def duel(weight: torch.Tensor, rival: Rival, ratio: float, repeats: int, iterati
     def error(reconstruction: np.ndarray) -> float:
         return float(np.linalg.norm(array - reconstruction) / np.linalg.norm(array))
 
-    found, seconds = timed(ours, repeats)
+    ours_fitted, seconds = timed(ours, repeats)
     with tensorly.backend_context("numpy"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # parafac warns of its SVD start on kernels smaller than the rank
         theirs, rival_seconds = timed(lambda: rival.run(array, ranks, iterations), repeats)
-    return Duel(ranks, error(found), error(theirs), seconds, rival_seconds)
+    return Duel(ranks, error(ours_fitted), error(theirs), seconds, rival_seconds)
 
 
 def synthetic_weight(channels: int, seed: int = 0) -> torch.Tensor:
@@ -269,15 +269,17 @@ def accuracies(model: nn.Module, plan: CompressionPlan, images: torch.Tensor, da
         apply_plan(model, plan, images, sequential=False),
         apply_plan(model, plan, images),
     )
-    found = []
+    percents = []
     normal = calibration_images(data, len(images), seed=0, augmented=True)
     for compressed in fitted:
         reestimated = copy.deepcopy(compressed)
         reestimate_batch_norm(reestimated, normal.split(256))
         for network in (compressed, reestimated):
             # The same function, faster to evaluate here.
-            found.append(100 * report_accuracy(contracted(network), data.test, mean=data.mean, std=data.std))
-    return found
+            percents.append(
+                100 * report_accuracy(contracted(network), data.test, mean=data.mean, std=data.std)
+            )
+    return percents
 
 
 def accuracy_report(options: argparse.Namespace) -> str:
@@ -339,7 +341,7 @@ def stability_report(options: argparse.Namespace) -> str:
         "| parameters ÷ | stability | float32 | 8-bit integers |",
         "|---:|---:|---:|---:|",
     ]
-    found: dict[tuple[float, float], list[tuple[float, float]]] = {}
+    errors_of: dict[tuple[float, float], list[tuple[float, float]]] = {}
     for seed, stability in product(range(options.seeds), options.stability):
         images = calibration_images(data, options.calibration, seed=seed)
         library = FitLibrary.calibrated(
@@ -375,8 +377,8 @@ def stability_report(options: argparse.Namespace) -> str:
                 for each in (plan, integers)
             )
             _say(f"{ratio:g}x, stability {stability:g}, seed {seed}: {cells[0]:.2f}, {cells[1]:.2f}")
-            found.setdefault((ratio, stability), []).append((cells[0], cells[1]))
-    for (ratio, stability), pairs in sorted(found.items()):
+            errors_of.setdefault((ratio, stability), []).append((cells[0], cells[1]))
+    for (ratio, stability), pairs in sorted(errors_of.items()):
         columns = (
             f"{np.mean(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in zip(*pairs, strict=True)
         )

@@ -101,13 +101,13 @@ def measured(options: argparse.Namespace, rows: ResultRows, folder: Path) -> Non
                 continue
             where = run(network, search, seed, options, folder)
             metrics = json.loads((where / "metrics.json").read_text())
-            found = metrics.get("search", {"episodes": 1, "seconds": 0.0})
+            searched = metrics.get("search", {"episodes": 1, "seconds": 0.0})
             accuracy = (
                 file_accuracy(where / "model.onnx", data)
                 if options.cell == "file"
                 else metrics["compressed"]["accuracy"]
             )
-            values = (found["episodes"], round(found["seconds"], 1), accuracy)
+            values = (searched["episodes"], round(searched["seconds"], 1), accuracy)
             rows.add(key, dict(zip(VALUES, values, strict=True)))
 
 

@@ -105,10 +105,10 @@ def measure(options: argparse.Namespace, rows: ResultRows) -> None:
         ):
             continue
         start = decomposed(dense, data, options)
-        chosen = replace(variant, recipe=replace(variant.recipe, seed=seed))
+        seeded = replace(variant, recipe=replace(variant.recipe, seed=seed))
         network = copy.deepcopy(start)
-        teacher = dense if chosen.recipe.distillation else None
-        result = train(network, small, replace(chosen.recipe, epochs=options.epochs), teacher=teacher)
+        teacher = dense if seeded.recipe.distillation else None
+        result = train(network, small, replace(seeded.recipe, epochs=options.epochs), teacher=teacher)
         accuracies = [
             100 * report_accuracy(each, data.test, mean=data.mean, std=data.std)
             for each in (dense, start, network)

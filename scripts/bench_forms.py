@@ -73,7 +73,7 @@ def network_row(task: str, runs: int, checkpoints: Path | None) -> str:
             files[f"mixed {filled}"] = Path(folder) / f"mixed-{filled}.onnx"
             export_onnx(form, files[f"mixed {filled}"], shape, channel_block=filled, progress=False)
         turns = time_in_turns([(DEFAULT_RUNTIME, path) for path in files.values()], **timing)
-        median = {each: found.median_ms for each, found in zip(files, turns.latencies, strict=True)}
+        median = {each: timed.median_ms for each, timed in zip(files, turns.latencies, strict=True)}
         loads = [_seconds_to_open(files[each]) for each in ("1", str(block))]
         sizes = [files[each].stat().st_size for each in ("1", str(block))]
     columns = ("int8", "contracted", "1", "mixed 1", str(block), f"mixed {block}")

@@ -41,12 +41,12 @@ def row(name: str, checkpoint: Path, options: ExportOptions, repeats: int) -> st
     with tempfile.TemporaryDirectory() as folder:
         baseline = export_dense(model, data, Path(folder), options)
         for _ in range(repeats):
-            for reduced, found in times.items():
+            for reduced, ratios in times.items():
                 numbers = int8_numbers(baseline, data, replace(options, reduce_range=reduced), Path(folder))
                 if numbers is None:
                     raise SystemExit(f"onnxruntime cannot quantise {name}; the log says why")
                 accuracies[reduced] = numbers["accuracy"]
-                found.append(1 / numbers["latency_ratio"])
+                ratios.append(1 / numbers["latency_ratio"])
     full, seven = (float(np.median(times[reduced])) for reduced in (False, True))
     return (
         f"| {name} | {test_accuracy(model, data):.2%} | {accuracies[False]:.2%} | {full:.2f} "

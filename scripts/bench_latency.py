@@ -111,12 +111,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     parser.add_argument("--folders", type=Path, nargs="+", help="time these finished runs, and nothing else")
     parser.add_argument("--repeats", type=int, default=5, help="comparisons of --folders")
-    chosen = parser.parse_args(arguments)
-    if chosen.folders:
-        lines = run_rows(chosen.folders, runs=chosen.runs, repeats=chosen.repeats)
+    asked = parser.parse_args(arguments)
+    if asked.folders:
+        lines = run_rows(asked.folders, runs=asked.runs, repeats=asked.repeats)
     else:
-        lines = searched_rows(chosen)
-    if chosen.predictions:
+        lines = searched_rows(asked)
+    if asked.predictions:
         lines += [
             "",
             "Sums of layers' times against whole files, random plans at "
@@ -124,52 +124,52 @@ def main(arguments: list[str] | None = None) -> None:
             "",
             "| network | plans | mean error | median | largest |",
             "|---|---:|---:|---:|---:|",
-            *(predictions_row(name, *network_and_data(name, chosen), chosen) for name in chosen.models),
+            *(predictions_row(name, *network_and_data(name, asked), asked) for name in asked.models),
         ]
     text = "\n".join(lines)
     print(text)
-    if chosen.output is not None:
-        shortened = {str(chosen.checkpoints): "CHECKPOINTS"}
-        shortened |= {str(folder): f"RUNS/{folder.name}" for folder in chosen.folders or ()}
+    if asked.output is not None:
+        shortened = {str(asked.checkpoints): "CHECKPOINTS"}
+        shortened |= {str(folder): f"RUNS/{folder.name}" for folder in asked.folders or ()}
         section = f"`{shown_command(sys.argv, shortened=shortened)}`\n\n{hardware_line()}\n\n{text}"
-        write_section(chosen.output, "bench_latency", "Budgets in time", section)
+        write_section(asked.output, "bench_latency", "Budgets in time", section)
 
 
-def searched_rows(chosen: argparse.Namespace) -> list[str]:
+def searched_rows(asked: argparse.Namespace) -> list[str]:
     """Search, apply, fine-tune and export for every cell, and return the table's lines."""
     lines = [
         "| network | format | precision | ranks | asked | measured | ms dense | ms | parameters | MACs "
         "| accuracy dense | accuracy | fine-tuned | agreement | minutes |",
         "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for name in chosen.models:
-        model, data = network_and_data(name, chosen)
-        lines.append(integer_row(name, model, data, chosen))
+    for name in asked.models:
+        model, data = network_and_data(name, asked)
+        lines.append(integer_row(name, model, data, asked))
         print(lines[-1], flush=True)
-        multiples = chosen.multiples or [fast_multiple()]
-        removals = [(), tuple(chosen.channels)] if chosen.channels else [()]
-        blocks = [False, True] if chosen.blocks else [False]
+        multiples = asked.multiples or [fast_multiple()]
+        removals = [(), tuple(asked.channels)] if asked.channels else [()]
+        blocks = [False, True] if asked.blocks else [False]
         cells = [
-            *product(chosen.formats, ["float32"], multiples, [()], [False], chosen.float_latency),
-            *product(chosen.formats, chosen.precisions, multiples, removals, blocks, chosen.latency),
+            *product(asked.formats, ["float32"], multiples, [()], [False], asked.float_latency),
+            *product(asked.formats, asked.precisions, multiples, removals, blocks, asked.latency),
         ]
         for cell in cells:
-            lines.append(row(name, model, data, Cell(*cell), chosen))
+            lines.append(row(name, model, data, Cell(*cell), asked))
             print(lines[-1], flush=True)
     return lines
 
 
-def network_and_data(name: str, chosen: argparse.Namespace) -> tuple[nn.Module, ImageData]:
+def network_and_data(name: str, asked: argparse.Namespace) -> tuple[nn.Module, ImageData]:
     """Return a network and images of its size."""
-    data = load_dataset(chosen.dataset, seed=0)
+    data = load_dataset(asked.dataset, seed=0)
     torch.manual_seed(0)
     name, *pairs = name.split(":")
     options = {key: int(value) for key, value in (pair.split("=") for pair in pairs)}
     if name in list_models():
         model = create_model(name, input_shape=data.input_shape, num_classes=data.classes, **options)
-        if chosen.checkpoints is not None:
-            found = sorted(chosen.checkpoints.glob(f"{chosen.dataset}-{name}.*"))
-            load_checkpoint(model, found[0] if found else chosen.checkpoints / f"{chosen.dataset}-{name}.th")
+        if asked.checkpoints is not None:
+            paths = sorted(asked.checkpoints.glob(f"{asked.dataset}-{name}.*"))
+            load_checkpoint(model, paths[0] if paths else asked.checkpoints / f"{asked.dataset}-{name}.th")
         return model.eval(), data
     data = dataclasses.replace(
         data,
@@ -188,24 +188,24 @@ def enlarged(images: Images) -> Images:
     return dataclasses.replace(few, x=pixels.round().to(few.x.dtype))
 
 
-def integer_row(name: str, model: nn.Module, data: ImageData, chosen: argparse.Namespace) -> str:
+def integer_row(name: str, model: nn.Module, data: ImageData, asked: argparse.Namespace) -> str:
     """Return the row of the dense network in 8-bit integers."""
     start = time.perf_counter()
-    options = ExportOptions(**_timing(data, chosen))
+    export = ExportOptions(**_timing(data, asked))
     with tempfile.TemporaryDirectory() as scratch:
-        found = int8_numbers(export_dense(model, data, Path(scratch), options), data, options, Path(scratch))
-    if found is None:
+        int8 = int8_numbers(export_dense(model, data, Path(scratch), export), data, export, Path(scratch))
+    if int8 is None:
         return f"| {name} | dense | int8 | | | onnxruntime cannot | | | | | | | | | |"
-    accuracies = (network_numbers(model, data)["accuracy"], found["accuracy"])
-    dense, own = (_percent(each, chosen, data) for each in accuracies)
+    accuracies = (network_numbers(model, data)["accuracy"], int8["accuracy"])
+    dense, own = (_percent(each, asked, data) for each in accuracies)
     minutes = (time.perf_counter() - start) / 60
-    ratio = 1 / found["latency_ratio"]
+    ratio = 1 / int8["latency_ratio"]
     return f"| {name} | dense | int8 | | | {ratio:.3f} | | | | | {dense} | {own} | | | {minutes:.1f} |"
 
 
-def _timing(data: ImageData, chosen: argparse.Namespace) -> dict[str, int]:
-    batch = 1 if _is_large(data) else chosen.batch
-    return {"batch": batch, "threads": chosen.threads, "runs": chosen.runs}
+def _timing(data: ImageData, asked: argparse.Namespace) -> dict[str, int]:
+    batch = 1 if _is_large(data) else asked.batch
+    return {"batch": batch, "threads": asked.threads, "runs": asked.runs}
 
 
 def row(
@@ -213,7 +213,7 @@ def row(
     model: nn.Module,
     data: ImageData,
     cell: Cell,
-    chosen: argparse.Namespace,
+    asked: argparse.Namespace,
 ) -> str:
     """Return the table's row of one network, choice of candidates and budget."""
     start = time.perf_counter()
@@ -221,7 +221,7 @@ def row(
     kinds = cell.formats + "+channels" * bool(cell.channels) + "+blocks" * cell.blocks
     head = f"| {name} | {kinds} | {cell.precisions} | {ranks} | {cell.latency} "
     with tempfile.TemporaryDirectory() as scratch:
-        session = _session(model, data, cell, chosen, Path(scratch))
+        session = _session(model, data, cell, asked, Path(scratch))
         try:
             with session:
                 plan = session.search("greedy", {}, seed=0, folder=Path(scratch) / "search").plan
@@ -234,43 +234,43 @@ def row(
             file = searched.write(network, Path(scratch) / "model.onnx", {})
             return dict(file.numbers), file.latency.ratio
 
-        found, ratio = exported()
-        first, tuned = found["accuracy"], ""
-        if chosen.epochs:
-            recipe = TrainingRecipe(epochs=chosen.epochs, lr=chosen.lr, distillation=0.9, restore_best=False)
+        numbers, ratio = exported()
+        first, tuned = numbers["accuracy"], ""
+        if asked.epochs:
+            recipe = TrainingRecipe(epochs=asked.epochs, lr=asked.lr, distillation=0.9, restore_best=False)
             state = Path(scratch) / "state.safetensors"
             run_training("fine-tune", network, data, recipe, state_file=state, teacher=model)
-            found, ratio = exported()
-            tuned = _percent(found["accuracy"], chosen, data)
+            numbers, ratio = exported()
+            tuned = _percent(numbers["accuracy"], asked, data)
     before, after = network_numbers(model, data), network_numbers(network, data)
     ratios = cost_ratios(before, after)
     minutes = (time.perf_counter() - start) / 60
-    agreement = "" if found["agreement"] is None else f"{found['agreement']:.2%}"
+    agreement = "" if numbers["agreement"] is None else f"{numbers['agreement']:.2%}"
     return (
-        f"{head}| {1 / ratio:.3f} | {found['baseline_latency_ms']:.2f} | {found['latency_ms']:.2f} "
+        f"{head}| {1 / ratio:.3f} | {numbers['baseline_latency_ms']:.2f} | {numbers['latency_ms']:.2f} "
         f"| {ratios['params']:.2f}x fewer | {ratios['macs']:.2f}x fewer "
-        f"| {_percent(before['accuracy'], chosen, data)} | {_percent(first, chosen, data)} | {tuned} "
+        f"| {_percent(before['accuracy'], asked, data)} | {_percent(first, asked, data)} | {tuned} "
         f"| {agreement} | {minutes:.1f} |"
     )
 
 
-def predictions_row(name: str, model: nn.Module, data: ImageData, chosen: argparse.Namespace) -> str:
+def predictions_row(name: str, model: nn.Module, data: ImageData, asked: argparse.Namespace) -> str:
     """Return how far the sums of layers' times are off for random plans, which are exported and timed."""
-    multiple = chosen.multiples[0] if chosen.multiples else fast_multiple()
-    cell = Cell(chosen.formats[0], chosen.precisions[-1], multiple, (), False, 1.0)
+    multiple = asked.multiples[0] if asked.multiples else fast_multiple()
+    cell = Cell(asked.formats[0], asked.precisions[-1], multiple, (), False, 1.0)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        _session(model, data, cell, chosen, Path(scratch)) as session,
+        _session(model, data, cell, asked, Path(scratch)) as session,
     ):
         sites, budget, timed = session.problem.sites, session.problem.budget, session.latency
         assert budget is not None
         assert timed is not None
         generator, off = np.random.default_rng(0), []
-        for share in np.linspace(*_SHARES, chosen.predictions):
+        for share in np.linspace(*_SHARES, asked.predictions):
             choices = spend_at_random(sites, dataclasses.replace(budget, fraction=float(share)), generator)
             expected = budget.spent(sites, choices) / budget.total
             off.append(abs(timed.measured(session.problem.plan(choices, "random")).share / expected - 1))
-    return f"| {name} | {chosen.predictions} | {np.mean(off):.1%} | {np.median(off):.1%} | {max(off):.1%} |"
+    return f"| {name} | {asked.predictions} | {np.mean(off):.1%} | {np.median(off):.1%} | {max(off):.1%} |"
 
 
 class TimedModule(ImageModule):
@@ -286,22 +286,22 @@ def _session(
     model: nn.Module,
     data: ImageData,
     cell: Cell,
-    chosen: argparse.Namespace,
+    asked: argparse.Namespace,
     scratch: Path,
 ) -> SearchSession:
     """Return the session of a search within a budget in time."""
-    images = calibration_images(data, min(chosen.images, len(data.train)), seed=0)
+    images = calibration_images(data, min(asked.images, len(data.train)), seed=0)
     candidates = CandidateOptions(
         tuple(cell.formats.split("+")),
         precisions=tuple(cell.precisions.split("+")),
-        candidates=chosen.candidates,
+        candidates=asked.candidates,
         multiple=cell.multiple,
-        iterations=chosen.iterations,
+        iterations=asked.iterations,
         channels=cell.channels,
         blocks=cell.blocks,
     )
     cache = cache_folder()
-    timing = ExportOptions(**_timing(data, chosen), folder=cache / "latencies")
+    timing = ExportOptions(**_timing(data, asked), folder=cache / "latencies")
     network = TimedModule(
         model,
         data.input_shape,
@@ -326,8 +326,8 @@ def _is_large(data: ImageData) -> bool:
     return data.input_shape[1] == LARGE
 
 
-def _percent(accuracy: float, chosen: argparse.Namespace, data: ImageData) -> str:
-    trained = chosen.checkpoints is not None and not _is_large(data)
+def _percent(accuracy: float, asked: argparse.Namespace, data: ImageData) -> str:
+    trained = asked.checkpoints is not None and not _is_large(data)
     return f"{accuracy:.2%}" if trained else "–"
 
 

@@ -96,12 +96,12 @@ METHODS: Mapping[str, Method] = {
 """ASVD scales the columns by E|x|^1/2, so that its S is the diagonal of E|x|."""
 
 
-def linear_layers(given: PreparedFile, seed: int = 0) -> list[Layer]:
+def linear_layers(file: PreparedFile, seed: int = 0) -> list[Layer]:
     """Return the linear layers of a file, calibrated on its inputs."""
-    sites = [site for site in given.usable if site.spec.kind == "linear"]
-    moments = collect_moments(given.network, sites, given.split.calibration, seed=seed)
-    sensitivities = measured_sensitivities(given, seed=seed)
-    sizes = _mean_sizes(given, sites)
+    sites = [site for site in file.usable if site.spec.kind == "linear"]
+    moments = collect_moments(file.network, sites, file.split.calibration, seed=seed)
+    sensitivities = measured_sensitivities(file, seed=seed)
+    sizes = _mean_sizes(file, sites)
     return [
         Layer(
             site,
@@ -114,32 +114,32 @@ def linear_layers(given: PreparedFile, seed: int = 0) -> list[Layer]:
     ]
 
 
-def _mean_sizes(given: PreparedFile, sites: Sequence[Site]) -> dict[str, torch.Tensor]:
-    session = Captured(given.network.graph_model(), [site.input_name for site in sites], given.network.source)
+def _mean_sizes(file: PreparedFile, sites: Sequence[Site]) -> dict[str, torch.Tensor]:
+    session = Captured(file.network.graph_model(), [site.input_name for site in sites], file.network.source)
     sums: dict[str, Array] = {}
-    for feed in given.split.calibration:
+    for feed in file.split.calibration:
         values = session.run(feed)
         for site in sites:
             rows = values[site.input_name].reshape(-1, site.spec.in_channels)
             sums[site.name] = sums.get(site.name, 0) + np.abs(rows).mean(0, dtype=np.float64)
-    return {name: torch.from_numpy(total / len(given.split.calibration)) for name, total in sums.items()}
+    return {name: torch.from_numpy(total / len(file.split.calibration)) for name, total in sums.items()}
 
 
 class Tested:
     """A network that takes on other weights, and the inputs that it is tested on.
 
     Args:
-        given: The network.
+        file: The network.
         layers: Its linear layers.
         inputs: Test inputs, one array for each input of the network.
         labels: Their classes, or None for those that the original chooses.
     """
 
     def __init__(
-        self, given: PreparedFile, layers: Sequence[Layer], inputs: Mapping[str, Array], labels: Array | None
+        self, file: PreparedFile, layers: Sequence[Layer], inputs: Mapping[str, Array], labels: Array | None
     ) -> None:
-        self.network, self.inputs = given.network, checked(inputs, given.network)
-        model = given.network.graph_model()
+        self.network, self.inputs = file.network, checked(inputs, file.network)
+        model = file.network.graph_model()
         self._open = {each.site.name: open_constants(model, each.site) for each in layers}
         self._model = ir.to_proto(without_unused(model))
         self._constants = {each.name: each for each in self._model.graph.initializer}
@@ -148,7 +148,7 @@ class Tested:
         batches = list(self._batches())
         self._metrics = {
             name: each.second_moment
-            for name, each in collect_moments(given.network, [each.site for each in layers], batches).items()
+            for name, each in collect_moments(file.network, [each.site for each in layers], batches).items()
         }
 
     def accuracy(self, weights: Mapping[str, torch.Tensor]) -> float:
@@ -185,7 +185,8 @@ def table(layers: Sequence[Layer], tested: Tested, kept: Sequence[float]) -> lis
         cells = []
         for share in kept:
             weights = {
-                key: torch.matmul(*found.halves(layer.rank(share))) for key, (layer, found) in solved.items()
+                key: torch.matmul(*solution.halves(layer.rank(share)))
+                for key, (layer, solution) in solved.items()
             }
             error = float(np.mean([tested.error(key, weight) for key, weight in weights.items()]))
             cells.append(f"{error:.3f} / {100 * tested.accuracy(weights):.1f} %")
@@ -206,32 +207,32 @@ def main() -> None:
     parser.add_argument("--kept", nargs="+", type=float, default=[0.8, 0.6, 0.4, 0.3])
     parser.add_argument("--counts", nargs="+", type=int, default=[32, 500], help="inputs to fit to")
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
-    chosen = parser.parse_args()
-    fitting, testing = (dict(np.load(path)) for path in (chosen.inputs, chosen.test))
-    shortened = {str(path): path.name for path in (chosen.network, chosen.inputs, chosen.test)}
+    options = parser.parse_args()
+    fitting, testing = (dict(np.load(path)) for path in (options.inputs, options.test))
+    shortened = {str(path): path.name for path in (options.network, options.inputs, options.test)}
     command = shown_command(sys.argv, shortened=shortened, dropped=("--output",))
     lines = [f"`{command}`, {hardware_line()}."]
-    for count in chosen.counts:
+    for count in options.counts:
         # One input is held out, as everywhere; it is not used.
-        names = [name for name in fitting if name != chosen.labels]
+        names = [name for name in fitting if name != options.labels]
         some = {name: fitting[name][: count + 1] for name in names}
-        given = PreparedFile.read(chosen.network, some, heldout=1e-9, look_ups=False)
-        layers = linear_layers(given)
+        file = PreparedFile.read(options.network, some, heldout=1e-9, look_ups=False)
+        layers = linear_layers(file)
         inputs = {name: testing[name] for name in names}
-        tested = Tested(given, layers, inputs, testing.get(chosen.labels))
+        tested = Tested(file, layers, inputs, testing.get(options.labels))
         size = sum(layer.weight.numel() for layer in layers)
         lines.append(
-            f"\n{chosen.network.stem}: {len(layers)} linear layers of {size:,} of {given.totals['params']:,} "
+            f"\n{options.network.stem}: {len(layers)} linear layers of {size:,} of {file.totals['params']:,} "
             f"parameters, fitted to {count} inputs, tested on {len(tested.labels)} (the original: "
             f"{100 * tested.accuracy({}):.1f} %).\n"
         )
-        lines.append(f"| kept | {' | '.join(f'{share:.0%}' for share in chosen.kept)} |")
-        lines.append("|---" + "|---:" * len(chosen.kept) + "|")
+        lines.append(f"| kept | {' | '.join(f'{share:.0%}' for share in options.kept)} |")
+        lines.append("|---" + "|---:" * len(options.kept) + "|")
         print("\n".join(lines[-3:]), flush=True)
-        lines += table(layers, tested, chosen.kept)
-    if chosen.output:
-        name = f"bench_linear_{chosen.network.stem}"
-        write_section(chosen.output, name, f"Linear layers of {chosen.network.stem}", "\n".join(lines))
+        lines += table(layers, tested, options.kept)
+    if options.output:
+        name = f"bench_linear_{options.network.stem}"
+        write_section(options.output, name, f"Linear layers of {options.network.stem}", "\n".join(lines))
 
 
 if __name__ == "__main__":

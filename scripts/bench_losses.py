@@ -56,8 +56,8 @@ def draw_plan(sites: Sequence[CandidateSet], kind: str, generator: np.random.Gen
         options = {KINDS[0]: factorised, KINDS[1]: rounded, KINDS[2]: factorised}[kind]
         if kind == KINDS[2] and generator.random() < 0.5:
             options = rounded
-        chosen = options and generator.random() < share
-        plan.append(int(generator.choice(options)) if chosen else site.dense)
+        compressed = options and generator.random() < share
+        plan.append(int(generator.choice(options)) if compressed else site.dense)
     return tuple(plan)
 
 

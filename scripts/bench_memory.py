@@ -127,16 +127,18 @@ def report(options: argparse.Namespace) -> str:
         name, size, *_ = asked.split(":")
         sides: dict[bool, list[Measured]] = {False: [], True: []}
         for turn in range(options.turns):
-            for reuse, found in sides.items():
+            for reuse, results in sides.items():
                 print(
                     f"{asked}, turn {turn + 1}, {'with' if reuse else 'without'}", file=sys.stderr, flush=True
                 )
-                found.append(in_a_process(["--networks", asked, "--steps", str(options.steps)], reuse=reuse))
+                results.append(
+                    in_a_process(["--networks", asked, "--steps", str(options.steps)], reuse=reuse)
+                )
         if not all(each.reused for each in sides[True]):
             sys.exit("bench_memory.py: memory cannot be reused here; see rankrl.reuse_memory")
 
         def both(value: str, sides: dict[bool, list[Measured]] = sides) -> list[float]:
-            return [statistics.median(getattr(each, value) for each in found) for found in sides.values()]
+            return [statistics.median(getattr(each, value) for each in results) for results in sides.values()]
 
         cells = [name, f"{size} x {size}"]
         for value in ("evaluated", "trained"):
@@ -167,8 +169,8 @@ def main() -> None:
     if options.here:
         (asked,) = options.networks
         name, *sizes = asked.split(":")
-        found = measure(name, *map(int, sizes), options.steps, reuse=options.here == "reuse")
-        print(json.dumps(asdict(found)))
+        measured = measure(name, *map(int, sizes), options.steps, reuse=options.here == "reuse")
+        print(json.dumps(asdict(measured)))
         return
     text = f"`{shown_command(sys.argv)}`\n\n{hardware_line()}\n\n{report(options)}"
     print(text)

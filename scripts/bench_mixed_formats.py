@@ -62,12 +62,12 @@ def measure(
         plan = plan_from_choices(sites, choices, specs, data.input_shape, "greedy")
         small = apply_plan(model, plan, images)
         accuracy = report_accuracy(contracted(small), data.test, mean=data.mean, std=data.std)
-        chosen = [operation.format for operation in plan.chosen(Factorise).values()]
+        formats = [operation.format for operation in plan.chosen(Factorise).values()]
         values = {
             "accuracy": 100 * accuracy,
             "params": count_parameters(small) / count_parameters(model),
             "macs": count_macs(small, data.input_shape) / count_macs(model, data.input_shape),
-            "layers": ", ".join(f"{chosen.count(each)} {each}" for each in sorted(set(chosen))),
+            "layers": ", ".join(f"{formats.count(each)} {each}" for each in sorted(set(formats))),
         }
         rows.add(keys[name], values)
 

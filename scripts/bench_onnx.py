@@ -61,24 +61,24 @@ class Case:
 
 def cases(prepare: ModuleType, names: list[str], count: int) -> dict[str, Case]:
     """Make the inputs of each network."""
-    found = {}
+    made = {}
     for name in names:
         generator = np.random.default_rng(0)
         if name == "pitch":
             frames, hz = prepare.pitch_frames(2 * count, generator)
             score = lambda output, hz=hz[count:]: prepare.pitch_score(output, hz)  # noqa: E731
-            found[name] = Case(frames[:count], frames[count:], score, 16)
+            made[name] = Case(frames[:count], frames[count:], score, 16)
         elif name == "file-types":
             roots = dict.fromkeys(sysconfig.get_paths()[key] for key in ("stdlib", "purelib"))
             data, labels = prepare.file_bytes(2 * count, generator, roots)
             half = len(data) // 2
             score = lambda output, labels=labels[half:]: prepare.label_score(output, labels)  # noqa: E731
-            found[name] = Case(data[:half], data[half:], score, 4)
+            made[name] = Case(data[:half], data[half:], score, 4)
         elif name == "music":
             audio = prepare.music(max(8, count // 20), generator)
             half = len(audio) // 2
-            found[name] = Case(audio[:half], audio[half:], None, 1)
-    return found
+            made[name] = Case(audio[:half], audio[half:], None, 1)
+    return made
 
 
 def scored(path: Path, original: Path, case: Case) -> float:
@@ -122,32 +122,32 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--cache", type=Path, default=None)
     parser.add_argument("--output", type=Path, help="Markdown file whose sections are replaced")
-    chosen = parser.parse_args()
-    found = importlib.util.spec_from_file_location("prepare_inputs", chosen.folder / "prepare_inputs.py")
-    if found is None or found.loader is None:
-        sys.exit(f"{chosen.folder} has no prepare_inputs.py")
-    prepare = importlib.util.module_from_spec(found)
-    found.loader.exec_module(prepare)
+    options = parser.parse_args()
+    spec = importlib.util.spec_from_file_location("prepare_inputs", options.folder / "prepare_inputs.py")
+    if spec is None or spec.loader is None:
+        sys.exit(f"{options.folder} has no prepare_inputs.py")
+    prepare = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(prepare)
     with tempfile.TemporaryDirectory() as scratch:
-        for name, case in cases(prepare, chosen.networks, chosen.count).items():
-            text = "\n".join(table(name, case, chosen, Path(scratch)))
-            if chosen.output:
-                write_section(chosen.output, f"bench_onnx_{name}", f"The ONNX file {name}.onnx", text)
+        for name, case in cases(prepare, options.networks, options.count).items():
+            text = "\n".join(table(name, case, options, Path(scratch)))
+            if options.output:
+                write_section(options.output, f"bench_onnx_{name}", f"The ONNX file {name}.onnx", text)
 
 
-def table(name: str, case: Case, chosen: argparse.Namespace, scratch: Path) -> list[str]:
+def table(name: str, case: Case, options: argparse.Namespace, scratch: Path) -> list[str]:
     """Print the table of one network row by row, and return it."""
-    original, target = chosen.folder / f"{name}.onnx", scratch / "small.onnx"
+    original, target = options.folder / f"{name}.onnx", scratch / "small.onnx"
     network = OnnxNetwork.load(original)
     feed = {network.inputs[0].name: case.tested[: case.batch]}
-    timed = {"batch": case.batch, "threads": 1, "runs": chosen.runs}
+    timed = {"batch": case.batch, "threads": 1, "runs": options.runs}
     lines: list[str] = []
 
     def add(line: str) -> None:
         print(line, flush=True)
         lines.append(line)
 
-    shortened = {str(chosen.folder): "FOLDER"}
+    shortened = {str(options.folder): "FOLDER"}
     command = shown_command(sys.argv, shortened=shortened, dropped=("--cache", "--output"))
     add(f"`{command}`: {name}, batches of {case.batch}, {hardware_line()}, load average")
     add(f"{os.getloadavg()[0]:.1f}.\n")
@@ -160,11 +160,11 @@ def table(name: str, case: Case, chosen: argparse.Namespace, scratch: Path) -> l
         add(row("int8 by onnxruntime", integers, times, scored(integers, original, case)))
     except RankrlError as error:
         add(f"| int8 by onnxruntime | {_told(error)} | | | |")
-    ways = [tuple(chosen.precisions)]
-    if "float32" in chosen.precisions and len(chosen.precisions) > 1 and not chosen.mixed_only:
+    ways = [tuple(options.precisions)]
+    if "float32" in options.precisions and len(options.precisions) > 1 and not options.mixed_only:
         ways.insert(0, ("float32",))
-    for precisions, budget, selector in itertools.product(ways, chosen.budgets, chosen.selectors):
-        label = f"{chosen.measure}={budget}, {' and '.join(precisions)}"
+    for precisions, budget, selector in itertools.product(ways, options.budgets, options.selectors):
+        label = f"{options.measure}={budget}, {' and '.join(precisions)}"
         if selector != "greedy":
             label += f", {selector}"
         try:
@@ -172,12 +172,12 @@ def table(name: str, case: Case, chosen: argparse.Namespace, scratch: Path) -> l
                 original,
                 case.fitted,
                 target,
-                **{chosen.measure: budget},
-                decomposition=layers_of(chosen, precisions),
+                **{options.measure: budget},
+                decomposition=layers_of(options, precisions),
                 selector=selector,
-                search=SearchOptions(episodes=chosen.episodes),
-                timing=LatencyOptions(batch=case.batch, runs=chosen.runs),
-                cache=chosen.cache,
+                search=SearchOptions(episodes=options.episodes),
+                timing=LatencyOptions(batch=case.batch, runs=options.runs),
+                cache=options.cache,
             )
         except (RankrlError, ValueError) as error:
             add(f"| {label} | {_told(error)} | | | |")
@@ -186,11 +186,11 @@ def table(name: str, case: Case, chosen: argparse.Namespace, scratch: Path) -> l
     return lines
 
 
-def layers_of(chosen: Any, precisions: Sequence[str]) -> DecompositionOptions:
+def layers_of(options: Any, precisions: Sequence[str]) -> DecompositionOptions:
     """Return what may become of nodes: in the formats that were asked for, or all that nodes can compute."""
-    formats = tuple(chosen.decomposition or writable_formats())
+    formats = tuple(options.decomposition or writable_formats())
     return DecompositionOptions(
-        format="auto", formats=formats, precisions=tuple(precisions), candidates=chosen.candidates
+        format="auto", formats=formats, precisions=tuple(precisions), candidates=options.candidates
     )
 
 

@@ -105,12 +105,12 @@ def table(rows: ResultRows) -> str:
     lines = ["| | channels weighed by the outputs | parameters | accuracy, % | each draw | seconds |"]
     lines.append("|---|---|---:|---:|---|---:|")
     for weighed, how in product((True, False), (TORCH, FILE)):
-        found = [r for r in rows.rows if (r["network"], r["outputs weighed"]) == (how, str(weighed))]
-        if found:
+        matching = [r for r in rows.rows if (r["network"], r["outputs weighed"]) == (how, str(weighed))]
+        if matching:
             params, accuracy, seconds = (
-                np.mean([float(row[column]) for row in found]) for column in rows.columns[-3:]
+                np.mean([float(row[column]) for row in matching]) for column in rows.columns[-3:]
             )
-            each = ", ".join(row["accuracy"] for row in found)
+            each = ", ".join(row["accuracy"] for row in matching)
             word = "yes" if weighed else "no"
             lines.append(f"| {how} | {word} | {params:,.0f} | {accuracy:.2f} | {each} | {seconds:.0f} |")
     return "\n".join(lines)

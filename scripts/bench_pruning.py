@@ -127,13 +127,13 @@ class Bench:
         """Return one of our pruners, to a number of multiply-accumulates."""
 
         def prune(dense: nn.Module) -> nn.Module:
-            given: dict[str, object] = {}
+            own: dict[str, object] = {}
             if multiple > 1:
-                given = {"multiple": multiple}
+                own = {"multiple": multiple}
             if _is_mask(name):
-                given = {"epochs": self.arguments.mask_epochs, "rewind": rewind}
+                own = {"epochs": self.arguments.mask_epochs, "rewind": rewind}
             kept = target / count_macs(dense, self.data.input_shape)
-            options = pruning_options(name, given, params=None, macs=kept, seed=self.arguments.seed)
+            options = pruning_options(name, own, params=None, macs=kept, seed=self.arguments.seed)
             options = dataclasses.replace(options, sequential=solve)
             return prune_network(dense, self.data, options, self.calibration).network
 
@@ -175,13 +175,13 @@ class Bench:
 
     def _train_sparsely(self, network: nn.Module, pruner: object) -> None:
         """Train with Torch-Pruning's group regularisation, as its CIFAR example does."""
-        chosen, data = self.arguments, self.data
+        arguments, data = self.arguments, self.data
         optimizer = torch.optim.SGD(network.parameters(), lr=SPARSE_LR, momentum=0.9)
-        generator = torch.Generator().manual_seed(chosen.seed)
+        generator = torch.Generator().manual_seed(arguments.seed)
         precision = inference_precision(self.device)
         size = min(128, len(data.train))
-        with progress_bar("sparse training", total=chosen.mask_epochs * (len(data.train) // size)) as bar:
-            for _ in range(chosen.mask_epochs):
+        with progress_bar("sparse training", total=arguments.mask_epochs * (len(data.train) // size)) as bar:
+            for _ in range(arguments.mask_epochs):
                 network.train()
                 pruner.update_regularizer()  # type: ignore[attr-defined]
                 for x, y in batches(
@@ -238,7 +238,7 @@ class Bench:
         return 1 / compared.ratio
 
     def _print(self) -> None:
-        chosen = {column: str(value) for column, value in self.settings.items()}
+        wanted = {column: str(value) for column, value in self.settings.items()}
         settings = self.settings
         print(
             f"\n{settings['dataset']}, {settings['images']} training images, "
@@ -252,7 +252,7 @@ class Bench:
         )
         print("|---|---|---|---|---|---|---|---|---|---|")
         for row in self.rows.rows:
-            if all(row[column] == chosen[column] for column in SETTINGS):
+            if all(row[column] == wanted[column] for column in SETTINGS):
                 kept = " | ".join(
                     f"{float(row[name]):.1%}" for name in ("kept_macs", "kept_params", "latency")
                 )
@@ -293,20 +293,20 @@ def _shortcut_statistics(
     network: nn.Module, calibration: torch.Tensor
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return mean and variance of every channel that a zero-padding shortcut hands on, by block."""
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = []
     for name, block in network.named_modules():
         if isinstance(block, BasicBlock) and isinstance(block.shortcut, ZeroPadShortcut):
 
             def watch(module: nn.Module, inputs: object, output: torch.Tensor, name: str = name) -> None:
-                found[name] = output.mean((0, 2, 3)), output.var((0, 2, 3))
+                moments[name] = output.mean((0, 2, 3)), output.var((0, 2, 3))
 
             handles.append(block.shortcut.register_forward_hook(watch))
     with torch.no_grad():
         network.eval()(calibration)
     for handle in handles:
         handle.remove()
-    return found
+    return moments
 
 
 def _is_mask(name: str) -> bool:

@@ -170,13 +170,13 @@ def table(rows: ResultRows) -> str:
     lines = ["| plan | without | test accuracy, % |", "|---|---|---:|"]
     for setting in SETTINGS:
         for variant in setting.variants:
-            found = [
+            matching = [
                 float(row["accuracy"])
                 for row in rows.rows
                 if (row["setting"], row["without"]) == (setting.name, variant)
             ]
-            if found:
-                shown = f"{np.mean(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+            if matching:
+                shown = f"{np.mean(matching):.2f} ({min(matching):.2f} to {max(matching):.2f})"
                 lines.append(f"| {setting.name} | {variant} | {shown} |")
     return "\n".join(lines)
 

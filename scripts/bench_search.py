@@ -152,8 +152,8 @@ def search(
     costs = Costs(name, sum(p.numel() for p in model.parameters()), forward=0.0)
     start = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.randperm(len(data.train), generator=generator)[:CALIBRATION_IMAGES]
-    calibration = [x for x, _ in batches(data.train.subset(chosen), 128, mean=data.mean, std=data.std)]
+    drawn = torch.randperm(len(data.train), generator=generator)[:CALIBRATION_IMAGES]
+    calibration = [x for x, _ in batches(data.train.subset(drawn), 128, mean=data.mean, std=data.std)]
     network = ModuleNetwork(model, data.input_shape, calibration)
     library = network.library(CandidateOptions((arguments.format,)), cache=None, seed=0)
     sites = library.all_candidates()

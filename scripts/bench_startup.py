@@ -124,11 +124,11 @@ def startup_table(checkouts: Mapping[str, Path], runs: int) -> str:
     heads = [f"{name}, {kind}" for name in checkouts for kind in ("wall", "processor")]
     lines = [f"| | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
     for name, (code, arguments) in cases.items():
-        found: dict[str, list[Timing]] = {label: [] for label in checkouts}
+        timings: dict[str, list[Timing]] = {label: [] for label in checkouts}
         for _ in range(runs):
             for label, checkout in checkouts.items():
-                found[label].append(timed(code, arguments, checkout, **COMPLETED))
-        cells = [_medians(timings) for timings in found.values()]
+                timings[label].append(timed(code, arguments, checkout, **COMPLETED))
+        cells = [_medians(each) for each in timings.values()]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -86,7 +86,7 @@ def factorised_speeds(
         for parameter in layer.parameters():
             nn.init.normal_(parameter, std=0.1)
     step = bare_step(model, data, recipe, precision)
-    chosen = [isinstance(layer, StagedLayer) and layer.trains_contracted for layer in layers]
+    contracted = [isinstance(layer, StagedLayer) and layer.trains_contracted for layer in layers]
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(_FACTORISED_STEPS):
         for as_trained, times in seconds.items():
@@ -99,7 +99,7 @@ def factorised_speeds(
             _wait(precision)
             times.append(time.perf_counter() - start)
     staged, trained = (recipe.batch_size / statistics.median(seconds[each]) for each in (False, True))
-    return sum(chosen), len(layers), staged, trained
+    return sum(contracted), len(layers), staged, trained
 
 
 def bare_speed(name: str, data: ImageData, recipe: TrainingRecipe, precision: Precision) -> float:

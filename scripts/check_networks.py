@@ -186,12 +186,12 @@ def smooth_images(count: int, size: int, seed: int) -> torch.Tensor:
     return contrast * (F.interpolate(coarse, size=size, mode="bilinear") + fine) + colour
 
 
-def uniform_plan(model: nn.Module, chosen: Network) -> CompressionPlan:
+def uniform_plan(model: nn.Module, network_entry: Network) -> CompressionPlan:
     """Return the plan of the uniform heuristic, which looks at costs alone and so needs no fits."""
-    shape = (3, chosen.size, chosen.size)
-    library = FitLibrary.calibrated(model, shape, chosen.tensor_format, None)
+    shape = (3, network_entry.size, network_entry.size)
+    library = FitLibrary.calibrated(model, shape, network_entry.tensor_format, None)
     sites = [library.unfitted(name, limit=_CANDIDATES) for name in library.specs]
-    budget = Budget.of_model(model, sites, shape, "params", chosen.kept)
+    budget = Budget.of_model(model, sites, shape, "params", network_entry.kept)
     choices = get_heuristic("uniform").choose(library, sites, budget)
     layers = inspect_layers(model, shape)
     return plan_from_choices(sites, choices, layers, shape, "uniform", preparation=rewrites_of(model))
@@ -204,30 +204,30 @@ def check(name: str, folder: Path) -> Outcome:
         name: A key of `NETWORKS`.
         folder: Where its files are written.
     """
-    chosen = NETWORKS[name]
+    network_entry = NETWORKS[name]
     torch.manual_seed(0)
-    model = plain_weights(chosen.build()).eval()
+    model = plain_weights(network_entry.build()).eval()
     for module in model.modules():  # torchvision's ViT begins with a last layer of zeros, which shows nothing
         if isinstance(module, nn.Linear) and not module.weight.any():
             module.reset_parameters()
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        reestimate_batch_norm(model, smooth_images(32, chosen.size, seed=1).split(16))
+        reestimate_batch_norm(model, smooth_images(32, network_entry.size, seed=1).split(16))
     params, start = count_parameters(model), time.perf_counter()
     try:
-        plan = uniform_plan(model, chosen)
+        plan = uniform_plan(model, network_entry)
         small = apply_plan(
             model,
             plan,
-            smooth_images(CALIBRATION, chosen.size, seed=2),
+            smooth_images(CALIBRATION, network_entry.size, seed=2),
             options=OPTIONS,
-            sequential=chosen.sequential,
+            sequential=network_entry.sequential,
         )
         save_compressed(small, plan, folder / "small.safetensors")
-        loaded, _ = load_compressed(chosen.build().eval(), folder / "small.safetensors")
-        images = smooth_images(CALIBRATION, chosen.size, seed=3).to(next(model.parameters()).dtype)
+        loaded, _ = load_compressed(network_entry.build().eval(), folder / "small.safetensors")
+        images = smooth_images(CALIBRATION, network_entry.size, seed=3).to(next(model.parameters()).dtype)
         with torch.no_grad():
-            expected, found = (_tensors(network(images.clone())) for network in (small, loaded))
-        export_onnx(small, folder / "small.onnx", (3, chosen.size, chosen.size))
+            expected, answers = (_tensors(network(images.clone())) for network in (small, loaded))
+        export_onnx(small, folder / "small.onnx", (3, network_entry.size, network_entry.size))
         # The difference itself is the result, so none is refused here.
         difference = verify_onnx(small, folder / "small.onnx", images, tolerance=float("inf"))
     except (DecompositionError, ExportError) as error:
@@ -237,7 +237,7 @@ def check(name: str, folder: Path) -> Outcome:
         kept=count_parameters(small) / params,
         seconds=time.perf_counter() - start,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        loaded=max(float((one - other).abs().max()) for one, other in zip(expected, found, strict=True)),
+        loaded=max(float((one - other).abs().max()) for one, other in zip(expected, answers, strict=True)),
         onnx=difference / max(1.0, *(float(each.abs().max()) for each in expected)),
     )
 
@@ -267,8 +267,8 @@ def table(rows: list[dict[str, str]]) -> str:
         "|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        chosen = NETWORKS[row["network"]]
-        start = f"| {row['network']} | {chosen.size} | {chosen.tensor_format} | "
+        network_entry = NETWORKS[row["network"]]
+        start = f"| {row['network']} | {network_entry.size} | {network_entry.tensor_format} | "
         if row["refusal"]:
             lines.append(f"{start}{row['refusal'].replace('|', '/')} | | | | | |")
             continue

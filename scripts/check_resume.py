@@ -121,31 +121,31 @@ def disturbed(
     kills = []
     for episode in moments:
         pause = chance.uniform(0, LONGEST_PAUSE if episode else startup)
-        found = kill_at_random(start(folder, options), folder, episode, pause)
-        if found is None:
+        killed = kill_at_random(start(folder, options), folder, episode, pause)
+        if killed is None:
             return kills
-        kills.append(found)
+        kills.append(killed)
     finish(start(folder, options), folder)
     return kills
 
 
 def differences(whole: Path, resumed: Path) -> list[str]:
     """Return the names of everything that differs between two finished searches."""
-    found = []
+    names = []
     if (whole / "plan.json").read_bytes() != (resumed / "plan.json").read_bytes():
-        found.append("plan.json")
+        names.append("plan.json")
     if _table(whole) != _table(resumed):
-        found.append(EPISODES_FILE)
+        names.append(EPISODES_FILE)
     states = [SearchState.load(folder / STATE_FILE) for folder in (whole, resumed)]
     first, second = (state.tensors for state in states)
-    found += [f"array {name}" for name in sorted(first.keys() ^ second.keys())]
-    found += [
+    names += [f"array {name}" for name in sorted(first.keys() ^ second.keys())]
+    names += [
         f"array {name}"
         for name in sorted(first.keys() & second.keys())
         if first[name].dtype != second[name].dtype or not torch.equal(first[name], second[name])
     ]
     values = [_without_clock(state) for state in states]
-    return found + [f"state: {name}" for name in values[0] if values[0][name] != values[1][name]]
+    return names + [f"state: {name}" for name in values[0] if values[0][name] != values[1][name]]
 
 
 def _table(folder: Path) -> list[dict[str, str]]:

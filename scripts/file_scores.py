@@ -19,7 +19,7 @@ def correlation(outputs: Sequence[Outputs], _: Sequence[Any], originals: Sequenc
     Each number is compared by how it differs from its mean over the inputs. Where all lie between 0 and 1
     they are taken for probabilities, and compared by their logits.
     """
-    found = []
+    correlations = []
     for new, old in zip(zip(*outputs, strict=True), zip(*originals, strict=True), strict=True):
         if old[0].dtype.kind != "f":
             continue
@@ -29,8 +29,8 @@ def correlation(outputs: Sequence[Outputs], _: Sequence[Any], originals: Sequenc
             sides = [np.log(side / (1 - side)) for side in sides]
         sides = [(side - side.mean(0)).ravel() for side in sides]
         if sides[1].std() > 0:
-            found.append(float(np.corrcoef(*sides)[0, 1]) if sides[0].std() > 0 else 0.0)
-    return float(np.mean(found))
+            correlations.append(float(np.corrcoef(*sides)[0, 1]) if sides[0].std() > 0 else 0.0)
+    return float(np.mean(correlations))
 
 
 def first_output(outputs: Sequence[Outputs], known: Sequence[Any], originals: Sequence[Outputs]) -> float:
@@ -60,14 +60,14 @@ def boxes(outputs: Sequence[Outputs], known: Sequence[Any], _: Sequence[Outputs]
     """Return the F1 of the boxes that a map of probabilities stands for: right where the IoU is above 0.5."""
     hits = found_count = known_count = 0
     for each, places in zip(outputs, known, strict=True):
-        found = _boxes_of(each[0][0, 0])
+        predicted = _boxes_of(each[0][0, 0])
         open_places = list(places)
-        for box in found:
+        for box in predicted:
             best = max(open_places, key=lambda place: _iou(box, place), default=None)
             if best is not None and _iou(box, best) > 0.5:
                 open_places.remove(best)
                 hits += 1
-        found_count, known_count = found_count + len(found), known_count + len(places)
+        found_count, known_count = found_count + len(predicted), known_count + len(places)
     return 2 * hits / max(1, found_count + known_count)
 
 
@@ -76,14 +76,16 @@ def _boxes_of(scores: Array) -> list[tuple[float, ...]]:
     from scipy import ndimage
 
     labels, _ = ndimage.label(scores > 0.3)
-    found = []
+    corners = []
     for index, (rows, columns) in enumerate(ndimage.find_objects(labels), 1):
         height, width = rows.stop - rows.start, columns.stop - columns.start
         if min(height, width) < 3 or scores[rows, columns][labels[rows, columns] == index].mean() < 0.5:
             continue
         border = 1.6 * height * width / (2 * (height + width))
-        found.append((columns.start - border, rows.start - border, columns.stop + border, rows.stop + border))
-    return found
+        corners.append(
+            (columns.start - border, rows.start - border, columns.stop + border, rows.stop + border)
+        )
+    return corners
 
 
 def _iou(first: Sequence[float], second: Sequence[float]) -> float:

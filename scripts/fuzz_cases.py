@@ -247,18 +247,18 @@ def _evaluate(good: Good, *more: str) -> tuple[str, ...]:
 @functools.cache
 def _options() -> list[tuple[tuple[str, ...], str]]:
     """Return every option with the choices of groups that have it."""
-    found: list[tuple[tuple[str, ...], str]] = []
+    cases: list[tuple[tuple[str, ...], str]] = []
     root = OmegaConf.load(config_folder() / "config.yaml")
     for name, _ in _leaves(
         {key: value for key, value in root.items() if key not in ("defaults", "hydra")}, ""
     ):
-        found.append(((), name))
+        cases.append(((), name))
     for path in sorted(config_folder().glob("*/*.yaml")):
         group = path.parent.name
         if group != "experiment":
             for name, _ in _leaves(OmegaConf.load(path), f"{group}."):
-                found.append(((f"{group}={path.stem}",), name))
-    return found
+                cases.append(((f"{group}={path.stem}",), name))
+    return cases
 
 
 def _leaves(values: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -308,26 +308,26 @@ def _override_case(draw: random.Random, good: Good, folder: Path) -> tuple[str, 
         option = draw.choice(
             ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
         )
-        given = (f"{option}={draw.choice(_FOLDERS)}", *(("-m",) if "sweep" in option else ()))
+        words = (f"{option}={draw.choice(_FOLDERS)}", *(("-m",) if "sweep" in option else ()))
     elif way == "group":
-        given = (f"{draw.choice(_GROUPS)}={value}",)
+        words = (f"{draw.choice(_GROUPS)}={value}",)
     elif way == "unknown":
         letters = list(name)
         letters[draw.randrange(len(letters))] = draw.choice("abcxyz._-")
-        given = (*choices, f"{''.join(letters)}={value}")
+        words = (*choices, f"{''.join(letters)}={value}")
     elif way == "new":
-        given = (*choices, f"+{group}.{draw.choice(('new', 'name', 'weights', '__class__', 'a b'))}={value}")
+        words = (*choices, f"+{group}.{draw.choice(('new', 'name', 'weights', '__class__', 'a b'))}={value}")
     elif way == "deleted":
-        given = (*choices, f"~{draw.choice((name, group))}")
+        words = (*choices, f"~{draw.choice((name, group))}")
     elif way == "sweep":
-        given = ("-m", *choices, f"{name}={value},{draw.choice(_VALUES[:30])}", "hydra.sweep.dir=sweep")
+        words = ("-m", *choices, f"{name}={value},{draw.choice(_VALUES[:30])}", "hydra.sweep.dir=sweep")
     elif way == "bare":
-        given = (draw.choice((value, name, f"={value}", f"{name}", "--nothing", "-x", f"{name}==3")),)
+        words = (draw.choice((value, name, f"={value}", f"{name}", "--nothing", "-x", f"{name}==3")),)
     else:
-        given = (*choices, f"{name}={value}")
+        words = (*choices, f"{name}={value}")
     # What a base and a choice both set is set by the choice, which comes last.
-    run = () if any(each.startswith("hydra.run.dir") for each in given) else ("hydra.run.dir=run",)
-    return f"{way}: {' '.join(given)}", (*base, *run, *given)
+    run = () if any(each.startswith("hydra.run.dir") for each in words) else ("hydra.run.dir=run",)
+    return f"{way}: {' '.join(words)}", (*base, *run, *words)
 
 
 def _plan_case(draw: random.Random, good: Good, folder: Path) -> tuple[str, tuple[str, ...]]:

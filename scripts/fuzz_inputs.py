@@ -160,19 +160,19 @@ def _most_memory(alone: bool) -> int:
 def run_all(cases: int, seed: int, folder: Path) -> list[Outcome]:
     """Run as many cases, the kinds in turn, and print what goes wrong as it does."""
     good = make_good(folder / "good")
-    found = []
+    outcomes = []
     for index in range(cases):
         kind, number = KINDS[index % len(KINDS)], index // len(KINDS)
         own = folder / f"{kind}-{number}"
         outcome = run_case(make_case(kind, number, seed, good, own), alone=index % _SUBPROCESS_EVERY == 24)
-        found.append(outcome)
+        outcomes.append(outcome)
         if outcome.problems:
             print(f"{kind} {number} ({outcome.case.what[:100]!r}): {', '.join(outcome.problems)}")
             print(
                 f"    {' '.join(outcome.case.arguments)[:300]!r}\n    {outcome.message[-400:]!r}", flush=True
             )
         shutil.rmtree(own, ignore_errors=True)
-    return found
+    return outcomes
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -133,12 +133,12 @@ def onnx_problems(folder: Path) -> list[str]:
     }
     problems = []
     before, after = (session.run(None, feed) for session in sessions)
-    for name, known, found in zip(names[0][1], before, after, strict=True):
-        if known.dtype != found.dtype or known.shape != found.shape:
-            problems.append(f"{name} is {found.dtype} {found.shape}, not {known.dtype} {known.shape}")
+    for name, known, computed in zip(names[0][1], before, after, strict=True):
+        if known.dtype != computed.dtype or known.shape != computed.shape:
+            problems.append(f"{name} is {computed.dtype} {computed.shape}, not {known.dtype} {known.shape}")
         elif known.dtype.kind == "f" and np.isfinite(known).all():
             scale = max(1e-6, float(np.linalg.norm(known.astype(np.float64))))
-            error = float(np.linalg.norm(found.astype(np.float64) - known)) / scale
+            error = float(np.linalg.norm(computed.astype(np.float64) - known)) / scale
             if not error <= LARGEST_ERROR:  # also true of NaN
                 problems.append(f"{name} is {error:.0%} off, SILENTLY WRONG")
     return problems

@@ -177,9 +177,11 @@ class Tuning:
 
     def error(self, path: Path, count: int) -> float:
         """Return how far the outputs are from the original's, relative to their spread (the mean square)."""
-        found = outputs_of(open_session(path, threads=1), islice(self.judged.feeds, count))
+        answers = outputs_of(open_session(path, threads=1), islice(self.judged.feeds, count))
         errors = []
-        for new, old in zip(zip(*found, strict=True), zip(*self.originals[:count], strict=True), strict=True):
+        for new, old in zip(
+            zip(*answers, strict=True), zip(*self.originals[:count], strict=True), strict=True
+        ):
             if old[0].dtype.kind == "f":
                 spread = np.var(np.concatenate([each.ravel() for each in old]))
                 errors.append(
@@ -189,8 +191,8 @@ class Tuning:
 
     def score(self, path: Path) -> float:
         """Return the score on the inputs that methods see."""
-        found = outputs_of(open_session(path, threads=1), self.judged.feeds)
-        return self.file.tuned(found, self.judged.known, self.originals)
+        answers = outputs_of(open_session(path, threads=1), self.judged.feeds)
+        return self.file.tuned(answers, self.judged.known, self.originals)
 
     def write(self, target: Path) -> str:
         """Write the fastest file that loses at most `DROP`, or else that with the best score."""

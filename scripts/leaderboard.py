@@ -189,8 +189,8 @@ class Board:
 
     def of_selector(self, name: str, evaluations: int) -> np.ndarray:
         """Return the regrets of a selector after so many evaluations, (tasks,)."""
-        found: np.ndarray = self.regrets[self.selectors.index(name), :, self.evaluations.index(evaluations)]
-        return found
+        of_all: np.ndarray = self.regrets[self.selectors.index(name), :, self.evaluations.index(evaluations)]
+        return of_all
 
     def against(self, name: str, evaluations: int) -> str:
         """Return on how many tasks a selector's plan is better, and worse, than greedy's."""

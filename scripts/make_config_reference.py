@@ -90,26 +90,26 @@ def choice_options(group: str, choice: str, values: Mapping[str, Any]) -> Iterat
         choice: A registered name.
         values: What the configuration holds with that choice.
     """
-    found = GROUPS[group]
-    types, words = found.types(choice)[0], explanations(*found.owners(choice))
+    described = GROUPS[group]
+    types, words = described.types(choice)[0], explanations(*described.owners(choice))
     prefix, added = f"{group}.", {}
     if group == "optim":
         prefix, factory = "+optim.options.", optimizer_record(choice).factory
         added = parameter_defaults(factory, without=NO_OPTIONS)
-    options = values["options"] if found.nested else values
+    options = values["options"] if described.nested else values
     prefix = "tracking.options." if group == "tracking" else prefix
     for name, default in {**added, **{key: options[key] for key in options if key in types}}.items():
         if name not in words:
             sys.exit(
-                f"the {found.noun} {choice!r} does not explain its option {name!r}; add it to the section "
-                "Args of the docstring of the function or class that takes it"
+                f"the {described.noun} {choice!r} does not explain its option {name!r}; add it to the "
+                "section Args of the docstring of the function or class that takes it"
             )
         yield row(f"{prefix}{name}", types[name], default, words[name])
 
 
 def row(name: str, hint: Any, default: Any, explanation: str) -> Option:
     """Return a row in the page's words."""
-    text = re.sub(r"\b(None|True|False)\b", lambda found: _IN_YAML[found[1]], explanation)
+    text = re.sub(r"\b(None|True|False)\b", lambda word: _IN_YAML[word[1]], explanation)
     text = f"{text[:1].upper()}{text[1:]}"
     value = list(default) if isinstance(default, tuple) else default
     written = (
@@ -175,13 +175,13 @@ def registered_choices(groups: Sequence[str]) -> dict[str, dict[str, Any]]:
         for group in groups
         if group in GROUPS
     }
-    found: dict[str, dict[str, Any]] = {group: {} for group in known}
+    entries: dict[str, dict[str, Any]] = {group: {} for group in known}
     for choices in zip_longest(*known.values()):
         together = {group: choice for group, choice in zip(known, choices, strict=True) if choice is not None}
         config = composed(*(f"{group}={choice}" for group, choice in together.items()))
         for group, choice in together.items():
-            found[group][choice] = config[group]
-    return found
+            entries[group][choice] = config[group]
+    return entries
 
 
 def reference() -> str:

@@ -117,9 +117,9 @@ class Curves:
 
     def run(self) -> None:
         """Measure what is missing and draw."""
-        chosen = self.arguments
-        longer = chosen.mask_epochs + chosen.finetune_epochs
-        for seed in range(chosen.seed, chosen.seed + chosen.dense_seeds):
+        arguments = self.arguments
+        longer = arguments.mask_epochs + arguments.finetune_epochs
+        for seed in range(arguments.seed, arguments.seed + arguments.dense_seeds):
             if self._missing("dense", 0.0, seed):
                 started = time.perf_counter()
                 self._measured("dense", 0.0, seed, self._dense(seed), started)
@@ -127,36 +127,36 @@ class Curves:
                 started, network = time.perf_counter(), self._dense(seed)
                 self._fit("dense, longer", network, longer, seed + 1)
                 self._measured("dense_longer", 0.0, seed, network, started)
-        for removed in np.linspace(LEAST_REMOVED, MOST_REMOVED, chosen.points).round(3).tolist():
+        for removed in np.linspace(LEAST_REMOVED, MOST_REMOVED, arguments.points).round(3).tolist():
             for method in (*LEARNED, *CRITERIA, "from_scratch"):
-                if self._missing(method, removed, chosen.seed):
+                if self._missing(method, removed, arguments.seed):
                     started = time.perf_counter()
-                    network = self._point(method, removed, chosen.seed)
-                    self._measured(method, removed, chosen.seed, network, started)
+                    network = self._point(method, removed, arguments.seed)
+                    self._measured(method, removed, arguments.seed, network, started)
         self._draw()
 
     def _point(self, method: str, removed: float, seed: int) -> nn.Module:
-        chosen = self.arguments
-        longer = chosen.mask_epochs + chosen.finetune_epochs
+        arguments = self.arguments
+        longer = arguments.mask_epochs + arguments.finetune_epochs
         plan_file = self.state / f"group_lasso-{removed}-seed{seed}.json"
         if method == "from_scratch":
             widths = build_structure(self._network(seed), CompressionPlan.load(plan_file))
             network = untrained_copy(widths, seed + 1)
             self._initialise(network, seed + 1)
-            self._fit(f"{method} {removed:.0%}", network, chosen.epochs + longer, seed)
+            self._fit(f"{method} {removed:.0%}", network, arguments.epochs + longer, seed)
             return network
-        given = {}
+        own = {}
         if method in LEARNED:
-            given = {
-                "epochs": chosen.mask_epochs,
-                "batch_size": chosen.batch_size,
-                "lr": chosen.lr,
+            own = {
+                "epochs": arguments.mask_epochs,
+                "batch_size": arguments.batch_size,
+                "lr": arguments.lr,
                 "rewind": False,
             }
-        options = pruning_options(method, given, params=1 - removed, macs=None, seed=seed)
+        options = pruning_options(method, own, params=1 - removed, macs=None, seed=seed)
         options = dataclasses.replace(
             options,
-            training=dataclasses.replace(options.training, l1=chosen.l1, l2=chosen.l2),
+            training=dataclasses.replace(options.training, l1=arguments.l1, l2=arguments.l2),
             steps=dataclasses.replace(options.steps, augment=False),
         )
         # The simple criteria as they are known: nothing makes up for what they remove.
@@ -165,7 +165,7 @@ class Curves:
         pruned = prune_network(dense, self.data, options, self.calibration)
         if method == "group_lasso":
             pruned.plan.save(plan_file)
-        epochs = chosen.finetune_epochs if method in LEARNED else longer
+        epochs = arguments.finetune_epochs if method in LEARNED else longer
         self._fit(f"{method} {removed:.0%}", pruned.network, epochs, seed + 1)
         return pruned.network
 
@@ -206,13 +206,13 @@ class Curves:
 
     def _fit(self, title: str, network: nn.Module, epochs: int, seed: int) -> None:
         """Train in place: Adam at a constant rate, L1 and L2 on all matrices and kernels, no augmentation."""
-        chosen, precision = self.arguments, inference_precision(self.device)
+        arguments, precision = self.arguments, inference_precision(self.device)
         network.to(self.device).to(memory_format=torch.channels_last).train()
         weights = [parameter for parameter in network.parameters() if parameter.ndim > 1]
-        optimizer = torch.optim.Adam(network.parameters(), lr=chosen.lr, fused=True)
+        optimizer = torch.optim.Adam(network.parameters(), lr=arguments.lr, fused=True)
         generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
-        size = min(chosen.batch_size, len(self.data.train))
+        size = min(arguments.batch_size, len(self.data.train))
         with progress_bar(title, total=epochs * (len(self.data.train) // size)) as bar:
             for _ in range(epochs):
                 for x, y in _epoch(self.data, size, generator):
@@ -220,7 +220,7 @@ class Curves:
                         loss = F.cross_entropy(network(x), y)
                     optimizer.zero_grad(set_to_none=True)
                     loss.backward()
-                    _add_penalty_gradients(weights, chosen.l1, chosen.l2)
+                    _add_penalty_gradients(weights, arguments.l1, arguments.l2)
                     optimizer.step()
                     bar.advance()
         network.cpu().to(memory_format=torch.contiguous_format).eval()
@@ -245,8 +245,8 @@ class Curves:
 
     def _draw(self) -> None:
         """Draw the rows of these settings."""
-        chosen = {column: str(value) for column, value in self.settings.items()}
-        rows = [row for row in self.rows.rows if all(row[column] == chosen[column] for column in SETTINGS)]
+        wanted = {column: str(value) for column, value in self.settings.items()}
+        rows = [row for row in self.rows.rows if all(row[column] == wanted[column] for column in SETTINGS)]
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.add_subplot()
         for method, label in LABELS.items():
@@ -314,9 +314,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--l2", type=float, default=0.00025)
     parser.add_argument("--output-folder", type=Path, default=Path("scripts/results"))
     parser.add_argument("--pictures", type=Path, default=Path("docs/images"))
-    chosen = parser.parse_args(arguments)
-    chosen.network = chosen.network or ("conv6" if chosen.dataset == "cifar100" else "conv4")
-    Curves(chosen).run()
+    options = parser.parse_args(arguments)
+    options.network = options.network or ("conv6" if options.dataset == "cifar100" else "conv4")
+    Curves(options).run()
 
 
 if __name__ == "__main__":

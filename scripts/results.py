@@ -121,9 +121,9 @@ def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
         if "checkpoint" in network and not entry.get("from_scratch", False):
             # What a cell says comes last, so that it may differ from the recipe.
             weights = f"model.checkpoint={checkpoints / network['checkpoint']}"
-            chosen = [] if any(each.startswith("task=") for each in options) else grid.get("plan", [])
+            plan = [] if any(each.startswith("task=") for each in options) else grid.get("plan", [])
             teacher = _teacher(grid["networks"][entry["teacher"]], checkpoints) if "teacher" in entry else ()
-            options = [*grid["recipe"], *chosen, weights, *teacher, *options]
+            options = [*grid["recipe"], *plan, weights, *teacher, *options]
         seeds = entry.get("seeds", [0])
         for seed in seeds:
             cells.append(
@@ -307,10 +307,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     epochs = options.epochs or (GPU_EPOCHS if torch.cuda.is_available() else CPU_EPOCHS)
     cells = read_grid(options.grid, options.checkpoints, epochs)
-    chosen = [cell for cell in cells if not options.cells or any(text in cell.name for text in options.cells)]
+    asked = [cell for cell in cells if not options.cells or any(text in cell.name for text in options.cells)]
     failed = []
     if not options.table_only:
-        failed = run_cells(chosen, options.folder, jobs=options.jobs, seconds=3600 * options.hours)
+        failed = run_cells(asked, options.folder, jobs=options.jobs, seconds=3600 * options.hours)
     command = shown_command(
         ["scripts/results.py", *(sys.argv[1:] if arguments is None else arguments)],
         shortened={str(options.checkpoints): "CHECKPOINTS", str(options.folder): "results"},

@@ -82,7 +82,7 @@ def draw_plans(problem: SearchProblem, count: int, seed: int, *, widest: float =
     """
     generator = np.random.default_rng(seed)
     importance = ImportanceMap(problem, scale=1.0)
-    found: list[Choices] = []
+    plans: list[Choices] = []
     for number in range(count):
         # Squared, so that half of the plans lie within a quarter of the widest noise.
         scale = widest * (number / max(1, count - 1)) ** 2
@@ -90,12 +90,12 @@ def draw_plans(problem: SearchProblem, count: int, seed: int, *, widest: float =
             # Noise so small that it changes nothing is widened until it does.
             noise = (scale + 0.01 * attempt) * generator.standard_normal(len(problem.sites))
             choices = tuple(importance.allocate(noise).tolist())
-            if choices not in found:
-                found.append(choices)
+            if choices not in plans:
+                plans.append(choices)
                 break
         else:
-            raise ValueError(f"found only {len(found)} different plans at this budget; lower --plans")
-    return found
+            raise ValueError(f"found only {len(plans)} different plans at this budget; lower --plans")
+    return plans
 
 
 class Rewards:
@@ -186,10 +186,10 @@ def correlations(rows: Sequence[Row], reward: str) -> Iterator[float]:
     """Yield Spearman's correlation with each accuracy of `AFTER`: over all plans, and the best quarter."""
     for after in AFTER:
         ordered = sorted(rows, key=lambda row: -row[after])
-        for chosen in (ordered, ordered[: max(3, len(rows) // 4)]):
+        for some in (ordered, ordered[: max(3, len(rows) // 4)]):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # equal rewards everywhere: the correlation is nan
-                pairs = [row[reward] for row in chosen], [row[after] for row in chosen]
+                pairs = [row[reward] for row in some], [row[after] for row in some]
                 yield float(spearmanr(*pairs).statistic)
 
 
@@ -199,10 +199,10 @@ def interval(rows: Sequence[Row], reward: str, after: str) -> tuple[float, float
     first, second = (np.array([row[name] for row in rows])[drawn] for name in (reward, after))
     first, second = (rankdata(values, axis=1) - (len(rows) + 1) / 2 for values in (first, second))
     with np.errstate(invalid="ignore"):  # equal values everywhere: nan, which is left out
-        found = (first * second).sum(1) / np.sqrt((first**2).sum(1) * (second**2).sum(1))
-    if np.isnan(found).all():
+        correlations = (first * second).sum(1) / np.sqrt((first**2).sum(1) * (second**2).sum(1))
+    if np.isnan(correlations).all():
         return float("nan"), float("nan")
-    low, high = np.nanpercentile(found, [2.5, 97.5])
+    low, high = np.nanpercentile(correlations, [2.5, 97.5])
     return float(low), float(high)
 
 

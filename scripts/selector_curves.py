@@ -107,7 +107,7 @@ def best_plans(rows: Sequence[EpisodeRow], ends: Iterable[int]) -> dict[int, Cho
 def search(
     problem: SearchProblem,
     evaluator: Evaluator,
-    chosen: SelectorEntry,
+    one: SelectorEntry,
     *,
     seed: int,
     episodes: int,
@@ -115,9 +115,9 @@ def search(
 ) -> SearchResult:
     """Search, or read the search that is in the folder."""
     evaluator.restore({})  # what one has scored must not help the next
-    known = {"policy": None} if "policy" in selector_options(chosen.selector) else {}  # but for a named one
-    options = {**known, **chosen.options}
-    selector = create_selector(chosen.selector, problem, seed=seed, episodes=episodes, **options)
+    known = {"policy": None} if "policy" in selector_options(one.selector) else {}  # but for a named one
+    options = {**known, **one.options}
+    selector = create_selector(one.selector, problem, seed=seed, episodes=episodes, **options)
     return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True)
 
 
@@ -201,8 +201,8 @@ class Ends:
         key = {"plan": " ".join(map(str, plan)), "epochs": self._epochs, "images": images}
         row = self._kept.find(key)
         if row is None:
-            network, found = self._apply(plan)
-            accuracies = {REFIT: str(found), TUNED: ""}
+            network, accuracy = self._apply(plan)
+            accuracies = {REFIT: str(accuracy), TUNED: ""}
             if self._epochs:
                 accuracies[TUNED] = str(finetuned_accuracy(network, self._prepared, self._epochs, 0))
             self._kept.add(key, accuracies)

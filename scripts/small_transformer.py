@@ -56,15 +56,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--images", type=int, default=1000, help="images of each file")
-    chosen = parser.parse_args()
-    data = load_dataset(chosen.dataset)
-    model = small_transformer(chosen.width, chosen.depth, data.classes).eval()
-    load_checkpoint(model, chosen.checkpoint)
-    export_onnx(model, chosen.folder / "transformer.onnx", data.input_shape)
+    options = parser.parse_args()
+    data = load_dataset(options.dataset)
+    model = small_transformer(options.width, options.depth, data.classes).eval()
+    load_checkpoint(model, options.checkpoint)
+    export_onnx(model, options.folder / "transformer.onnx", data.input_shape)
 
     def save(name: str, images: Images) -> None:
-        x, y = next(iter(batches(images, chosen.images, mean=data.mean, std=data.std)))
-        np.savez(chosen.folder / name, input=x.numpy(), labels=y.numpy())
+        x, y = next(iter(batches(images, options.images, mean=data.mean, std=data.std)))
+        np.savez(options.folder / name, input=x.numpy(), labels=y.numpy())
 
     save("fitting.npz", data.train)
     save("testing.npz", data.test.for_report())

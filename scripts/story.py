@@ -186,8 +186,8 @@ def chapter_budgets(story: Story) -> None:
                 decomposition.apply_plan(model, plan, story.calibration, sequential=False),
                 decomposition.apply_plan(model, plan, story.calibration),
             )
-            found = [report_accuracy(each, tested, mean=data.mean, std=data.std) for each in networks]
-            points.append((count_parameters(networks[0]) / count_parameters(model), *found))
+            accuracies = [report_accuracy(each, tested, mean=data.mean, std=data.std) for each in networks]
+            points.append((count_parameters(networks[0]) / count_parameters(model), *accuracies))
         kept, *curves = zip(*points, strict=True)
         fits = zip(labels, curves, strict=True)
         panels[f"{rule} ranks"] = {f"fitted to {label}": (kept, curve) for label, curve in fits}

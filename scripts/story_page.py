@@ -81,20 +81,20 @@ def kept_figure(panels: Mapping[str, Mapping[str, Curve]], y: str, *, dense: flo
         y: Label of the y axis.
         dense: What the dense network has, if it is to be shown; heights are percentages then.
     """
-    figure, found = _panels(len(panels), "parameters kept", y, height=3.0)
-    for axes, (title, curves) in zip(found, panels.items(), strict=True):
+    figure, all_axes = _panels(len(panels), "parameters kept", y, height=3.0)
+    for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
         for (label, curve), colour in zip(curves.items(), (_ORANGE, _BLUE, _GREEN), strict=False):
             axes.plot(*curve, ".-", color=colour, label=label)
         if dense is not None:
             axes.axhline(dense, color=_GREY, linestyle="--", label="dense")
         axes.set_title(title, fontsize=10)
-    for axes in found:
+    for axes in all_axes:
         percent_axis(axes, which="x", bins=3 if len(panels) > 2 else 6, low=0.0)
     if dense is None:
-        found[0].set_ylim(bottom=0)
-        plain_numbers(found[0].yaxis)
+        all_axes[0].set_ylim(bottom=0)
+        plain_numbers(all_axes[0].yaxis)
     else:
-        percent_axis(found[0], low=0.0)
+        percent_axis(all_axes[0], low=0.0)
     return figure
 
 

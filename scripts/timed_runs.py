@@ -55,12 +55,12 @@ class Run:
         path = self.folder / "metrics.json"
         if not path.exists():
             raise SystemExit(f"{self.folder} is no finished run: it has no metrics.json. Resume it first")
-        found = read_metrics(self.folder)
-        if "onnx" not in found:
+        metrics = read_metrics(self.folder)
+        if "onnx" not in metrics:
             raise SystemExit(f"{self.folder} has written no ONNX file that could be timed")
-        if found["dense_int8"] is None:
+        if metrics["dense_int8"] is None:
             raise SystemExit(f"{self.folder} did not measure the dense network in integers (export.int8)")
-        return found
+        return metrics
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -83,11 +83,15 @@ class Run:
     @property
     def choices(self) -> str:
         """What the plan was chosen from, for the table."""
-        found, budget = self.settings["decomposition"], self.settings["budget"]
-        formats = found["formats"] or [found["format"]]
-        kinds = "+".join(formats) + "+channels" * bool(found["channels"]) + "+blocks" * found["blocks"]
+        decomposition, budget = self.settings["decomposition"], self.settings["budget"]
+        formats = decomposition["formats"] or [decomposition["format"]]
+        kinds = (
+            "+".join(formats)
+            + "+channels" * bool(decomposition["channels"])
+            + "+blocks" * decomposition["blocks"]
+        )
         usual = default_precisions(BudgetOptions(**budget))
-        return f"{kinds}, {'+'.join(found['precisions'] or usual)}"
+        return f"{kinds}, {'+'.join(decomposition['precisions'] or usual)}"
 
 
 def run_rows(folders: Sequence[Path], *, runs: int, repeats: int) -> list[str]:
@@ -133,18 +137,18 @@ def _network_rows(runs: Sequence[Run], passes: int, repeats: int) -> list[str]:
         f"| {dense_bytes / rival_bytes:.1f}x |",
     ]
     for position, run in enumerate(runs):
-        found, low, high = run.metrics, spread[:, position].min(), spread[:, position].max()
-        epochs = epochs_of(found)
-        after = f"{found['finetuned']['accuracy']:.2%}" if epochs else ""
-        agreement = found["onnx"]["agreement"]
+        metrics, low, high = run.metrics, spread[:, position].min(), spread[:, position].max()
+        epochs = epochs_of(metrics)
+        after = f"{metrics['finetuned']['accuracy']:.2%}" if epochs else ""
+        agreement = metrics["onnx"]["agreement"]
         at = position + 2
         lines.append(
             f"| {name} | {run.choices} | {run.settings['budget']['latency'] or ''} "
             f"| {to_dense[at]:.3f} ({low:.3f} to {high:.3f}) | {to_integers[at]:.2f} "
-            f"| {milliseconds[at]:.1f} | {found['compressed']['accuracy']:.2%} | {after} "
-            f"| {found['onnx']['accuracy']:.2%} | {epochs} "
-            f"| {'' if agreement is None else f'{agreement:.1%}'} | {found['ratios']['params']:.2f}x fewer "
-            f"| {dense_bytes / found['onnx']['file_bytes']:.1f}x |"
+            f"| {milliseconds[at]:.1f} | {metrics['compressed']['accuracy']:.2%} | {after} "
+            f"| {metrics['onnx']['accuracy']:.2%} | {epochs} "
+            f"| {'' if agreement is None else f'{agreement:.1%}'} | {metrics['ratios']['params']:.2f}x fewer "
+            f"| {dense_bytes / metrics['onnx']['file_bytes']:.1f}x |"
         )
     return lines
 

@@ -13,7 +13,6 @@ from rankrl.options.budget import BudgetOptions
 AUTO = "auto"
 AUTO_FORMATS = ("cp", "tucker", "tensor_ring")
 """What layers choose from with format `AUTO` where nothing is listed."""
-"""What `metrics.json` calls a choice among several formats."""
 PRECISIONS = ("float32", "int8", "int7", "int8_weights", "int4_weights")
 """Names of what layers may compute with or be stored in (`decomposition.operations.quantise`)."""
 
