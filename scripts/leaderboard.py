@@ -334,8 +334,8 @@ def main() -> None:
             run(task, families, options, kept)
         except (MissingFileError, RankrlError, DecompositionError) as error:
             print(f"{task.name}: {error}", file=sys.stderr, flush=True)
-    names = {task.name for task in tasks}
-    rows = [row for row in kept.rows if row["task"] in names]
+    named = {task.name: task for task in tasks}
+    rows = [row for row in kept.rows if row["task"] in named]
     rows = [row for row in rows if not options.leave_out or options.leave_out in row["new"].split(", ")]
     board = Board.of(rows, options.evaluations, [each.text for each in options.selectors])
     if not board.tasks:
@@ -343,9 +343,7 @@ def main() -> None:
     left = len({row["task"] for row in rows}) - len(board.tasks)
     note = f"{len(board.tasks)} tasks; {left} more lack rows of some selectors, as a policy's own tasks do."
     command = shown_command(sys.argv, shortened={str(options.folder): "RUNS"})
-    table = report(board)
-    if options.finetune:
-        table = finetuned(board, {task.name: task for task in tasks}, options)
+    table = finetuned(board, named, options) if options.finetune else report(board)
     text = "\n\n".join([f"`{command}`", hardware_line(), note, table])
     print(text)
     if options.output:
