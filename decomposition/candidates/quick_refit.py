@@ -114,11 +114,17 @@ class QuickRefit:
                     "and roundings; apply the plan instead"
                 )
         done: set[str] = set()
+        changed = False
 
         def fit(name: str, x: torch.Tensor) -> None:
+            nonlocal changed
             if name in self._dense and name not in done:  # the first of several calls decides
                 done.add(name)
-                self._fit(name, operations.get(name, ()), x)
+                changed = changed or bool(operations.get(name))
+                if changed:
+                    self._fit(name, operations.get(name, ()), x)
+                else:
+                    self._restore(name)
 
         self._pass(fit, self._shift_mean)
 
@@ -199,6 +205,11 @@ class QuickRefit:
         if bias is not None and dense.layer.bias is not None:
             shift = dense.outputs_mean - fitted.weight.flatten(1) @ mean
             bias.copy_(dense.layer.bias + shift.to(bias))
+
+    def _restore(self, name: str) -> None:
+        """Give a layer that its own inputs reach its own weight."""
+        dense, layer = self._dense[name].layer, self._modules[name]
+        layer.load_state_dict(dense.state_dict())
 
     def _problem(
         self, dense: _Dense, patches: torch.Tensor, mean: torch.Tensor, *, centred: bool

@@ -181,8 +181,23 @@ def test_a_plan_without_operations_leaves_what_the_network_computes(
     block: nn.Module, inputs: torch.Tensor, library: Library
 ) -> None:
     network = copy.deepcopy(block)
-    QuickRefit(network, library("cp"), inputs).take({})
-    torch.testing.assert_close(outputs(network, inputs), outputs(block, inputs), rtol=1e-3, atol=1e-3)
+    refit = QuickRefit(network, library("cp"), inputs)
+    refit.take(operations(library("cp"), 2, ("first",)))
+    refit.take({})
+    torch.testing.assert_close(outputs(network, inputs), outputs(block, inputs), rtol=0, atol=1e-5)
+
+
+def test_layers_in_front_of_the_first_operation_keep_their_weights(
+    block: nn.Module, inputs: torch.Tensor, library: Library
+) -> None:
+    network = copy.deepcopy(block)
+    refit = QuickRefit(network, library("cp"), inputs)
+    refit.take(operations(library("cp"), 2, ("first",)))
+    refit.take(operations(library("cp"), 2, ("last",)))
+    for name, kept in (("first", True), ("twice", True), ("last", False), ("head", False)):
+        one, other = (each.get_submodule(name) for each in (network, block))
+        assert torch.equal(one.weight, other.weight) == kept
+        assert one.bias is None or not kept or torch.equal(one.bias, other.bias)
 
 
 def test_second_moments_are_exact_where_layers_compute_in_half_precision(
