@@ -28,6 +28,8 @@ _CLOSE = 0.03
 """Bisection ends where the fractions that keep the loss and exceed it differ by this share."""
 _MARGIN = 0.15
 """Share of what lies between them that the next one is apart from either, whatever is expected."""
+_TRUSTED = 3
+"""By so many times may a loss differ from the expected one before the next step is a plain bisection."""
 _HOPELESS = 10
 """A uniform plan that is expected to lose so many times what is allowed is not carried out."""
 _ALLOCATIONS = 8
@@ -104,12 +106,14 @@ def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, floa
     """Look for the least fraction of the budget whose plan keeps the loss.
 
     Losses and costs are corrected by all plans that are measured so far, and the next fraction is that at
-    which the corrected loss is the one that is allowed; plans are made anew with each correction.
+    which the corrected loss is the one that is allowed, or the middle where the last plan's loss was far from
+    what was expected; plans are made anew with each correction.
 
     Returns:
         The largest fraction that exceeded the loss or is out of reach, and the smallest one that kept it.
     """
     low, high = 0.0, min(1.0, spent(measure.problem, _cheapest(measure, drop).key))
+    trusted = True
     while True:
         problem = measure.problem
         assert problem.budget is not None
@@ -119,16 +123,24 @@ def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, floa
         model = loss_model(problem, measure.plans.values())
         near = problem if model is None else model.corrected(problem)
         fraction = (low + high) / 2
-        if model is not None:
+        if model is not None and trusted:
             margin = _MARGIN * (high - low)
             fraction = min(max(_crossing(problem, model, drop, (low, high)), low + margin), high - margin)
         key = _greedy(near, fraction)
         refits -= key not in measure.plans
         plan = measure(f"greedy at {fraction:.3f}", key)
+        trusted = _as_expected(plan)
         if plan.loss <= drop:  # what it takes by costs that its own measurement corrected
             high = min(high, max(fraction, spent(measure.problem, key)))
         else:
             low = fraction
+
+
+def _as_expected(plan: MeasuredPlan) -> bool:
+    """Return whether a plan lost about what it was expected to."""
+    if plan.predicted_loss is None:
+        return True
+    return plan.predicted_loss / _TRUSTED <= plan.loss <= plan.predicted_loss * _TRUSTED
 
 
 def _greedy(problem: SearchProblem, fraction: float) -> Choices:
