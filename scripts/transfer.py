@@ -36,6 +36,7 @@ from rankrl.networks.module import ModuleNetwork
 from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, PolicyFile, PolicyTask, read_policy
 from rankrl.plan_search.pretraining.episodes import task_of
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.markdown import shown_command, write_section
@@ -180,7 +181,9 @@ class Prepared:
             bytes=asked.kept("bytes"),
             library=library,
         )
-        return cls(data, model, inputs, problem)
+        options = EvaluatorOptions(seed=seed)
+        weighed = ImageScoring(model, data, options, images=1000).weighed(library, problem)
+        return cls(data, model, inputs, replace(problem, sites=tuple(weighed)))
 
     def evaluator(self, images: Images, options: EvaluatorOptions | None = None) -> PlanEvaluator:
         """Return what scores plans on held-out images."""

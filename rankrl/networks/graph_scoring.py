@@ -173,6 +173,10 @@ class OnnxScoring:
         """
         self.of_original()
 
+    def weighed(self, library: FitLibrary, problem: SearchProblem) -> Sequence[CandidateSet]:
+        """Return the sites as they are: losses of nodes are measured when they are fitted."""
+        return problem.sites
+
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None = None
     ) -> AbstractContextManager[Evaluator]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from decomposition import DecompositionError, FitLibrary
+from decomposition import CandidateSet, DecompositionError, FitLibrary
 from rankrl.data import ImageData
 from rankrl.options.pretraining import EpisodeOptions, PretrainingOptions
 from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask
@@ -66,18 +66,12 @@ def play_tasks(
         seed: Seed of the plans.
         warn: Called where a budget cannot be reached, which leaves out the task.
     """
-    sites = network.library.all_candidates(limit=network.candidates)
+    predicted = network.library.all_candidates(limit=network.candidates)
+    sites = scoring.weighed(network.library, _problem(network, predicted))
     played = []
     for measure, fraction in options.budgets:
         try:
-            problem = SearchProblem.from_model(
-                network.model,
-                sites,
-                network.data.input_shape,
-                params=fraction if measure == "params" else None,
-                macs=fraction if measure == "macs" else None,
-                library=network.library,
-            )
+            problem = _problem(network, sites, **{measure: fraction})
         except DecompositionError as error:
             names = "/".join(each.name for each in network.library.formats)
             warn(f"pretrain: {network.title} in {names} has no such task: {error}")
@@ -85,6 +79,18 @@ def play_tasks(
         task = task_of(problem, model=network.title, dataset=network.data.name)
         played.append(_played(problem, network, scoring, task, options, folder, seed))
     return played
+
+
+def _problem(
+    network: FittedNetwork,
+    sites: Sequence[CandidateSet],
+    *,
+    params: float | None = None,
+    macs: float | None = None,
+) -> SearchProblem:
+    """Return the problem within fractions of the dense network's costs."""
+    shape, library = network.data.input_shape, network.library
+    return SearchProblem.from_model(network.model, sites, shape, params=params, macs=macs, library=library)
 
 
 def _played(

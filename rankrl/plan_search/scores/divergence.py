@@ -10,6 +10,11 @@ import numpy as np
 from decomposition.candidates.candidates import CandidateSet
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
+_MEASURED = 0.75
+"""Share of the measured losses in the logarithm of `weighed` ones."""
+_LARGEST_RATIO = 1e3
+"""Of measured and predicted losses, and its inverse: a site that seems to lose nothing is not free."""
+
 
 def each_alone(
     sites: Sequence[CandidateSet], measure: Callable[[Choices], float], only: Sequence[int] | None = None
@@ -72,3 +77,29 @@ def scaled(site: CandidateSet, probe: int, divergence: float) -> CandidateSet:
     """
     loss = float(site.losses[probe])
     return site if loss == 0 else replace(site, importance=site.importance * divergence / loss)
+
+
+def weighed(
+    sites: Sequence[CandidateSet], only: Sequence[int], divergences: Sequence[float]
+) -> list[CandidateSet]:
+    """Return the sites with losses between what was predicted of them and one measured divergence each.
+
+    A site's importance is multiplied by the `_MEASURED`-th power of what was measured of one candidate over
+    what was predicted, relative to the median site: a weighted geometric mean of both. The measured one
+    knows what the layers behind make of an error, the predicted one what few images do not tell.
+
+    Args:
+        sites: The sites, with predicted losses.
+        only: The candidate of every site that was measured.
+        divergences: Its divergence. A site whose candidate loses nothing stays as it is.
+    """
+    losses = np.array([site.losses[probe] for site, probe in zip(sites, only, strict=True)])
+    measured, told = np.asarray(divergences, dtype=float), losses > 0
+    if not measured[told].any():
+        return list(sites)
+    ratios = np.ones(len(sites))
+    ratios[told] = measured[told] / losses[told]
+    ratios[told] /= np.median(ratios[told & (measured > 0)])
+    factors = ratios.clip(1 / _LARGEST_RATIO, _LARGEST_RATIO) ** _MEASURED
+    pairs = zip(sites, factors.tolist(), strict=True)
+    return [replace(site, importance=site.importance * factor) for site, factor in pairs]

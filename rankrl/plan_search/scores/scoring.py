@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import nn
 
-from decomposition import FitLibrary, Inputs
+from decomposition import CandidateSet, FitLibrary, Inputs
 from decomposition.network.inputs import joined, rows
 from rankrl.data import ImageData, augmented_copy
 from rankrl.data.calibration import calibration_images
 from rankrl.options.scores import Term
+from rankrl.plan_search.scores.divergence import probes, weighed
 from rankrl.plan_search.scores.evaluation import Evaluator
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages, accuracy_term
 from rankrl.plan_search.scores.parallel import ParallelEvaluator, ParallelScoreEvaluator
@@ -22,12 +24,24 @@ from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.training import predict_logits
 from rankrl.workers.base import WorkerCluster
 
+log = logging.getLogger(__name__)
+
+_WEIGHING_IMAGES = 250
+"""Held-out images that single layers are measured on at most."""
+_WEIGHING_MACS = 1e12
+"""Multiply-accumulates of one pass for each layer, which are minutes of one core; larger networks get fewer
+images."""
+_FEWEST_IMAGES = 16
+
 
 class Scoring(Protocol):
     """Scores plans, and whole networks."""
 
     def check(self) -> None:
         """Refuse a dense network that cannot be scored, before anything takes time."""
+
+    def weighed(self, library: FitLibrary, problem: SearchProblem) -> Sequence[CandidateSet]:
+        """Return the sites with losses that say better how much layers count, if that can be measured."""
 
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
@@ -62,6 +76,29 @@ class ImageScoring:
 
     def check(self) -> None:
         """Do nothing: that the network is a classifier was checked when it was built."""
+
+    def weighed(self, library: FitLibrary, problem: SearchProblem) -> Sequence[CandidateSet]:
+        """Return the sites with losses that one measured divergence each corrects.
+
+        Each layer is compressed alone to its cheapest candidate, with all layers behind it refitted, as they
+        will be: without the refit, layers whose errors are made up for count too much. Where channels or
+        blocks may go, which cannot be refitted quickly, the sites stay as they are.
+
+        Args:
+            library: The fits of the layers.
+            problem: What is searched over; its budget does not matter.
+        """
+        sites = problem.sites
+        if any(site.narrows or site.removal is not None for site in sites):
+            return sites
+        few = max(_FEWEST_IMAGES, int(_WEIGHING_MACS / (len(sites) * problem.macs)))
+        refit = min(self.options.refit_images, few)
+        options = replace(self.options, statistics="refitted", refit_images=refit)
+        scoring = replace(self, options=options, images=min(self.images, few, _WEIGHING_IMAGES))
+        only = probes(problem)
+        log.info("measuring what one candidate of each of %d layers costs the outputs", len(sites))
+        divergences = scoring.plan_evaluator(library, problem).divergences(_WEIGHING_IMAGES, only)
+        return weighed(sites, only, [float(each[j]) for each, j in zip(divergences, only, strict=True)])
 
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
@@ -135,6 +172,10 @@ class FunctionScoring:
             NonFiniteError: It returned NaN or an infinity.
         """
         check_score(self.score, self.model)
+
+    def weighed(self, library: FitLibrary, problem: SearchProblem) -> Sequence[CandidateSet]:
+        """Return the sites as they are: a call of the function may take long."""
+        return problem.sites
 
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
