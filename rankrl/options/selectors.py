@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from rankrl.errors import ConfigError
 from rankrl.options.agents import ActionKind, AgentOptions
 from rankrl.options.decomposition import AUTO
-from rankrl.options.scores import check_choice
-
-Measured = Literal["all", "one"]
 
 
 @dataclass(frozen=True)
@@ -46,21 +42,6 @@ class LEMSOptions(StepOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_least(self, trials=1)
-
-
-@dataclass(frozen=True)
-class DivergenceOptions:
-    """Options of `divergence`.
-
-    Attributes:
-        measured: `all` measures the divergence of every candidate; `one` that of each layer's cheapest
-            candidate, and scales the layer's losses to it.
-    """
-
-    measured: Measured = "all"
-
-    def __post_init__(self) -> None:
-        check_choice("selector.measured", self.measured, Measured)
 
 
 @dataclass(frozen=True)
@@ -131,7 +112,7 @@ SELECTORS = {
     "bayes": BayesOptions,
     "cmaes": CMAESOptions,
     "ddpg": AgentOptions,
-    "divergence": DivergenceOptions,
+    "divergence": NoOptions,
     "energy": NoOptions,
     "greedy": NoOptions,
     "lems": LEMSOptions,

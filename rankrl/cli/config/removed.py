@@ -55,6 +55,7 @@ _OF_SELECTORS = {
     "startup_trials": "10",
     "multivariate": "false",
     "batches": "2",
+    "measured": "all; greedy measures one candidate of each layer",
 }
 _NO_CORES = "dense networks have no cores and no teacher; the section finetune has it"
 

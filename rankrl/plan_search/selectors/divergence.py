@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from decomposition.candidates.candidates import CandidateSet
+import numpy as np
+
 from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
-from rankrl.options.selectors import DivergenceOptions
+from rankrl.options.selectors import NoOptions
 from rankrl.plan_search.envs.actions import check_action
-from rankrl.plan_search.scores.divergence import probes, scaled, with_divergences
+from rankrl.plan_search.scores.divergence import with_divergences
 from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
 from rankrl.plan_search.selectors.registry import register_selector
 from rankrl.plan_search.space.problem import SearchProblem
@@ -25,13 +26,15 @@ ELSEWHERE = (
 _BATCHES = 2
 
 
-def measured_sites(problem: SearchProblem, selector: str, *, once: bool) -> list[CandidateSet]:
-    """Return the sites with losses that are measured divergences.
+def measured(
+    problem: SearchProblem, selector: str, only: Sequence[int] | None = None
+) -> Sequence[np.ndarray]:
+    """Return the divergences of a problem's candidates.
 
     Args:
         problem: The problem.
         selector: Who asks, for messages.
-        once: Measure each site at one candidate alone (`probes`), and scale the site's losses to that.
+        only: As for `MeasuresDivergences.divergences`.
 
     Raises:
         ConfigError: The problem has no budget, or its divergences cannot be measured.
@@ -40,12 +43,7 @@ def measured_sites(problem: SearchProblem, selector: str, *, once: bool) -> list
         raise ConfigError(f"selector {selector!r} spends a budget and there is none; set budget.params")
     if problem.divergences is None:
         raise ConfigError(ELSEWHERE.format(selector))
-    if not once:
-        pairs = zip(problem.sites, problem.divergences(_BATCHES), strict=True)
-        return [with_divergences(site, values) for site, values in pairs]
-    only = probes(problem)
-    measured = zip(problem.sites, only, problem.divergences(_BATCHES, only), strict=True)
-    return [scaled(site, probe, float(values[probe])) for site, probe, values in measured]
+    return problem.divergences(_BATCHES, only)
 
 
 @register_selector
@@ -54,24 +52,21 @@ class DivergenceSelector(Selector):
 
     Candidates of every layer are written into the otherwise dense network, and the divergence of its class
     probabilities measured on a few held-out images; the sum of these divergences is then minimised within the
-    budget. One plan; each of the forward passes before it is on few images: some hundreds where all
-    candidates are measured, one a layer where one is.
+    budget. One plan, after some hundreds of forward passes of few images.
 
     Args:
         problem: What to choose for; it needs a budget, and its `divergences`.
         seed: Not used.
         episodes: Not used.
-        **options: Those of `DivergenceOptions`.
     """
 
     name = "divergence"
     description = "the least sum of divergences measured layer by layer (Lagrangian allocation)"
     seeded = False
-    own_options = DivergenceOptions
+    own_options = NoOptions
 
-    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self._once = DivergenceOptions(**options).measured == "one"
         self._done = False
 
     @classmethod
@@ -85,7 +80,8 @@ class DivergenceSelector(Selector):
         """Measure, and return the plan, once."""
         if self._done:
             return []
-        sites = measured_sites(self.problem, self.name, once=self._once)
+        pairs = zip(self.problem.sites, measured(self.problem, self.name), strict=True)
+        sites = [with_divergences(site, values) for site, values in pairs]
         assert self.problem.budget is not None
         choices = allocate(sites, self.problem.budget)
         return [Proposal(tuple(choices.tolist()), "one-shot")]

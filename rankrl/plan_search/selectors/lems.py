@@ -12,8 +12,9 @@ from decomposition import CandidateSet
 from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
 from rankrl.options.selectors import LEMSOptions
+from rankrl.plan_search.scores.divergence import probes, scaled
 from rankrl.plan_search.selectors.base import Proposal
-from rankrl.plan_search.selectors.divergence import ELSEWHERE, measured_sites
+from rankrl.plan_search.selectors.divergence import ELSEWHERE, measured
 from rankrl.plan_search.selectors.registry import register_selector
 from rankrl.plan_search.selectors.tpe import TPESelector
 from rankrl.plan_search.space.problem import SearchProblem
@@ -40,12 +41,12 @@ def depth_weights(layers: int, gamma: float, alpha: float) -> np.ndarray:
 class LEMSSelector(TPESelector):
     """Layer-wise error model search (Thoma et al., ICML 2026), with Optuna's TPE (extra `tpe`).
 
-    A layer's losses are scaled to one divergence, measured at its cheapest candidate (`divergence` with
-    `measured=one`; theirs has a tenth of the parameters), and weighted by depth: an error in front is
-    propagated by what follows. The law is that of the authors' code (github.com/lems-svd/lems, `harmonicv2`),
-    and so are the ranges that gamma and alpha are drawn from. Layers count one by one, not in blocks, and the
-    Lagrangian allocation stands in for the integer program. The first trial has gamma 0, the plan of the
-    divergences alone; those that follow are drawn by TPE, evenly until it knows ten.
+    A layer's losses are scaled to one divergence, measured at its cheapest candidate (theirs has a tenth of
+    the parameters), and weighted by depth: an error in front is propagated by what follows. The law is that
+    of the authors' code (github.com/lems-svd/lems, `harmonicv2`), and so are the ranges that gamma and alpha
+    are drawn from. Layers count one by one, not in blocks, and the Lagrangian allocation stands in for the
+    integer program. The first trial has gamma 0, the plan of the divergences alone; those that follow are
+    drawn by TPE, evenly until it knows ten.
 
     Args:
         problem: What to choose for; it needs a budget, and its `divergences`.
@@ -76,7 +77,9 @@ class LEMSSelector(TPESelector):
 
     @cached_property
     def _sites(self) -> list[CandidateSet]:
-        return measured_sites(self.problem, self.name, once=True)
+        only = probes(self.problem)
+        divergences = zip(self.problem.sites, only, measured(self.problem, self.name, only), strict=True)
+        return [scaled(site, probe, float(values[probe])) for site, probe, values in divergences]
 
     def _allocate(self, actions: np.ndarray) -> np.ndarray:
         gamma, alpha = actions

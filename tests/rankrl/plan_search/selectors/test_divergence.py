@@ -11,7 +11,7 @@ import torch
 
 from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
-from rankrl.plan_search.scores.divergence import probes, scaled
+from rankrl.plan_search.scores.divergence import probes, scaled, weighed
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.lems import depth_weights
 from rankrl.testing.selectors import small_problem as made
@@ -76,19 +76,32 @@ def test_the_scaled_curve_has_the_measured_value_and_its_old_shape(small_problem
     assert scaled(site, site.dense, 0.37) == site
 
 
-def test_one_divergence_a_layer_weighs_greedys_losses(small_problem) -> None:
-    """The oracle is the allocation under the weights that the divergences are of."""
-    weights = np.array([1.0, 30.0, 0.02, 5.0])[: len(small_problem.sites)]
+def test_one_divergence_a_layer_weighs_its_losses(small_problem) -> None:
+    """The factor is the ratio of measured and predicted to the power of 3/4, and 1 for the median site."""
+    only, sites = probes(small_problem), small_problem.sites
+    ratios = np.array([1.0, 30.0, 0.02, 5.0, 2.0])[: len(sites)]
+    losses = [site.losses[probe] for site, probe in zip(sites, only, strict=True)]
+    for unit in (1.0, 1e-7):
+        found = weighed(sites, only, unit * ratios * losses)
+        factors = [one.importance / site.importance for one, site in zip(found, sites, strict=True)]
+        assert factors == pytest.approx((ratios / np.median(ratios)) ** 0.75)
+        for one, site in zip(found, sites, strict=True):
+            assert one.errors == pytest.approx(site.errors)
 
-    def measured(batches: int, only: list[int]) -> list[np.ndarray]:
-        pairs = zip(small_problem.sites, weights, strict=True)
-        return [weight * site.losses * np.isin(range(len(site)), only) for site, weight in pairs]
 
-    problem = replace(small_problem, divergences=measured)
-    (proposal,) = create_selector("divergence", problem, measured="one").propose()
-    wanted = allocate(small_problem.sites, small_problem.budget, np.log(weights))
-    assert proposal.choices == tuple(wanted)
-    assert proposal.choices != tuple(small_problem.preset)
+def test_a_layer_that_seems_to_lose_nothing_is_not_free(small_problem) -> None:
+    only, sites = probes(small_problem), small_problem.sites
+    losses = np.array([site.losses[probe] for site, probe in zip(sites, only, strict=True)])
+    nothing = np.where(np.arange(len(sites)) == 1, 0, losses)
+    factors = [
+        one.importance / site.importance
+        for one, site in zip(weighed(sites, only, nothing), sites, strict=True)
+    ]
+    assert factors[1] == pytest.approx(1e-3**0.75)
+    assert np.delete(factors, 1) == pytest.approx(1)
+    assert weighed(sites, only, 0 * losses) == list(sites)
+    alone = [site.dense for site in sites]
+    assert weighed(sites, alone, losses) == list(sites)
 
 
 def test_the_weights_of_depth_fall_from_the_first_layer_to_the_last() -> None:
@@ -102,13 +115,15 @@ def test_the_weights_of_depth_fall_from_the_first_layer_to_the_last() -> None:
 
 
 def test_lems_begins_with_the_divergences_alone_and_ends_after_its_trials(small_problem) -> None:
-    (known,) = create_selector("divergence", small_problem, measured="one").propose()
+    only = probes(small_problem)
+    measured = zip(small_problem.sites, only, small_problem.divergences(2, only), strict=True)
+    known = allocate([scaled(site, j, values[j]) for site, j, values in measured], small_problem.budget)
     selector = create_selector("lems", small_problem, seed=3, trials=4)
     plans = []
     while proposals := selector.propose():
         plans += [each.choices for each in proposals]
         selector.observe(proposals, [float(sum(each.choices)) for each in proposals])
-    assert plans[0] == known.choices
+    assert plans[0] == tuple(known)
     assert len(plans) == 4
     assert all(map(small_problem.keeps_budget, plans))
     gammas, alphas = selector.state().tensors["actions"].numpy().T
