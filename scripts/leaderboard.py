@@ -45,14 +45,15 @@ from rankrl.report.provenance import hardware_line
 
 AFTER = (0, 1, 5, 20, 100)
 POLICY = "the policy alone"
+PREDICTED = "greedy, predicted losses"
 GREEDY, PLAIN = "greedy", "bayes:policy=null"
 SELECTORS = (
-    *("uniform", "energy", "vbmf", GREEDY, "divergence", "divergence:measured=one", "lems"),
+    *("uniform", "energy", "vbmf", PREDICTED, GREEDY, "divergence", "lems:trials=1", "lems"),
     *("random", "local", "tpe", "cmaes", PLAIN, "ddpg:policy=null"),
     *(f"{name}:policy={PRETRAINED_REFITTED}" for name in ("ddpg", "bayes")),
     POLICY,
 )
-AT_ONCE = (GREEDY, "divergence:measured=one", "divergence", POLICY)
+AT_ONCE = (PREDICTED, GREEDY, "divergence", POLICY)
 """Selectors of one plan whose plans are fine-tuned."""
 KEY = ("task", "selector", "seed", "search", "evaluations")
 VALUES = ("new", "score", "accuracy", "seconds", "task_seconds", "machine")
@@ -62,7 +63,12 @@ _TUNED_TASKS = 4
 
 
 def selector(text: str) -> SelectorEntry:
-    """Read a selector of the command line; `POLICY` is the first plan of `bayes` with the policy."""
+    """Read a selector of the command line.
+
+    `POLICY` is the first plan of `bayes` with the policy, `PREDICTED` greedy's without measured divergences.
+    """
+    if text == PREDICTED:
+        return replace(entry(GREEDY), text=PREDICTED)
     if text != POLICY:
         return entry(text)
     return replace(entry(f"bayes:policy={PRETRAINED_REFITTED}"), text=POLICY)
@@ -115,8 +121,8 @@ def _searched(
     """Search, or read the search that is in the folder."""
     episodes = 1 if one.text == POLICY else options.evaluations
     folder = options.folder / task.name.replace(" ", "-") / f"{one.folder_name}-{seed}-{episodes}"
-    session = ready.session
-    return search(session.problem, session.evaluator, one, seed=seed, episodes=episodes, folder=folder)
+    problem = ready.predicted() if one.text == PREDICTED else ready.session.problem
+    return search(problem, ready.session.evaluator, one, seed=seed, episodes=episodes, folder=folder)
 
 
 def _judged(ready: Opened, result: SearchResult, options: argparse.Namespace) -> dict[int, dict[str, str]]:

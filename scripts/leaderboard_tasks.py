@@ -33,7 +33,7 @@ from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.pretraining.episodes import task_of
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.session import SearchSession
-from rankrl.plan_search.space.problem import Choices
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.request import Request, opened_session
 from rankrl.runs.run_folder import cache_folder
 from rankrl.training import TrainingRecipe, accuracy, train
@@ -185,6 +185,14 @@ class Opened:
     tuned: Tune | None
     known: PolicyTask
     seconds: float
+
+    def predicted(self) -> SearchProblem:
+        """Return the problem with the losses that divergences did not weigh; those of files are measured."""
+        problem, library = self.session.problem, self.session.library
+        if self.tuned is None:
+            return problem
+        sites = [replace(each, importance=library.fitted(each).importance) for each in problem.sites]
+        return replace(problem, sites=tuple(sites))
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def test_a_whole_task_is_run_once_and_judged_on_other_images(
     monkeypatch.setenv("RANKRL_CHECKPOINTS", str(tmp_path))
     words = ["leaderboard.py", "--folder", str(tmp_path / "runs"), "--rows", str(tmp_path / "rows.csv")]
     words += ["--yaml", str(small_yaml), "--evaluations", "2", "--picture", str(tmp_path / "drawn.png")]
-    words += ["--selectors", "greedy", "random", "divergence:measured=one", script.POLICY]
+    words += ["--selectors", "greedy", script.PREDICTED, "lems:trials=1", script.POLICY]
     monkeypatch.setattr("sys.argv", words)
     script.main()
     shown = capsys.readouterr()
@@ -86,7 +86,7 @@ def test_a_whole_task_is_run_once_and_judged_on_other_images(
     script.main()
     tuned = capsys.readouterr().out.splitlines()[-1]
     assert tuned.startswith("| conv4 tucker params 0.1 | ")
-    assert tuned.count(" → ") == 3  # greedy, one divergence, the policy
+    assert tuned.count(" → ") == 3  # greedy with and without divergences, the policy
     monkeypatch.setattr(script, "opened", None)
     monkeypatch.setattr("sys.argv", [*words, "--tasks", "conv4 * 0.1"])
     script.main()
