@@ -346,6 +346,8 @@ def main() -> None:
     board = Board.of(rows, options.evaluations, [each.text for each in options.selectors])
     if not board.tasks:
         sys.exit("leaderboard.py: there is no task yet with rows of all these selectors")
+    if GREEDY not in board.selectors:
+        sys.exit(f"leaderboard.py: the others are compared with {GREEDY}; name it in --selectors, too")
     left = len({row["task"] for row in rows}) - len(board.tasks)
     note = f"{len(board.tasks)} tasks; {left} more lack rows of some selectors, as a policy's own tasks do."
     command = shown_command(sys.argv, shortened={str(options.folder): "RUNS"})

@@ -91,6 +91,9 @@ def test_a_whole_task_is_run_once_and_judged_on_other_images(
     monkeypatch.setattr("sys.argv", [*words, "--tasks", "conv4 * 0.1"])
     script.main()
     assert capsys.readouterr().out.splitlines()[1:] == shown.out.splitlines()[1:]
+    monkeypatch.setattr("sys.argv", [*words[:-4], script.POLICY, "--report"])
+    with pytest.raises(SystemExit, match=r"compared with greedy; name it in --selectors"):
+        script.main()
 
 
 def test_judging_images_are_none_of_those_that_searches_see(tmp_path: Path, monkeypatch) -> None:
