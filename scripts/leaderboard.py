@@ -284,13 +284,14 @@ def finetuned(board: Board, tasks: Mapping[str, Task], options: argparse.Namespa
 def picture(board: Board) -> Figure:
     """Draw mean regrets over evaluations; a selector of one plan is a level line.
 
-    Selectors that end with more regret than greedy are left out, for the others' sake.
+    Selectors that end with more regret than greedy are left out, for the others' sake, but for greedy with
+    predicted losses.
     """
     figure = Figure(figsize=(7.2, 4.8), layout="constrained")
     axes = figure.subplots()
     style_axes(axes, "evaluations", "mean regret, points of the score")
     means = dict(zip(board.selectors, 100 * board.regrets.mean(1), strict=True))
-    shown = [name for name in means if means[name][-1] <= means[GREEDY][-1]]
+    shown = [name for name in means if name == PREDICTED or means[name][-1] <= means[GREEDY][-1]]
     for index, name in enumerate(shown):
         line = (":" if np.ptp(means[name]) == 0 else "-") if index < len(_COLOURS) else "--"
         colour = PALETTE["ink"] if name == GREEDY else _COLOURS[index % len(_COLOURS)]
