@@ -17,7 +17,6 @@ from decomposition.plan.layer_plan import LayerPlan
 from rankrl.errors import ConfigError
 from rankrl.networks.base import PricedNetwork, SearchableNetwork
 from rankrl.networks.candidates import CandidateOptions
-from rankrl.options.budget import BudgetOptions
 from rankrl.plan_search.final_round import SearchCall, best_of_standard_plans, within_bounded_loss
 from rankrl.plan_search.finalists import best_finalist, finalists
 from rankrl.plan_search.goal import SearchGoal
@@ -309,8 +308,9 @@ class SearchSession:
             spread = None if self._cluster is None else self._cluster.spread
             self.library.fit_all(unfitted, finish, workers=spread)
         fitted = [sites[site.name] for site in unfitted]
-        unbounded = problem_of(
-            self.network, fitted, replace(self.goal, budget=BudgetOptions(params=1.0)), self.library
+        network = self.network
+        unbounded = SearchProblem.from_costs(
+            network.specs, fitted, network.input_shape, network.costs, {}, library=self.library
         )
         importance = {each.name: each.importance for each in self.scoring.weighed(self.library, unbounded)}
         return [replace(site, importance=importance.get(site.name, site.importance)) for site in fitted]
