@@ -57,6 +57,7 @@ AT_ONCE = (PREDICTED, GREEDY, "divergence", POLICY)
 """Selectors of one plan whose plans are fine-tuned."""
 KEY = ("task", "selector", "seed", "search", "evaluations")
 VALUES = ("new", "score", "accuracy", "seconds", "task_seconds", "machine")
+_SEARCHED_AS = {POLICY: f"bayes:policy={PRETRAINED_REFITTED}", PREDICTED: GREEDY}
 _COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
 _RESAMPLES = 10_000
 _TUNED_TASKS = 4
@@ -67,11 +68,7 @@ def selector(text: str) -> SelectorEntry:
 
     `POLICY` is the first plan of `bayes` with the policy, `PREDICTED` greedy's without measured divergences.
     """
-    if text == PREDICTED:
-        return replace(entry(GREEDY), text=PREDICTED)
-    if text != POLICY:
-        return entry(text)
-    return replace(entry(f"bayes:policy={PRETRAINED_REFITTED}"), text=POLICY)
+    return replace(entry(_SEARCHED_AS.get(text, text)), text=text)
 
 
 def after(evaluations: int) -> list[int]:

@@ -97,7 +97,8 @@ class ImageScoring:
         scoring = replace(self, options=options, images=min(self.images, few, _WEIGHING_IMAGES))
         only = probes(problem)
         log.info("measuring what one candidate of each of %d layers costs the outputs", len(sites))
-        divergences = scoring.plan_evaluator(library, problem).divergences(_WEIGHING_IMAGES, only)
+        evaluator = scoring.plan_evaluator(library, problem)
+        divergences = evaluator.divergences(evaluator.batches, only)
         return weighed(sites, only, [float(each[j]) for each, j in zip(divergences, only, strict=True)])
 
     def evaluator(

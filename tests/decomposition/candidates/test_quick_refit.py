@@ -177,22 +177,27 @@ def test_what_a_plan_becomes_does_not_depend_on_the_ones_before(
     assert not torch.equal(found[0], found[3])
 
 
-def test_a_plan_without_operations_leaves_what_the_network_computes(
-    block: nn.Module, inputs: torch.Tensor, library: Library
-) -> None:
+@pytest.fixture
+def taken_before(block: nn.Module, inputs: torch.Tensor, library: Library) -> tuple[nn.Module, QuickRefit]:
+    """A copy of the block that has taken on a plan of its first layer, and what lets it take on others."""
     network = copy.deepcopy(block)
     refit = QuickRefit(network, library("cp"), inputs)
     refit.take(operations(library("cp"), 2, ("first",)))
+    return network, refit
+
+
+def test_a_plan_without_operations_leaves_what_the_network_computes(
+    block: nn.Module, inputs: torch.Tensor, taken_before: tuple[nn.Module, QuickRefit]
+) -> None:
+    network, refit = taken_before
     refit.take({})
     torch.testing.assert_close(outputs(network, inputs), outputs(block, inputs), rtol=0, atol=1e-5)
 
 
 def test_layers_in_front_of_the_first_operation_keep_their_weights(
-    block: nn.Module, inputs: torch.Tensor, library: Library
+    block: nn.Module, library: Library, taken_before: tuple[nn.Module, QuickRefit]
 ) -> None:
-    network = copy.deepcopy(block)
-    refit = QuickRefit(network, library("cp"), inputs)
-    refit.take(operations(library("cp"), 2, ("first",)))
+    network, refit = taken_before
     refit.take(operations(library("cp"), 2, ("last",)))
     for name, kept in (("first", True), ("twice", True), ("last", False)):
         one, other = (each.get_submodule(name) for each in (network, block))
