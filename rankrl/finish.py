@@ -10,12 +10,12 @@ from typing import Any
 
 from decomposition import CompressionPlan
 from rankrl.networks.base import Network
+from rankrl.onnx.output_scores import SCORES
 from rankrl.options.budget import BudgetOptions
 from rankrl.plan_search.run import SearchResult
 from rankrl.progress import logged_seconds
 from rankrl.result import Compression, MeasuredNetwork, Measurement, missed_latency, shallow
 from rankrl.verify.certificate import Certificate, certify, uncertified
-from rankrl.verify.output_scores import SCORES
 
 log = logging.getLogger(__name__)
 

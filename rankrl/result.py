@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from decomposition import CompressionPlan
+from rankrl.onnx.output_scores import SCORES
 from rankrl.plan_search.layer_costs import as_numbers
 from rankrl.plan_search.run import SearchResult, search_numbers
 from rankrl.report import LayerRow, collect_setup, conclusion, write_report
@@ -20,7 +21,6 @@ from rankrl.timing.latency import LatencyComparison
 from rankrl.training import EpochRow
 from rankrl.verify.agreement import OutputAgreement, agreement_score
 from rankrl.verify.certificate import Certificate
-from rankrl.verify.output_scores import SCORES
 
 log = logging.getLogger(__name__)
 

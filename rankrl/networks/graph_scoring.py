@@ -21,6 +21,7 @@ from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, open_sess
 from rankrl.onnx.graph.rewrite import OpenConstants, open_constants
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, without_unused
+from rankrl.onnx.output_scores import OutputScore, expected_changes, log_probabilities
 from rankrl.onnx.protobuf import to_proto
 from rankrl.plan_search.scores.divergence import each_alone
 from rankrl.plan_search.scores.evaluation import Evaluator
@@ -36,7 +37,6 @@ from rankrl.verify.agreement import (
     constant_agreement,
     output_scores,
 )
-from rankrl.verify.output_scores import OutputScore, expected_changes, log_probabilities
 from rankrl.workers.base import WorkerCluster
 
 FileTerm = Literal["agreement", "soft_agreement"]
@@ -144,7 +144,7 @@ class OnnxScoring:
         others: Other batches, on which the original alone says how near classes are to one another.
         score: The user's score, or None for the agreement with the original on `feeds`.
         term: `agreement`: how often an output of classes has the original's, the explained share of the
-            variation of any other (`rankrl.verify.output_scores`), averaged over the outputs;
+            variation of any other (`rankrl.onnx.output_scores`), averaged over the outputs;
             `soft_agreement`: 1 - the relative error of every output, which moves with every change of the
             weights.
     """

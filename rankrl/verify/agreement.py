@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rankrl.onnx.errors import ExportError
-from rankrl.verify.output_scores import Array, OutputKind, OutputScore, output_score
+from rankrl.onnx.output_scores import Array, OutputKind, OutputScore, output_score
 
 
 class Answers(Protocol):

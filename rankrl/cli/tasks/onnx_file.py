@@ -24,12 +24,12 @@ from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.graph import ImagePreprocessing
 from rankrl.onnx.graph.rewrite import writable_formats
+from rankrl.onnx.output_scores import SCORES
 from rankrl.options.datasets import InputsOptions
 from rankrl.plan_search.run import search_numbers
 from rankrl.request import Request
 from rankrl.result import Compression, summary
 from rankrl.runs.run_folder import RunFolder
-from rankrl.verify.output_scores import SCORES
 from rankrl.wording import counted
 
 log = logging.getLogger(__name__)

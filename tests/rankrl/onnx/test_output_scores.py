@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 
+from rankrl.onnx.output_scores import Array, expected_changes, output_score
 from rankrl.verify.agreement import OutputAgreement, agreement, agreement_score, agreement_values
-from rankrl.verify.output_scores import Array, expected_changes, output_score
 
 DRAWN = np.random.default_rng(1)
 
