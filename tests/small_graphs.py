@@ -95,6 +95,19 @@ def convolutions(opset: int = OPSETS[0]) -> onnx.ModelProto:
     return model_of(nodes, constants, {"x": ["n", 3, "h", "w"]}, {"y": ["n", 5]}, opset=opset)
 
 
+def classifier(*, probabilities: bool) -> onnx.ModelProto:
+    """Return `convolutions` with logits as training leaves them, of sum 0, or the classes' probabilities."""
+    model = convolutions()
+    for tensor in model.graph.initializer:
+        if tensor.name in ("last", "last_bias"):
+            weight = numpy_helper.to_array(tensor)
+            tensor.CopyFrom(numpy_helper.from_array(8 * (weight - weight.mean(0)), tensor.name))
+    if probabilities:
+        model.graph.node[-1].output[0] = "logits"
+        model.graph.node.append(helper.make_node("Softmax", ["logits"], ["y"], "softmax", axis=1))
+    return model
+
+
 def tokens(opset: int = OPSETS[0]) -> onnx.ModelProto:
     """Integers through an embedding, added to a second input; two outputs; MatMul, Add and Conv1d."""
     random = generator()

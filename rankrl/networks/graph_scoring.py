@@ -21,7 +21,7 @@ from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, open_sess
 from rankrl.onnx.graph.rewrite import OpenConstants, open_constants
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, without_unused
-from rankrl.onnx.output_scores import OutputScore, expected_changes, log_probabilities
+from rankrl.onnx.output_scores import OutputScore, expected_changes, log_probabilities, mean_loss
 from rankrl.onnx.protobuf import to_proto
 from rankrl.plan_search.scores.divergence import each_alone
 from rankrl.plan_search.scores.evaluation import Evaluator
@@ -242,6 +242,12 @@ class OnnxScoring:
         answers = self._answers(GraphSession(session, self.network.source), self.feeds)
         return agreement(self._original, answers, self._numbers, self.output_scores)
 
+    def loss(self, session: onnxruntime.InferenceSession) -> float:
+        """Return what an open network loses (`mean_loss`)."""
+        answers = self._answers(GraphSession(session, self.network.source), self.feeds)
+        pairs = ((self._original.run(number), answers.run(number)) for number in self._numbers)
+        return mean_loss(self.output_scores, pairs)
+
     def constant_agreement(self) -> list[OutputAgreement]:
         """Compare the best constant answer with the original's outputs."""
         return constant_agreement(self._original, self._numbers)
@@ -271,8 +277,8 @@ class OnnxScoring:
         others = _Remembered.of(self._answers(self.network.session(), self.others))
         return replace(self._original, answers=[*self._original.answers, *others.answers])
 
-    def _answers(self, session: GraphSession, feeds: Sequence[Feed]) -> _Numbered:
-        return _Numbered(session, feeds, self.network.axes)
+    def _answers(self, session: GraphSession, feeds: Sequence[Feed]) -> NumberedAnswers:
+        return NumberedAnswers(session, feeds, self.network.axes)
 
 
 class OnnxPlanEvaluator(RememberingEvaluator):
@@ -307,20 +313,19 @@ class OnnxPlanEvaluator(RememberingEvaluator):
             only: The candidate of every site that is measured alone; None for all candidates.
 
         Returns:
-            For every site the squared relative error of the outputs, averaged over them, under each of its
+            For every site what the outputs lose (`OutputScore.loss`), averaged over them, under each of its
             candidates; shape (candidates,), 0 for the dense one and for those that are not measured.
         """
         scoring = replace(self.scoring, feeds=self.scoring.single[:batches])
 
         def divergence(plan: Choices) -> float:
-            outputs = scoring.agreement(self.graph.session(plan))
-            return float(np.mean([each.error**2 for each in outputs]))
+            return scoring.loss(self.graph.session(plan))
 
         return each_alone(self.graph.sites, divergence, only)
 
 
 @dataclass(frozen=True)
-class _Numbered:
+class NumberedAnswers:
     """A network that answers batches by their number, inputs counted on the first axis of each answer."""
 
     session: GraphSession
@@ -329,9 +334,11 @@ class _Numbered:
 
     @property
     def output_names(self) -> list[str]:
+        """Names of the outputs."""
         return self.session.output_names
 
     def run(self, number: int, /) -> list[Array]:
+        """Return all outputs for one batch."""
         answers = zip(self.output_names, self.session.run(self.feeds[number]), strict=True)
         return [self.axes.first_axis(name, each) for name, each in answers]
 
@@ -344,7 +351,7 @@ class _Remembered:
     answers: list[list[Array]]
 
     @classmethod
-    def of(cls, answers: _Numbered) -> _Remembered:
+    def of(cls, answers: NumberedAnswers) -> _Remembered:
         """Let a network answer all of its batches."""
         return cls(answers.output_names, [answers.run(number) for number in range(len(answers.feeds))])
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -18,31 +17,9 @@ from rankrl.onnx.graph.sensitivity import behind
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, names_in, new_name, set_types
 from rankrl.onnx.operators import is_standard
+from rankrl.onnx.output_scores import OutputScore, mean_loss
 
 _STEPS = 255
-
-
-class OutputError:
-    """The squared relative errors of outputs over batches; those that are not given count as exact.
-
-    Args:
-        count: How many outputs there are.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._lost, self._whole = np.zeros(count), np.zeros(count)
-
-    def add(self, before: Sequence[Array], after: Sequence[Array]) -> None:
-        """Add the first outputs for one batch."""
-        for index, (known, moved) in enumerate(zip(before, after, strict=True)):
-            if known.dtype.kind in "fiub":
-                self._lost[index] += np.square(moved.astype(np.float64) - known).sum()
-                self._whole[index] += np.square(known, dtype=np.float64).sum()
-
-    @property
-    def mean(self) -> float:
-        """The mean over the outputs."""
-        return float((self._lost / np.where(self._whole > 0, self._whole, 1)).mean())
 
 
 class NodeTail:
@@ -56,14 +33,20 @@ class NodeTail:
         node: The node.
         feeds: Inputs, few enough in each to be sent through together.
         readers: Names of the nodes that round what they take when they compute in integers.
+        scores: What each output of the network is scored by, by name.
     """
 
     def __init__(
-        self, network: OnnxNetwork, node: Site, feeds: Sequence[Feed], readers: Collection[str]
+        self,
+        network: OnnxNetwork,
+        node: Site,
+        feeds: Sequence[Feed],
+        readers: Collection[str],
+        scores: Mapping[str, OutputScore],
     ) -> None:
-        self._node, model = node, network.graph_model()
+        self._node, self._scores, self._axes = node, scores, network.axes
+        model = network.graph_model()
         self._alone = len(node.nodes) == 1
-        self._outputs = len(model.graph.outputs)
         self._low, self._rounds_output = _rounding_behind(model.graph, node, readers)
         part_and_others = behind(model, node.input_name) if self._alone else (network.graph_model(), [])
         self._session: GraphSession | None = None
@@ -80,6 +63,7 @@ class NodeTail:
             entry = part.graph.initializers.pop(name)
             entry.const_value, entry.type = None, ir.TensorType(ir.DataType.FLOAT)
             part.graph.inputs.append(entry)
+        self._reached = [str(output.name) for output in part.graph.outputs]
         if self._alone:
             self._open_ends(part.graph)
         self._session = GraphSession(part, network.source)
@@ -121,27 +105,32 @@ class NodeTail:
             taken, returned = _range(x), _range([outputs[-1] for outputs in plain])
             returned = (max(returned[0], self._low), returned[1])
         losses = []
+        reached = [self._scores[name] for name in self._reached]
         for weight, rounds in zip(weights, integer, strict=True):
             constants = constants_of(library, node, self._opened, weight)
-            error = OutputError(self._outputs)
-            for values, before in zip(self._values, plain, strict=True):
-                if rounds and self._alone:
-                    own = _rounded(values[node.input_name], taken)
-                    after = self._run(session, values, constants, own=own)
-                    if self._rounds_output:
-                        added = _rounded(after[-1], returned) - after[-1]
-                        after = self._run(session, values, constants, own=own, added=added)
-                else:
-                    after = self._run(session, values, constants)
-                error.add(before[: self._reached], after[: self._reached])
-            losses.append(error.mean)
+
+            def after(values: Feed, constants: Feed = constants, rounds: bool = rounds) -> list[Array]:
+                if not rounds or not self._alone:
+                    return self._run(session, values, constants)
+                own = _rounded(values[node.input_name], taken)
+                outputs = self._run(session, values, constants, own=own)
+                if not self._rounds_output:
+                    return outputs
+                added = _rounded(outputs[-1], returned) - outputs[-1]
+                return self._run(session, values, constants, own=own, added=added)
+
+            pairs = zip(plain, self._values, strict=True)
+            answers = (
+                (self._of_network(before), self._of_network(after(values))) for before, values in pairs
+            )
+            # Outputs that are not reached lose nothing.
+            losses.append(mean_loss(reached, answers) * len(reached) / len(self._scores))
         return losses
 
-    @cached_property
-    def _reached(self) -> int:
-        """How many outputs of the network there are."""
-        assert self._session is not None
-        return len(self._session.output_names) - self._alone
+    def _of_network(self, outputs: Sequence[Array]) -> list[Array]:
+        """Return the network's outputs, inputs on the first axis."""
+        pairs = zip(self._reached, outputs, strict=False)
+        return [np.atleast_1d(self._axes.first_axis(name, output)) for name, output in pairs]
 
     def _run(
         self,

@@ -7,8 +7,9 @@ is no scores of classes. What is scored is decided once, from the original's ans
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -52,6 +53,7 @@ class OutputScore:
         units: Index of the unit of every channel; None where all numbers have one unit.
         axis: The axis of the channels.
         probabilities: Whether scores of classes are probabilities, not logits.
+        log_spread: Variance over the inputs of the centred logarithms of class probabilities.
     """
 
     name: str
@@ -61,6 +63,7 @@ class OutputScore:
     units: Array | None = None
     axis: int = 1
     probabilities: bool = False
+    log_spread: float = 1.0
 
     def __call__(self, before: Array, after: Array) -> Array:
         """Return the score of every input, shape (N,), 1 where the answers are the same.
@@ -88,6 +91,33 @@ class OutputScore:
             for unit, spread in enumerate(self.spread)
         ]
         return 1 - np.mean(shares, 0)
+
+    def numbers(self, answers: Array) -> Array:
+        """Return what tells how far answers moved, float64.
+
+        Of scores of classes these are the logits, up to what no probability depends on: the logarithms of the
+        probabilities less their mean over the classes, (N, classes). Probabilities near 1 hide what moved
+        them. Of all others they are the answers.
+        """
+        if self.kind not in ("classes", "distribution"):
+            return answers.astype(np.float64)
+        logarithms = log_probabilities(answers, self.probabilities)
+        centred: Array = logarithms - logarithms.mean(1, keepdims=True)
+        return centred
+
+    def loss(self, before: Array, after: Array) -> Array:
+        """Return what every input loses, shape (N,): a number that few inputs tell, and small errors change.
+
+        Of scores of classes it is the squared error of the logits relative to their variance: the divergence
+        of a few inputs is that of the one nearest to another class. Of all others it is 1 − the score.
+
+        Args:
+            before: The original's answers to a batch, inputs on the first axis.
+            after: Those of a compressed network, of the same shape.
+        """
+        if self.kind not in ("classes", "distribution"):
+            return 1 - self(before, after)
+        return _by_input(np.square(self.numbers(after) - self.numbers(before))) / self.log_spread
 
 
 def output_score(name: str, answers: Sequence[Array], classes: bool = False) -> OutputScore:
@@ -122,14 +152,32 @@ def output_score(name: str, answers: Sequence[Array], classes: bool = False) -> 
     if not (classes or _scores_classes(rows)):
         return _of_values(name, rows, "its numbers are neither probabilities nor logits of classes")
     probabilities = _are_probabilities(rows)
-    if len(np.unique(rows.argmax(1))) > 1:
-        return OutputScore(name, "classes", "its class varies with the inputs", probabilities=probabilities)
     known = log_probabilities(rows, probabilities)
+    varies = float(_spreads(known - known.mean(1, keepdims=True), [...])[0])
+    scores = partial(OutputScore, name, probabilities=probabilities, log_spread=varies)
+    if len(np.unique(rows.argmax(1))) > 1:
+        return scores("classes", "its class varies with the inputs")
     mean = np.log(np.exp(known).mean(0))
     divergence = float((np.exp(known) * (known - mean)).sum(1).mean()) * len(rows) / max(1, len(rows) - 1)
     spread = divergence if divergence > _LEAST_DIVERGENCE else math.log(rows.shape[1])
     reason = "all inputs have one class there"
-    return OutputScore(name, "distribution", reason, np.array([spread]), probabilities=probabilities)
+    return scores("distribution", reason, np.array([spread]))
+
+
+def mean_loss(
+    scores: Sequence[OutputScore], answers: Iterable[tuple[Sequence[Array], Sequence[Array]]]
+) -> float:
+    """Return what a network loses (`OutputScore.loss`), averaged over the inputs and then over the outputs.
+
+    Args:
+        scores: What its outputs are scored by.
+        answers: The original's and its own answers to every batch, one array for each output.
+    """
+    losses: list[list[Array]] = [[] for _ in scores]
+    for before, after in answers:
+        for score, rows, known, moved in zip(scores, losses, before, after, strict=True):
+            rows.append(score.loss(known, moved))
+    return float(np.mean([np.concatenate(rows).mean() for rows in losses]))
 
 
 def expected_changes(margins: Array, before: Array, after: Array) -> float:

@@ -99,15 +99,18 @@ class BatchAxes:
         axis = self.outputs.get(name, 0)
         return output.reshape(-1) if axis is None else np.moveaxis(output, axis, 0) if axis else output
 
-    def by_input(self, name: str, output: Array, count: int) -> Array:
-        """Return an output as rows, one for each input of a batch of so many; shape (count, numbers).
 
-        An output that counts no inputs is cut into rows anywhere, with zeros at its end.
-        """
-        numbers = self.first_axis(name, output)
-        if not numbers.ndim or len(numbers) % count:
-            numbers = np.pad(numbers.reshape(-1), (0, -numbers.size % count))
-        return numbers.reshape(count, -1)
+def by_input(numbers: Array, count: int) -> Array:
+    """Return numbers as rows, one for each input of a batch of so many; shape (count, numbers).
+
+    Args:
+        numbers: Inputs on the first axis; where it does not count them, they are cut into rows anywhere, with
+            zeros at the end.
+        count: How many inputs there are.
+    """
+    if not numbers.ndim or len(numbers) % count:
+        numbers = np.pad(numbers.reshape(-1), (0, -numbers.size % count))
+    return numbers.reshape(count, -1)
 
 
 def shown_axes(axes: Mapping[str, int | None]) -> str:

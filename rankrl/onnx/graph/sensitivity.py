@@ -29,13 +29,14 @@ import torch
 
 from decomposition.cache import Cache, digest
 from decomposition.calibration.metric import shrunk_matrix, squared_norm, trace
-from rankrl.onnx.graph.batch_axes import BatchAxes
+from rankrl.onnx.graph.batch_axes import BatchAxes, by_input
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.directions import Directions, Sketch
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.passes import passes_by_node
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, depending, part_of, set_types, used_by
+from rankrl.onnx.output_scores import OutputScore, output_score
 from rankrl.wording import counted
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,11 @@ _SECONDS = 180
 counted, such as loops."""
 FEWEST_PASSES = 64
 """Fewer than these say little; a node that there are no more for is fitted without a matrix."""
-METHOD = 3
+METHOD = 4
 """Raised when the same network and inputs get other matrices than before; part of the names of kept ones."""
 _FEWEST, _MOST = 4, 256
+ANSWERED = 32
+"""Inputs whose outputs tell what they are scored by."""
 _STEP = 0.05
 """The step h as a share of the root mean square of the node's output: of the size of what a fit changes."""
 _ELEMENTS = 2**22
@@ -165,17 +168,29 @@ class _Measurement:
         return fitting_inputs(self._network, self._sites, self._batches[0])
 
     @cached_property
-    def _scales(self) -> dict[str, float]:
-        """Each output's root mean square on the first batch, 1 where that is 0."""
-        session = self._network.session()
-        squares, numbers = dict.fromkeys(session.output_names, 0.0), dict.fromkeys(session.output_names, 0)
-        for feed in self._network.axes.parts(self._batches[0], self._fitting):
-            for name, value in zip(session.output_names, session.run(feed), strict=True):
-                if value.dtype.kind == "f":
-                    squares[name] += float(np.square(value, dtype=np.float64).sum())
-                    numbers[name] += value.size
-        scales = {name: math.sqrt(squares[name] / max(1, numbers[name])) for name in squares}
-        return {name: scale if 0 < scale < math.inf else 1.0 for name, scale in scales.items()}
+    def _scores(self) -> dict[str, tuple[OutputScore, float]]:
+        """What each output is scored by, and the root mean square of its numbers, 1 where that is 0."""
+        network = self._network
+        session = network.session()
+        batches = first_inputs(self._batches, ANSWERED, network.axes)
+        feeds = [feed for batch in batches for feed in network.axes.parts(batch, self._fitting)]
+        answers = [session.run(feed) for feed in feeds]
+        scores = {}
+        for name, parts in zip(session.output_names, zip(*answers, strict=True), strict=True):
+            rows = [np.atleast_1d(network.axes.first_axis(name, part)) for part in parts]
+            score = output_score(name, rows)
+            scale = 1.0
+            if rows[0].dtype.kind == "f":
+                numbers = [score.numbers(each) for each in rows]
+                size = sum(each.size for each in numbers)
+                scale = math.sqrt(sum(np.square(each).sum() for each in numbers) / max(1, size))
+            scores[name] = score, scale if 0 < scale < math.inf else 1.0
+        return scores
+
+    def _numbers(self, name: str, output: Array) -> Array:
+        """Return what tells how far an output moved, in its own scale, inputs on the first axis."""
+        score, scale = self._scores[name]
+        return score.numbers(np.atleast_1d(self._network.axes.first_axis(name, output))) / scale
 
     def of_nodes(self, site: Site, passes: int, seed: int) -> dict[str, torch.Tensor]:
         """Return the matrix of a node and those that share its weight as `matrix`, nothing without one."""
@@ -243,12 +258,12 @@ class _Measurement:
         signs = generator.choice(np.array([-step, step], dtype=y.dtype), size=y.shape)
         signs = np.take(signs, [0], axis=axis)  # one sign a position, whatever the channel
         shape = [-1 if each == axis else 1 for each in range(y.ndim)]
-        axes, sketch, columns = self._network.axes, None, []
+        sketch, columns = None, []
         for direction in directions.matrix.T:
             moved = y + signs * direction.reshape(shape).astype(y.dtype)
             outputs = tail.run({site.output_name: moved, **rest})
             parts = [
-                axes.by_input(name, (after - before).astype(np.float64), count) / (step * self._scales[name])
+                by_input((self._numbers(name, after) - self._numbers(name, before)) / step, count)
                 for name, before, after in zip(tail.output_names, plain, outputs, strict=True)
                 if before.dtype.kind == "f" and before.size
             ]

@@ -193,3 +193,19 @@ def test_expected_changes_follow_the_order_of_the_classes() -> None:
     assert expected_changes(before, before, before) == 0
     after = before + np.array([[-3.0, 0.0, 0.0], [0.0, -3.0, 0.0]])  # the first of each loses three
     assert expected_changes(before, before, after) == 0.5  # 3 against 1 falls, 5 against 1 does not
+
+
+@pytest.mark.parametrize("varies", [True, False])
+def test_losses_of_classes_are_those_of_their_logits(varies: bool) -> None:
+    before = logits(40, 6) / 2
+    if not varies:
+        before[:, 2] += 12  # probabilities near 1 hide everything else
+    after = before + DRAWN.normal(0, 0.1, before.shape)
+    centred = before - before.mean(1, keepdims=True)
+    moved = after - after.mean(1, keepdims=True)
+    spread = np.square(centred - centred.mean(0)).mean() * 40 / 39
+    expected = np.square(moved - centred).mean(1) / spread
+    for known, found in ((before, after), (softmax(before, 1), softmax(after, 1)), (before, after + 7)):
+        score = output_score("y", [known.astype(np.float64)], classes=True)
+        assert score.kind == ("classes" if varies else "distribution")
+        np.testing.assert_allclose(score.loss(known, found), expected, rtol=1e-4)

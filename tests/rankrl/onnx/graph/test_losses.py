@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from small_graphs import FRAMES, MAPS, convolutions, images, sentences, shared, tokens, upsampling
+from small_graphs import FRAMES, MAPS, classifier, convolutions, images, sentences, shared, tokens, upsampling
 
 from decomposition import CandidateSet, Factorise
 from rankrl.networks.candidates import CandidateOptions
@@ -19,6 +20,7 @@ from rankrl.networks.graph_scoring import ScoringGraph
 from rankrl.networks.node_tail import NodeTail
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile
+from rankrl.onnx.output_scores import output_score
 
 GRAPHS: dict[str, tuple[onnx.ModelProto, Any]] = {
     "convolutions": (convolutions(), images(100)),
@@ -35,13 +37,17 @@ def prepared(name: str, folder: Path) -> PreparedFile:
     return PreparedFile.read(folder / "net.onnx", inputs)
 
 
-def relative_loss(before: list[list[np.ndarray]], after: list[list[np.ndarray]]) -> float:
-    """Return the squared relative error of the outputs over all batches, averaged over the outputs."""
-    errors = []
-    for known, found in zip(zip(*before, strict=True), zip(*after, strict=True), strict=True):
-        lost = sum(float(np.square(a.astype(float) - b).sum()) for a, b in zip(known, found, strict=True))
-        errors.append(lost / sum(float(np.square(a.astype(float)).sum()) for a in known))
-    return float(np.mean(errors))
+def expected_loss(file: PreparedFile, before: list[list[np.ndarray]], after: list[list[np.ndarray]]) -> float:
+    """Return what the outputs lose over all batches, averaged over them, written out."""
+    losses = []
+    for index, name in enumerate(file.network.session().output_names):
+        pairs = zip(before, after, strict=True)
+        known, found = (
+            np.concatenate([np.atleast_1d(file.network.axes.first_axis(name, row[index])) for row in rows])
+            for rows in zip(*pairs, strict=True)
+        )
+        losses.append(output_score(name, [known]).loss(known, found).mean())
+    return float(np.mean(losses))
 
 
 @pytest.mark.parametrize("name", sorted(GRAPHS))
@@ -63,11 +69,26 @@ def test_a_loss_is_that_of_the_whole_graph(name: str, tmp_path: Path) -> None:
         weights = [library.weight(site.name, each.operations) for each in site.candidates]
         measured = losses.of(library, site.name, weights, [False] * len(weights))
         expected = [
-            relative_loss(before, outputs([*dense[:index], choice, *dense[index + 1 :]]))
+            expected_loss(file, before, outputs([*dense[:index], choice, *dense[index + 1 :]]))
             for choice in range(len(site))
         ]
         np.testing.assert_allclose(measured, expected, rtol=1e-3, atol=1e-9)
         assert measured[-1] == pytest.approx(0, abs=1e-9)
+
+
+def test_probabilities_tell_what_their_logits_tell(tmp_path: Path) -> None:
+    sites: dict[bool, list[CandidateSet]] = {}
+    for probabilities in (False, True):
+        path = tmp_path / f"{probabilities}.onnx"
+        onnx.save(classifier(probabilities=probabilities), path)
+        file = PreparedFile.read(path, images(100))
+        answers = file.network.session().run(file.split.calibration[0])[0]
+        assert not probabilities or np.median(answers.max(1)) > 0.9
+        library = fit_library(file, replace(OPTIONS, precisions=("float32", "int8"), weigh_outputs=True))
+        sites[probabilities] = library.all_candidates(limit=3)
+    for logits, hidden in zip(sites[False], sites[True], strict=True):
+        assert logits.losses.max() > 0.1
+        np.testing.assert_allclose(hidden.losses, logits.losses, rtol=0.05, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["convolutions", "tokens"])
@@ -82,7 +103,7 @@ def test_integers_lose_what_onnxruntimes_own_lose(name: str, tmp_path: Path) -> 
         weight = file.network.weight_inputs[node.name]
         quantise_onnx(tmp_path / "net.onnx", tmp_path / "int8.onnx", feeds, weights=[weight])
         rounded = OnnxNetwork.load(tmp_path / "int8.onnx").session()
-        expected = relative_loss(before, [rounded.run(feed) for feed in feeds])
+        expected = expected_loss(file, before, [rounded.run(feed) for feed in feeds])
         spec = library.specs[node.name]
         steps = library.weights[node.name].flatten(1).abs().amax(1) / 127
         steps = steps.reshape(-1, *[1] * (library.weights[node.name].ndim - 1))

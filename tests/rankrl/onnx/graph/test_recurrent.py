@@ -24,6 +24,7 @@ from rankrl.onnx.graph import OnnxNetwork, PreparedFile, find_sites
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.costs import network_costs, plan_costs
 from rankrl.onnx.graph.dynamic_lstm import quantise_lstms
+from rankrl.onnx.output_scores import output_score
 from rankrl.timing.graph_files import GraphFiles
 from rankrl.timing.local_stopwatch import LocalStopwatch
 from rankrl.timing.lone_node import LoneNode
@@ -229,8 +230,11 @@ def test_losses_and_scores_of_an_lstm_are_those_of_its_file(bits: int, tmp_path:
     losses = NodeLosses(file.network, file.changing, file.split.calibration)
     before, after = file.network.session(), file.network.rewritten(model).session()
     pairs = [(before.run(feed)[0], after.run(feed)[0]) for feed in losses._feeds]
-    lost = sum(np.square(one.astype(float) - other).sum() for one, other in pairs)
-    expected = lost / sum(np.square(one.astype(float)).sum() for one, _ in pairs)
+    known, found = (
+        np.concatenate([file.network.axes.first_axis(before.output_names[0], each) for each in side])
+        for side in zip(*pairs, strict=True)
+    )
+    expected = output_score("", [known]).loss(known, found).mean()
     assert candidates.losses[0] == pytest.approx(expected, rel=1e-4)
     # Plans are scored with the weights as the file has them.
     scoring = ScoringGraph(file.network, file.sites, library, sites)
@@ -246,8 +250,8 @@ def test_losses_and_scores_of_an_lstm_are_those_of_its_file(bits: int, tmp_path:
         tensor.CopyFrom(numpy_helper.from_array(array.astype(np.float32), name))
     onnx.save(rounded, path)
     feed = file.split.heldout[0]
-    (found,) = scored.run(None, dict(feed))
-    np.testing.assert_allclose(found, OnnxNetwork.load(path).session().run(feed)[0], atol=1e-5)
+    (scores,) = scored.run(None, dict(feed))
+    np.testing.assert_allclose(scores, OnnxNetwork.load(path).session().run(feed)[0], atol=1e-5)
 
 
 def test_operations_that_do_not_go_with_a_layer_are_refused(tmp_path: Path) -> None:
