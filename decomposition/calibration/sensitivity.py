@@ -37,6 +37,8 @@ from decomposition.network.wrappers import unwrapped
 # Inputs in a batch, and numbers in them: a backward pass holds all activations of its batch.
 _BATCH = 64
 _ELEMENTS = 2**20
+_SUM_TOLERANCE, _LEAST_PROBABILITY = 1e-2, 1e-12
+"""How far class probabilities are off 1 together, rounded as they are, and the least that is told from 0."""
 
 
 def collect_sensitivities(
@@ -49,7 +51,8 @@ def collect_sensitivities(
     """Estimate the sensitivity matrix of every layer in one forward and backward pass.
 
     Args:
-        model: The dense network; left as it was. Its output may be a tensor or any nesting of tensors.
+        model: The dense network; left as it was. Its output may be a tensor or any nesting of tensors; of
+            class probabilities (N, classes) the logits count.
         specs: Layers to watch.
         calibration: Batches of model inputs, or one batch (`decomposition.network`); labels are left away.
         seed: Seed of the random directions.
@@ -130,7 +133,17 @@ def _watched(x: torch.Tensor) -> torch.Tensor:
 
 def _send_back(outputs: object, generator: torch.Generator) -> None:
     """Send a random direction back from every differentiable tensor in a model's output."""
-    reached = [y for y in tensors_in(outputs) if y.requires_grad]
+    reached = [_logits(y) for y in tensors_in(outputs) if y.requires_grad]
     directions = [torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y) for y in reached]
     if reached:
         torch.autograd.backward(reached, directions)
+
+
+def _logits(y: torch.Tensor) -> torch.Tensor:
+    """Return the logits of rows of class probabilities, which hardly move where they are near 1."""
+    if y.ndim != 2 or y.shape[1] < 2 or bool((y < 0).any()):
+        return y
+    if float((y.detach().sum(1) - 1).abs().max()) > _SUM_TOLERANCE:
+        return y
+    logarithms = y.clamp_min(_LEAST_PROBABILITY).log()
+    return logarithms - logarithms.mean(1, keepdim=True)

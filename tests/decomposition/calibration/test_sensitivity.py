@@ -50,6 +50,25 @@ def test_a_linear_network_has_the_exact_gauss_newton_matrix() -> None:
     torch.testing.assert_close(found["1"], torch.eye(3, dtype=torch.float64), rtol=0.1, atol=0.05)
 
 
+def test_probabilities_count_by_their_logits() -> None:
+    class Centred(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(1, keepdim=True)
+
+    torch.manual_seed(0)
+    first, last = nn.Linear(6, 5), nn.Linear(5, 4)
+    with torch.no_grad():
+        last.weight *= 10
+    x = torch.randn(64, 6)
+    found = []
+    for end in (nn.Softmax(1), Centred()):
+        model = nn.Sequential(first, last, end)
+        found.append(collect_sensitivities(model, compressible_layers(model, (6,)), x))
+    assert float(nn.Sequential(first, last, nn.Softmax(1))(x).amax(1).median()) > 0.7
+    for name in ("0", "1"):
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-3, atol=1e-6)
+
+
 def test_positions_of_a_convolution_are_summed() -> None:
     """Behind a sum over positions every position has the same gradient."""
     torch.manual_seed(0)
