@@ -43,12 +43,11 @@ class LossModel:
 
     def corrected(self, problem: SearchProblem) -> SearchProblem:
         """Return the problem with the losses of all candidates multiplied by their kinds' factors."""
-        pairs = zip(problem.sites, _at_ends(problem.sites), strict=True)
-        return replace(problem, sites=tuple(self._corrected(site, end) for site, end in pairs))
+        return replace(problem, sites=tuple(map(self._corrected, problem.sites)))
 
-    def _corrected(self, site: CandidateSet, end: bool) -> CandidateSet:
+    def _corrected(self, site: CandidateSet) -> CandidateSet:
         candidates = [
-            replace(each, error=each.error * self.factors.get(kind_of(each, end), self.common) ** 0.5)
+            replace(each, error=each.error * self.factors.get(kind_of(each), self.common) ** 0.5)
             for each in site.candidates
         ]
         return replace(site, candidates=tuple(candidates))
@@ -65,22 +64,12 @@ class LossModel:
         return float(total**self.power)
 
 
-def kind_of(candidate: Candidate, end: bool = False) -> str:
-    """Return what a candidate loses by: its format, and integers.
-
-    Args:
-        candidate: The candidate.
-        end: Whether its layer is the first or the last one, whose integers are a kind of their own: rounded
-            inputs of a network are made up for by nothing, and few inputs tell what they cost.
-    """
+def kind_of(candidate: Candidate) -> str:
+    """Return what a candidate loses by: its format, and integers."""
     if candidate.only_integers:
-        return "int8 at an end" if end else "int8"
+        return "int8"
     name = candidate.generator if candidate.operations else "dense"
     return f"{name} int8" if candidate.integer else name
-
-
-def _at_ends(sites: Sequence[CandidateSet]) -> list[bool]:
-    return [index in (0, len(sites) - 1) for index in range(len(sites))]
 
 
 def loss_model(problem: SearchProblem, plans: Iterable[MeasuredPlan]) -> LossModel | None:
@@ -122,9 +111,9 @@ def _fitted(parts: Sequence[dict[str, float]], losses: np.ndarray, power: float)
 def _parts(sites: Sequence[CandidateSet], choices: Sequence[int]) -> dict[str, float]:
     """Return the sums of the losses of each kind of candidate."""
     parts: dict[str, float] = {}
-    for site, choice, end in zip(sites, choices, _at_ends(sites), strict=True):
+    for site, choice in zip(sites, choices, strict=True):
         loss = float(site.losses[choice])
         if loss > 0:
-            kind = kind_of(site.candidates[choice], end)
+            kind = kind_of(site.candidates[choice])
             parts[kind] = parts.get(kind, 0.0) + loss
     return parts

@@ -1,8 +1,8 @@
 """The plans that anyone would write: no search may end behind one of them.
 
-All layers dense, all in 8-bit integers, all but the first and the last layer, only the convolutions, all but
-the most sensitive layers, and one format at the same share of every layer, in floating point and in integers:
-of several formats that which is expected to lose least.
+All layers dense, all in 8-bit integers, only the convolutions, all but the most sensitive layers, and one
+format at the same share of every layer, in floating point and in integers: of several formats that which is
+expected to lose least.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from decomposition.candidates.candidates import Candidate
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 ALL_DENSE, ALL_INT8, CONVOLUTIONS = "all dense", "all int8", "int8 convolutions"
-INNER = f"{ALL_INT8} but the first and the last"
 
 
 def standard_plans(problem: SearchProblem) -> dict[str, Choices]:
@@ -34,7 +33,6 @@ def standard_plans(problem: SearchProblem) -> dict[str, Choices]:
             choice if site.spec.kind.startswith("conv") else site.dense
             for site, choice in zip(sites, plans[ALL_INT8], strict=True)
         )
-        plans[INNER] = (dense[0], *plans[ALL_INT8][1:-1], *dense[1:][-1:])
     if problem.budget is not None and problem.budget.fraction < 1:
         plans |= _uniform_plans(problem)
     different: dict[Choices, str] = {}
