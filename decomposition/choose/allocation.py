@@ -15,6 +15,8 @@ from decomposition.choose.reachable import cheapest_choices, check_reachable
 _STEPS_DOWN, _STEPS_UP = 60.0, 30.0
 _BISECTIONS = 40
 _QUICK_BISECTIONS = 20
+_LEAST_GAIN = 1e-9
+"""Share of the loss that an exchange has to gain, which rounding does not."""
 
 
 def allocate(
@@ -23,7 +25,9 @@ def allocate(
     """Choose a candidate for every site to minimise the weighted squared errors within the budget.
 
     Minimises sum_l exp(w_l) importance_l error_l^2 + lambda cost_l with lambda found by bisection, then
-    spends what the convex relaxation left over on the best gain per cost.
+    spends what the convex relaxation left over on the best gain per cost. Pairs of sites then exchange cost
+    for as long as that lowers the loss: the best plan lies within the convex hull, and far from its corners
+    where sites or candidates are few.
 
     Args:
         sites: The candidates of every site.
@@ -44,7 +48,8 @@ def allocate(
     ]
 
     def fill(choices: np.ndarray, mixture: np.ndarray) -> np.ndarray:
-        return _fill(choices[0], losses, sites, budget, mixture[0])[None]
+        filled = _fill(choices[0], losses, sites, budget, mixture[0])
+        return _exchanged(filled, losses, sites, budget)[None]
 
     return _relaxed(sites, budget, weights[None], _BISECTIONS, fill)[0]
 
@@ -58,8 +63,7 @@ def allocate_many(sites: Sequence[CandidateSet], budget: Budget, log_weights: np
         log_weights: Log-importance of each site, shape (weightings, sites).
 
     Returns:
-        Index of the chosen candidate of every site, shape (weightings, sites). `allocate` chooses the same
-        or larger candidates.
+        Index of the chosen candidate of every site, shape (weightings, sites). `allocate` loses no more.
 
     Raises:
         DecompositionError: If no plan can reach the budget.
@@ -142,3 +146,60 @@ def _fill(
         position, choice, paid = best
         left -= paid
         choices[position] = choice
+
+
+def _exchanged(
+    choices: np.ndarray, losses: Sequence[np.ndarray], sites: Sequence[CandidateSet], budget: Budget
+) -> np.ndarray:
+    """Change two sites at a time, the pair that gains most first, until no pair within the budget gains."""
+    while True:
+        better = _best_exchange(choices, losses, sites, budget)
+        if better is None:
+            return choices
+        choices = better
+
+
+def _best_exchange(
+    choices: np.ndarray, losses: Sequence[np.ndarray], sites: Sequence[CandidateSet], budget: Budget
+) -> np.ndarray | None:
+    """Return the choices with two sites changed, one of which loses less, or None where no two gain."""
+    left = budget.left(sites, choices)
+    extras = [budget.extra(sites, choices, site) for site in range(len(sites))]
+    gains = [loss[choice] - loss for loss, choice in zip(losses, choices, strict=True)]
+    useful = [_undominated(extra, gain) for extra, gain in zip(extras, gains, strict=True)]
+    rising = [np.flatnonzero(each & (gain > 0)) for each, gain in zip(useful, gains, strict=True)]
+    site_of = np.repeat(np.arange(len(sites)), [len(each) for each in rising])
+    candidate_of = np.concatenate(rising)
+    extra_of = np.concatenate([extra[:, each] for extra, each in zip(extras, rising, strict=True)], axis=1)
+    gain_of = np.concatenate([gain[each] for gain, each in zip(gains, rising, strict=True)])
+    best, partner = np.full(len(gain_of), -np.inf), np.zeros((len(gain_of), 2), dtype=int)
+    for site, (extra, gain) in enumerate(zip(extras, gains, strict=True)):
+        falling = np.flatnonzero(useful[site] & (gain <= 0))
+        if not len(falling):
+            continue
+        fits = (extra_of[:, :, None] + extra[:, None, falling] <= left[:, None, None]).all(0)
+        fits &= (site_of != site)[:, None]
+        total = np.where(fits, gain_of[:, None] + gain[falling], -np.inf)
+        most = total.argmax(1)
+        highest = total[np.arange(len(total)), most]
+        higher = highest > best
+        best[higher] = highest[higher]
+        partner[higher] = np.stack([np.full(len(total), site), falling[most]], axis=1)[higher]
+    least = _LEAST_GAIN * sum(float(loss[choice]) for loss, choice in zip(losses, choices, strict=True))
+    for index in np.argsort(-best, kind="stable")[: len(sites)]:
+        if not best[index] > least:
+            return None
+        better, (other, candidate) = choices.copy(), partner[index]
+        better[site_of[index]], better[other] = candidate_of[index], candidate
+        if budget.kept(sites, better):  # what neighbours cost together is not the sum of both
+            return better
+    return None
+
+
+def _undominated(extra: np.ndarray, gain: np.ndarray) -> np.ndarray:
+    """Tell which candidates gain more than all that cost no more; of equal ones, which comes first."""
+    cheaper = (extra[:, :, None] <= extra[:, None, :]).all(0)  # the first one than the second
+    better = cheaper & (gain[:, None] >= gain)
+    ties = better & better.T
+    better &= ~ties | np.triu(np.ones_like(ties), 1)
+    return np.logical_not(better.any(axis=0))

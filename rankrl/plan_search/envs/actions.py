@@ -102,7 +102,7 @@ class ImportanceMap(ActionMap):
         return tuple(self.allocate(self._actions).tolist())
 
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
-        """Return the roots under the allocations, before `allocate` spends the rest of the budget."""
+        """Return the roots under the allocations, before `allocate` spends the rest and exchanges cost."""
         weights = self.scale * (actions - actions.mean(1, keepdims=True))
         return _loss_roots(self.sites, allocate_many(self.sites, self.budget, weights))
 

@@ -110,6 +110,19 @@ def test_the_loss_is_the_least_up_to_one_step_of_the_convex_hull(
     assert found <= best_loss(sites, budget.available) + gap + 1e-12
 
 
+@given(sites=site_lists(), share=st.floats(0, 1))
+def test_no_two_sites_could_change_and_lose_less(sites: list[CandidateSet], share: float) -> None:
+    least, most = spent(sites, np.zeros(len(sites), int)), sum(int(site.params[-1]) for site in sites)
+    budget = budget_of(sites, least + share * (most - least) + 1e-6)
+    choices = allocate(sites, budget)
+    for first, second in itertools.combinations(range(len(sites)), 2):
+        for both in itertools.product(range(len(sites[first])), range(len(sites[second]))):
+            changed = choices.copy()
+            changed[[first, second]] = both
+            if spent(sites, changed) <= budget.available:
+                assert loss(sites, choices) <= loss(sites, changed) * (1 + 1e-8) + 1e-12
+
+
 @given(sites=site_lists(), log_price=st.floats(-12, 0))
 def test_on_the_convex_hull_the_loss_is_the_least(sites: list[CandidateSet], log_price: float) -> None:
     on_hull = np.array([int(np.argmin(site.errors**2 + np.exp(log_price) * site.params)) for site in sites])
@@ -151,8 +164,12 @@ def test_many_allocations_at_once_are_those_one_by_one_but_for_the_rest(
     log_weights = np.array(weights).reshape(3, 4)[:, : len(sites)]
     for found, weighting in zip(allocate_many(sites, budget, log_weights), log_weights, strict=True):
         filled = allocate(sites, budget, weighting)
-        assert spent(sites, found) <= spent(sites, filled) <= budget.available
-        assert loss(sites, filled) <= loss(sites, found)
+        assert max(spent(sites, found), spent(sites, filled)) <= budget.available
+        weighed = [
+            sum(np.exp(w) * site.losses[j] for w, site, j in zip(weighting, sites, choices, strict=True))
+            for choices in (filled, found)
+        ]
+        assert weighed[0] <= weighed[1] * (1 + 1e-9)
 
 
 def test_importance_decides_who_gets_the_budget() -> None:

@@ -250,7 +250,7 @@ def test_of_several_formats_each_layer_takes_what_serves_it_best(small_net: nn.M
     efficient = [site.efficient(measure) for site in sites[SEVERAL]]
     step = max(float(-np.diff(site.losses).min()) for site in efficient)
     used = set[str]()
-    for fraction in (0.15, 0.22):
+    for fraction in (0.18, 0.22):
         losses: dict[str | tuple[str, ...], float] = {}
         for formats in sites:
             plan = plan_by_heuristic(

@@ -173,7 +173,7 @@ def test_bayes_plays_a_plan_twice_only_when_it_finds_no_other(small_problem) -> 
 def test_bayes_comes_closer_to_the_plan_that_is_wanted(small_problem) -> None:
     """The reward is the likeness to a plan far from greedy's, by what the layers lose."""
     chosen = create_action_map(small_problem)
-    wanted = chosen.choices_of(np.array([1.0, -1.0, 1.0, -1.0]))
+    wanted = chosen.choices_of(np.array([-1.0, -1.0, 1.0, 1.0]))
 
     def reward(choices) -> float:
         pairs = zip(small_problem.sites, choices, wanted, strict=True)
