@@ -99,11 +99,9 @@ class OutputScore:
         probabilities less their mean over the classes, (N, classes). Probabilities near 1 hide what moved
         them. Of all others they are the answers.
         """
-        if self.kind not in ("classes", "distribution"):
+        if not self._of_classes:
             return answers.astype(np.float64)
-        logarithms = log_probabilities(answers, self.probabilities)
-        centred: Array = logarithms - logarithms.mean(1, keepdims=True)
-        return centred
+        return _centred(log_probabilities(answers, self.probabilities))
 
     def loss(self, before: Array, after: Array) -> Array:
         """Return what every input loses, shape (N,): a number that few inputs tell, and small errors change.
@@ -115,9 +113,13 @@ class OutputScore:
             before: The original's answers to a batch, inputs on the first axis.
             after: Those of a compressed network, of the same shape.
         """
-        if self.kind not in ("classes", "distribution"):
+        if not self._of_classes:
             return 1 - self(before, after)
         return _by_input(np.square(self.numbers(after) - self.numbers(before))) / self.log_spread
+
+    @property
+    def _of_classes(self) -> bool:
+        return self.kind in ("classes", "distribution")
 
 
 def output_score(name: str, answers: Sequence[Array], classes: bool = False) -> OutputScore:
@@ -153,7 +155,7 @@ def output_score(name: str, answers: Sequence[Array], classes: bool = False) -> 
         return _of_values(name, rows, "its numbers are neither probabilities nor logits of classes")
     probabilities = _are_probabilities(rows)
     known = log_probabilities(rows, probabilities)
-    varies = float(_spreads(known - known.mean(1, keepdims=True), [...])[0])
+    varies = float(_spreads(_centred(known), [...])[0])
     scores = partial(OutputScore, name, probabilities=probabilities, log_spread=varies)
     if len(np.unique(rows.argmax(1))) > 1:
         return scores("classes", "its class varies with the inputs")
@@ -218,6 +220,12 @@ def log_probabilities(rows: Array, probabilities: bool) -> Array:
         rows = np.log(np.maximum(rows, _LEAST_PROBABILITY))
     found: Array = log_softmax(rows, axis=1)
     return found
+
+
+def _centred(logarithms: Array) -> Array:
+    """Return logarithms (N, classes) less their mean over the classes."""
+    centred: Array = logarithms - logarithms.mean(1, keepdims=True)
+    return centred
 
 
 def _of_values(name: str, rows: Array, reason: str) -> OutputScore:

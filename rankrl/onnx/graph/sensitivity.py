@@ -250,7 +250,7 @@ class _Measurement:
         generator: np.random.Generator,
     ) -> torch.Tensor | None:
         """Return J U for each of the `count` inputs of a batch: (count, numbers, directions)."""
-        plain = tail.run({site.output_name: y, **rest})
+        plain = zip(tail.output_names, tail.run({site.output_name: y, **rest}), strict=True)
         step = _STEP * float(np.sqrt(np.mean(np.square(y, dtype=np.float64))))
         if step == 0 or not np.isfinite(step):
             return None
@@ -258,14 +258,19 @@ class _Measurement:
         signs = generator.choice(np.array([-step, step], dtype=y.dtype), size=y.shape)
         signs = np.take(signs, [0], axis=axis)  # one sign a position, whatever the channel
         shape = [-1 if each == axis else 1 for each in range(y.ndim)]
+        known = {
+            name: self._numbers(name, value)
+            for name, value in plain
+            if value.dtype.kind == "f" and value.size
+        }
         sketch, columns = None, []
         for direction in directions.matrix.T:
             moved = y + signs * direction.reshape(shape).astype(y.dtype)
             outputs = tail.run({site.output_name: moved, **rest})
             parts = [
-                by_input((self._numbers(name, after) - self._numbers(name, before)) / step, count)
-                for name, before, after in zip(tail.output_names, plain, outputs, strict=True)
-                if before.dtype.kind == "f" and before.size
+                by_input((self._numbers(name, after) - known[name]) / step, count)
+                for name, after in zip(tail.output_names, outputs, strict=True)
+                if name in known
             ]
             if not parts:
                 return None
