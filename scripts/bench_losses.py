@@ -4,8 +4,8 @@
 
 Draws plans of three kinds: nodes factorised at random ranks of the upper half; all nodes in 8-bit integers
 but some; and both, in one plan. Every plan's loss is predicted as the sum of its nodes' losses, without a
-sensitivity, with it, and with measured losses of single nodes too (what searches do), and measured: the
-squared relative error of the outputs of the file that it becomes, on inputs that nothing was fitted to.
+sensitivity, with it, and with measured losses of single nodes too (what searches do), and measured: what the
+outputs of the file that it becomes lose (`OutputScore.loss`), on inputs that nothing was fitted to.
 Prints Spearman's correlation of predictions and measurements for each kind, and over all plans. Plans are
 carried out without a refit of their nodes.
 """
@@ -35,7 +35,9 @@ from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile
 from rankrl.onnx.graph.dynamic_lstm import quantise_lstms
 from rankrl.onnx.graph.rewrite import open_constants
+from rankrl.onnx.output_scores import mean_loss
 from rankrl.onnx.protobuf import save_model
+from rankrl.verify.agreement import output_scores
 
 KINDS = ("factorised", "int8 but some", "mixed")
 PREDICTIONS = ("unweighted", "sensitivity", "measured")
@@ -72,11 +74,12 @@ class Measured:
 
     def __init__(self, file: PreparedFile, library: GraphLibrary, sites: Sequence[CandidateSet]) -> None:
         self._file, self._library, self._sites = file, library, sites
-        session = file.network.session()
-        self._before = [session.run(feed) for feed in file.split.heldout]
+        session, heldout = file.network.session(), file.split.heldout
+        self._before = [session.run(feed) for feed in heldout]
+        self._scores = output_scores(session, heldout)
 
     def __call__(self, plan: Choices) -> float:
-        """Return the squared relative error of the outputs, averaged over them."""
+        """Return what the outputs lose (`OutputScore.loss`), averaged over them."""
         model = self._file.network.graph_model()
         nodes = {node.name: node for node in self._file.changing}
         integers, lstms = [], []
@@ -103,14 +106,7 @@ class Measured:
             quantise_lstms(network.model, lstms)
             session = network.session()
             after = [session.run(feed) for feed in self._file.split.heldout]
-        errors = []
-        for outputs in zip(
-            *(zip(a, b, strict=True) for a, b in zip(self._before, after, strict=True)), strict=True
-        ):
-            lost = sum(float(np.square(b.astype(np.float64) - a).sum()) for a, b in outputs)
-            whole = sum(float(np.square(a, dtype=np.float64).sum()) for a, _ in outputs)
-            errors.append(lost / (whole or 1.0))
-        return float(np.mean(errors))
+        return mean_loss(self._scores, zip(self._before, after, strict=True))
 
 
 def correlations(rows: Sequence[dict[str, object]]) -> list[str]:
