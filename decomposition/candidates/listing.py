@@ -161,13 +161,19 @@ class CandidateLister:
         return self.specs[name].kind in OPAQUE_KINDS
 
     def _formats(self, name: str) -> list[TensorFormat]:
-        """Return the formats that differ in a layer: products of two matrices are taken once."""
+        """Return the formats that differ in a layer: products of two matrices are taken once.
+
+        With a kernel, two matrices lose more than any other format: they are taken where there is no other.
+        """
         if self._only_rounded(name):
             return []
-        if self.specs[name].kernel_elements > 1:
-            return list(self.formats)
-        plain = [each for each in self.formats if each.two_matrices and self.modes(name, each).plain]
-        return [each for each in self.formats if each not in plain[1:]]
+        spec, formats = self.specs[name], list(self.formats)
+        if spec.kind.startswith("conv_transpose"):  # the last factor spreads what it computes, so it is whole
+            formats = [each for each in formats if not each.any_matrices]
+        if spec.kernel_elements > 1:
+            return [each for each in formats if not each.any_matrices] or formats
+        plain = [each for each in formats if each.two_matrices and self.modes(name, each).plain]
+        return [each for each in formats if each not in plain[1:]]
 
     def _choices(
         self, name: str, tensor_format: TensorFormat, limit: int, spectra: Sequence[np.ndarray]
@@ -197,7 +203,10 @@ class CandidateLister:
                 and not operation.tensor_format.staged(spec, operation.modes(spec), operation.ranks)
                 for operation in operations
             )
-            if not operations or (contracted and any(operation.integer for operation in rounding)):
+            exact = any(isinstance(each, Factorise) and not each.tensor_format.rounds for each in operations)
+            if not operations or (exact and rounding):
+                continue
+            if contracted and any(operation.integer for operation in rounding):
                 continue
             cost = candidate.cost
             for operation in rounding:

@@ -101,7 +101,7 @@ class Fitter:
         self._metric = None if metric is None else converted(metric, torch.float64)
         self._sensitivity = sensitivity
         # Without a kernel every format is a product of two matrices.
-        self._direct = modes.kernel == 1 and modes.plain
+        self._direct = modes.plain and (modes.kernel == 1 or tensor_format.any_matrices)
 
     def fit(
         self, ranks: Ranks, options: FitOptions = FAST, start: Sequence[torch.Tensor] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decomposition.formats import chain, cp, spatial_svd, tucker
+from decomposition.formats import chain, cp, pifa, spatial_svd, tucker
 from decomposition.formats.base import Cores, Ranks, TensorFormat, get_format, list_formats, register_format
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "cp",
     "get_format",
     "list_formats",
+    "pifa",
     "register_format",
     "spatial_svd",
     "tucker",

@@ -40,6 +40,9 @@ class TensorFormat(ABC):
         cancels: Whether the terms of the best fit may grow and cancel one another.
         two_matrices: Whether it is W = A B^T, in two stages, where there is no kernel: all such formats are
             one there.
+        any_matrices: Whether A and Q are any two matrices, with a kernel too, so that the best fit of every
+            rank is known in closed form.
+        rounds: Whether what its layers store can be rounded to integers.
         splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
 
@@ -52,6 +55,8 @@ class TensorFormat(ABC):
     splits_kernel: ClassVar[bool] = False
     cancels: ClassVar[bool] = False
     two_matrices: ClassVar[bool] = False
+    any_matrices: ClassVar[bool] = False
+    rounds: ClassVar[bool] = True
 
     @abstractmethod
     def max_ranks(self, modes: WeightModes) -> Ranks:
@@ -89,7 +94,10 @@ class TensorFormat(ABC):
     def from_halves(
         self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
     ) -> Cores:
-        """Return cores whose halves are A (out, features) and Q (features, in); only without a kernel."""
+        """Return cores whose halves are A (out, features) and Q (features, in * kernel).
+
+        Only without a kernel, or where these may be any matrices.
+        """
         weight = (output @ features).reshape(modes.out_channels, modes.in_channels, modes.kernel)
         return self.start(weight, modes, ranks)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from decomposition.errors import DecompositionError
 from decomposition.network.geometry import Geometry
-from decomposition.network.kinds import DecomposableModule
+from decomposition.network.kinds import DecomposableModule, is_decomposable_module
 from decomposition.network.modes import WeightModes
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ class FactorisedLayer(nn.Module):
     @abstractmethod
     def set_cores(self, cores: Cores) -> None:
         """Copy cores of the format's shapes into the parameters."""
+
+    def plain_layers(self) -> dict[str, DecomposableModule]:
+        """Return the convolutions and linear layers that it is made of by name, in the order of execution."""
+        return {name: module for name, module in self.named_modules() if is_decomposable_module(module)}
 
     def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor] | None:
         """Return the module that applies A alone, and its weight for these cores; `None` if there is none."""
@@ -164,6 +168,13 @@ class FactorisedLayer(nn.Module):
             f"{self.tensor_format.name}, {g.in_channels} -> {g.out_channels}, kernel {g.kernel_size}, "
             f"ranks {self.ranks}, {self.execution}"
         )
+
+
+def plain_layers(module: nn.Module) -> dict[str, DecomposableModule]:
+    """Return the convolutions and linear layers that a layer, dense or factorised, is made of, by name."""
+    if isinstance(module, FactorisedLayer):
+        return module.plain_layers()
+    return {name: part for name, part in module.named_modules() if is_decomposable_module(part)}
 
 
 def _keep_fast_path_away(module: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -144,6 +144,11 @@ class Quantise(LayerOperation):
 
     def _stages(self, module: nn.Module, spec: LayerSpec) -> list[nn.Module]:
         """Return the modules inside that hold weights."""
+        if isinstance(module, FactorisedLayer) and not module.tensor_format.rounds:
+            raise DecompositionError(
+                f"layer {spec.name!r}: {module.tensor_format.name} has no form in integers; quantise tucker, "
+                "the same product, or the dense layer"
+            )
         if isinstance(module, ContractedLayer):
             if self.integer:
                 raise DecompositionError(

@@ -6,7 +6,12 @@ from dataclasses import dataclass, fields
 
 from rankrl.onnx.export.weight_range import runnable
 from rankrl.options.budget import BudgetOptions
-from rankrl.options.decomposition import DecompositionOptions, FittingOptions, default_precisions
+from rankrl.options.decomposition import (
+    DecompositionOptions,
+    FittingOptions,
+    default_precisions,
+    differing_formats,
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class CandidateOptions(FittingOptions):
             reduce_range: As in `quantise_onnx`.
         """
         return cls(
-            options.choices,
+            differing_formats(options.choices, budget),
             default_precisions(budget) if options.precisions is None else options.precisions,
             reduce_range,
             options.rank_multiple or multiple or 1,

@@ -11,7 +11,7 @@ from rankrl.errors import ConfigError, did_you_mean
 from rankrl.options.budget import BudgetOptions
 
 AUTO = "auto"
-AUTO_FORMATS = ("cp", "tucker", "tensor_ring")
+AUTO_FORMATS = ("cp", "tucker", "tensor_ring", "pifa")
 """What layers choose from with format `AUTO` where nothing is listed."""
 PRECISIONS = ("float32", "int8", "int7", "int8_weights", "int4_weights")
 """Names of what layers may compute with or be stored in (`decomposition.operations.quantise`)."""
@@ -58,8 +58,8 @@ class DecompositionOptions(FittingOptions):
 
     Attributes:
         format: The tensor format; auto for the best of `formats` in every layer.
-        formats: What every layer chooses from, with format auto; None for cp, tucker and tensor_ring, in a
-            file for those that become plain nodes.
+        formats: What every layer chooses from, with format auto; None for cp, tucker, tensor_ring and pifa,
+            in a file for those that become plain nodes. Budgets in time or macs leave pifa out.
         precisions: What every layer may compute with or be stored in: float32, int8 (weights and
             activations; int7, with weights of 7 bits, takes its place where export.reduce_range has it so),
             int8_weights, int4_weights. None takes float32 and int8 for budget.latency and budget.bytes,
@@ -101,6 +101,13 @@ class DecompositionOptions(FittingOptions):
             DecompositionError: A number is out of range.
         """
         return FitOptions(self.final_iterations, self.final_starts)
+
+
+def differing_formats(formats: tuple[str, ...], budget: BudgetOptions) -> tuple[str, ...]:
+    """Return the formats that differ by what a budget counts: pifa is tucker but for what it stores."""
+    if budget.params is not None or budget.bytes is not None:
+        return formats
+    return tuple(each for each in formats if each != "pifa") or formats
 
 
 def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:

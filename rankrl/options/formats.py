@@ -4,6 +4,7 @@ from __future__ import annotations
 
 FORMATS = {
     "cp": False,
+    "pifa": False,
     "spatial_svd": False,
     "tensor_ring": True,
     "tensor_train": True,

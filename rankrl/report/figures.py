@@ -53,8 +53,9 @@ _FIXED = {
     "tucker": ("series-3", "^"),
     "cp": ("series-4", "D"),
     "spatial_svd": ("series-5", "v"),
+    "pifa": ("series-6", "P"),
 }
-_OTHERS = (("series-6", "P"), ("accent", "X"), ("second", "*"), ("muted", "p"))
+_OTHERS = (("accent", "X"), ("second", "*"), ("muted", "p"))
 
 
 def method_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:

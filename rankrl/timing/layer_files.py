@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from decomposition.formats.chain import ChainFormat
 from decomposition.formats.contracted_layer import ContractedLayer
-from decomposition.formats.factorised import FactorisedLayer
+from decomposition.formats.factorised import FactorisedLayer, plain_layers
 from decomposition.network.kinds import DecomposableModule, is_decomposable_module
 from rankrl.onnx.export.onnx_file import OLDEST_OPSET, export_onnx
 from rankrl.onnx.graph_edits import add_constant, node_of
@@ -68,9 +68,8 @@ class SideBySide(nn.Module):
         for network, module in self.networks.named_children():
             y = x
             for layer in module.children():
-                for stage in layer.modules():
-                    if is_decomposable_module(stage):
-                        y = _append(graph, y, stage, names[stage])
+                for part, stage in plain_layers(layer).items():
+                    y = _append(graph, y, stage, ".".join(filter(None, (names[layer], part))))
                 relu = node_of("Relu", [y], f"{names[layer]}.relu")
                 graph.append(relu)
                 y = relu.outputs[0]

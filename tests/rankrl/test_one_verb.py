@@ -163,7 +163,10 @@ def test_what_may_be_lost_takes_the_place_of_a_budget(
 
 @pytest.mark.parametrize(
     ("kind", "formats"),
-    [("module", {"cp", "tucker", "tensor_ring"}), ("file", {"cp", "tucker", "spatial_svd"})],
+    [
+        ("module", {"cp", "tucker", "tensor_ring", "pifa"}),
+        ("file", {"cp", "tucker", "spatial_svd", "pifa"}),
+    ],
 )
 def test_auto_chooses_among_formats_that_nobody_has_to_list(
     kind: str, formats: set[str], kinds: dict[str, tuple[Any, Any]], tmp_path: Path

@@ -26,7 +26,7 @@ from rankrl.onnx.graph_edits import (
 from rankrl.onnx.operators import is_standard
 
 _SMALL = 256
-"""Elements that a folded constant may always have: shapes, axes, short vectors."""
+"""Elements that a folded vector may always have, such as a shape or axes."""
 
 
 def simplify(model: ir.Model, *, fold_batchnorm: bool) -> None:
@@ -213,7 +213,9 @@ def _should_fold(node: ir.Node) -> bool | None:
     operands = sum(value.const_value.size for value in node.inputs if value and value.const_value is not None)
     for output in node.outputs:
         shape = output.shape
-        if shape is not None and shape.is_static() and math.prod(shape.numpy()) > max(operands, _SMALL):
+        if shape is None or not shape.is_static():
+            continue
+        if math.prod(shape.numpy()) > (operands if len(shape) > 1 else max(operands, _SMALL)):
             return False
     return None
 

@@ -19,6 +19,7 @@ from rankrl.onnx.graph.dynamic_lstm import quantise_lstms
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.half import in_half
 from rankrl.onnx.graph.network import Feed, GraphSession
+from rankrl.onnx.graph.pivoted import store_pivoted
 from rankrl.onnx.graph.quantised import rounds
 from rankrl.onnx.graph.refit import CompressedGraph
 from rankrl.onnx.graph.site import Site
@@ -80,6 +81,7 @@ def write_graph(
             )
             model = load_model(scratch)
         quantise_lstms(model, graph.lstms)
+        store_pivoted(model, graph.pivoted)
         write_checked(model, path, "the compressed network")
 
 

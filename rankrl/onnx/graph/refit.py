@@ -26,6 +26,7 @@ from decomposition.calibration.moments import PATCHES_PER_LAYER
 from decomposition.calibration.shrinkage import labels_or_single
 from decomposition.fit.lockstep import Refit, RefitProblem, refit_to_patches, solved
 from decomposition.formats.factorised import FactorisedLayer
+from decomposition.formats.pifa import PivotedLayer
 from decomposition.network.kinds import DecomposableModule, weight_of
 from decomposition.network.rounding import REDUCED_BITS
 from decomposition.operations.base import FINAL
@@ -50,6 +51,7 @@ class CompressedGraph:
         computing: Names of weights whose nodes are to compute in integers.
         reduced: Whether some of them have 7 bits, so that all are to have.
         stored: Bits of weights that are to be stored in integers, by name.
+        pivoted: Names of weights that are stored without the rows of the identity in them.
         lstms: LSTMs that are to compute in integers, and the bits of their weights.
         errors: Relative output error of each node, those before it included, by name.
         replaced: The nodes in whose place something else stands.
@@ -62,6 +64,7 @@ class CompressedGraph:
     computing: list[str] = field(default_factory=list)
     reduced: bool = False
     stored: dict[str, int] = field(default_factory=dict)
+    pivoted: list[str] = field(default_factory=list)
     lstms: list[tuple[Site, int]] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     replaced: list[Site] = field(default_factory=list)
@@ -74,6 +77,8 @@ class CompressedGraph:
         layers = [layer, *(_of_twin(layer, twin, plan) for twin in site.twins)]
         weights = replace_node(self.model, site, layers, shift)
         self.replaced += site.nodes
+        if isinstance(layer, PivotedLayer):
+            self.pivoted += weights[-1:]
         for operation in plan:
             if isinstance(operation, Quantise):
                 if operation.integer:
@@ -128,6 +133,12 @@ def check_plan(plan: CompressionPlan, sites: Sequence[Site], source: str) -> Non
                 )
             if isinstance(operation, Factorise):
                 check_formats((operation.format,))
+                if operation.tensor_format.any_matrices and layer.name in spreading:
+                    raise PlanError(
+                        f"the plan factorises {layer.name!r}, a transposed convolution, as "
+                        f"{operation.format}, which has no last factor to spread; choose tucker, the same "
+                        "product"
+                    )
             if isinstance(operation, Quantise) and layer.name in spreading:
                 raise PlanError(
                     f"the plan rounds {layer.name!r}, a transposed convolution, to integers, which nothing "

@@ -13,8 +13,7 @@ from torch import nn
 
 from decomposition import get_format, list_formats
 from decomposition.formats.chain import ChainFormat
-from decomposition.formats.factorised import FactorisedLayer
-from decomposition.network.kinds import is_decomposable_module
+from decomposition.formats.factorised import FactorisedLayer, plain_layers
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.quantised import constant
 from rankrl.onnx.graph.site import Site
@@ -76,7 +75,7 @@ def _replace_one(
 ) -> None:
     """Put a layer in the place of one node; `constants` are those of nodes before that share the weight."""
     node = next(node for node in graph if node.name == site.name)
-    stages = [module for module in layer.modules() if is_decomposable_module(module)]
+    stages = list(plain_layers(layer).values())
     x, old = node.inputs[0], node.outputs[0]
     assert x is not None
     if shift is not None and site.absorber in ("add", "batch_norm"):

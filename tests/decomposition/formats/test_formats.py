@@ -120,6 +120,15 @@ def spatial_stages(way: str, spec: LayerSpec, ranks: Ranks) -> nn.Module:
     return {"chain": chain}[way]
 
 
+def pivoted_stages(way: str, spec: LayerSpec, ranks: Ranks) -> nn.Module:
+    features = nn.Conv2d(spec.in_channels, ranks[0], spec.kernel_size, spec.stride, bias=False)
+    return {"chain": nn.Sequential(features, nn.Conv2d(ranks[0], spec.out_channels, 1, bias=False))}[way]
+
+
+def matrix_weight(cores: Cores, modes: WeightModes) -> torch.Tensor:
+    return torch.matmul(*cores).reshape(modes.out_channels, modes.in_channels, modes.kernel)
+
+
 ORACLES = {
     "tensor_ring": Oracle(
         by_tensorly(lambda arrays, modes: tl.tr_to_tensor(arrays)),
@@ -135,6 +144,7 @@ ORACLES = {
         by_tensorly(lambda arrays, modes: tl.cp_to_tensor((None, arrays))), cp_stages, start_is_exact=False
     ),
     "tucker": Oracle(by_tensorly(tucker_weight), tucker_stages, start_is_exact=True),
+    "pifa": Oracle(matrix_weight, pivoted_stages, start_is_exact=True),
     "spatial_svd": Oracle(spatial_weight, spatial_stages, start_is_exact=True),
 }
 

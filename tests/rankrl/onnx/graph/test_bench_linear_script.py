@@ -87,10 +87,12 @@ def test_the_table_has_a_row_for_every_method(
     given: PreparedFile, layer: bench.Layer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = bench.table([layer], bench.Tested(given, [layer], {"x": images(20)}, None), [0.9, 0.5])
-    assert [row.split("|")[1].strip() for row in rows] == list(bench.METHODS)
+    assert [row.split("|")[1].strip() for row in rows] == [*bench.METHODS, bench.PIVOTED]
     assert {row.count("|") for row in rows} == {4}
     assert capsys.readouterr().out.splitlines() == rows
     assert layer.rank(0.9) == int(0.9 * 5 * 32 / 37)
+    assert layer.rank(0.5) == layer.rank(0.5, pivoted=True) == 2
+    assert layer.rank(0.9, pivoted=True) == 4  # 4 * 37 - 16 = 132 of 144; 5 would hold as many as the weight
 
 
 def test_the_small_transformer_is_a_classifier_of_patches_of_four() -> None:
