@@ -85,15 +85,15 @@ class LayerFits:
         key = (name, operation.format, operation.factors)
         try:
             if self._fitter is None or self._fitter[0] != key:
-                self._fitter = None  # the last one's memory is free before the next one takes its own
                 fitter = Fitter(
                     operation.tensor_format,
                     self.weights[name],
                     operation.modes(self.specs[name]),
                     self.metrics[name],
                     self.sensitivities.get(name),
+                    like=self._fitter[1] if self._fitter is not None and self._fitter[0][0] == name else None,
                 )
-                self._fitter = (key, fitter)
+                self._fitter = (key, fitter)  # the last one's memory is free before this one takes its own
             return self._fitter[1].fit(operation.ranks, self.options)
         except DecompositionError as error:
             raise DecompositionError(f"layer {name!r}: {error}") from error

@@ -62,6 +62,58 @@ class Fit:
         return self.tensor_format.to_tensorly(self.cores, self.modes)
 
 
+class _TwoMatrices:
+    """The best products of two matrices of every rank, computed when they are asked for.
+
+    Args:
+        weight: Weight (out, in * kernel), float64.
+        metric: As for `Fitter`.
+        sensitivity: As for `Fitter`.
+    """
+
+    def __init__(self, weight: torch.Tensor, metric: Metric | None, sensitivity: torch.Tensor | None) -> None:
+        self._weight, self._metric, self._sensitivity = weight, metric, sensitivity
+
+    @cached_property
+    def vanish(self) -> bool:
+        """Whether the weight or its outputs are zero."""
+        rows = self._weight
+        if self._metric is None or not bool(rows.any()):
+            return not bool(rows.any())
+        # One mixture of all rows has no energy only where none has any.
+        mixture = torch.randn(1, len(rows), generator=torch.Generator().manual_seed(0)).double() @ rows
+        return not float((times(mixture, self._metric) * mixture).sum()) > 0
+
+    @cached_property
+    def _solutions(self) -> tuple[LowRank, torch.Tensor]:
+        """All ranks' solutions, and how their terms add up."""
+        solutions = LowRank(self._weight, self._metric, self._sensitivity)
+        return solutions, solutions.terms(self._metric)
+
+    @cached_property
+    def _bounded_solutions(self) -> list[tuple[LowRank, torch.Tensor]]:
+        """The same, of the weight itself, and of the problem in which all output channels count alike."""
+        metrics = [None] if self._metric is None else [None, self._metric]
+        solutions = [LowRank(self._weight, metric, None) for metric in metrics]
+        return [(solution, solution.terms(self._metric)) for solution in solutions]
+
+    def of_rank(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Return A (out, rank), Q (rank, in * kernel) and the relative error."""
+        best, terms = self._solutions
+        solution, squared = best, 0.0
+        if _at(terms, rank) <= LARGEST_AMPLIFICATION:
+            squared = best.squared_error(rank)
+        else:  # what a sensitivity does not see may grow as it likes
+            others = self._bounded_solutions
+            bounded = [other for other, sizes in others if _at(sizes, rank) <= LARGEST_AMPLIFICATION]
+            # Of the weight itself the solution has terms that are no larger than the weight.
+            solution = min(
+                bounded, key=lambda other: other.squared_error_in(rank, best), default=others[0][0]
+            )
+            squared = solution.squared_error_in(rank, best)
+        return *solution.halves(rank), max(0.0, squared) ** 0.5
+
+
 class Fitter:
     """Fits of one weight in one format, which compute once what all ranks have in common.
 
@@ -73,6 +125,8 @@ class Fitter:
             `weight.flatten(1)`, whole or as rows; `None` fits to the weight itself.
         sensitivity: G (out, out) of the network's output to the layer's (`collect_sensitivities`); its scale
             does not matter. `None` counts all output channels alike.
+        like: Fits of the same problem in another format; where both are products of two matrices, solutions
+            are computed once.
 
     Raises:
         DecompositionError: If the weight, the metric or the sensitivity is not finite.
@@ -85,6 +139,8 @@ class Fitter:
         modes: WeightModes,
         metric: Metric | None = None,
         sensitivity: torch.Tensor | None = None,
+        *,
+        like: Fitter | None = None,
     ) -> None:
         if not bool(torch.isfinite(weight).all()):
             raise DecompositionError("the weight holds NaN or infinite values; repair the checkpoint first")
@@ -102,6 +158,11 @@ class Fitter:
         self._sensitivity = sensitivity
         # Without a kernel every format is a product of two matrices.
         self._direct = modes.plain and (modes.kernel == 1 or tensor_format.any_matrices)
+        self._matrices: _TwoMatrices = (
+            like._matrices
+            if like is not None and like._direct and self._direct
+            else _TwoMatrices(self._weight.flatten(1), self._metric, sensitivity)
+        )
 
     def fit(
         self, ranks: Ranks, options: FitOptions = FAST, start: Sequence[torch.Tensor] | None = None
@@ -128,16 +189,9 @@ class Fitter:
                 cores = self.tensor_format.balanced(cores)
         return Fit(cores, error, self.tensor_format, self.modes, ranks)
 
-    @cached_property
+    @property
     def _vanishes(self) -> bool:
-        if not self._direct:
-            return self._problem.vanishes
-        rows = self._weight.flatten(1)
-        if self._metric is None or not bool(rows.any()):
-            return not bool(rows.any())
-        # One mixture of all rows has no energy only where none has any.
-        mixture = torch.randn(1, len(rows), generator=torch.Generator().manual_seed(0)).double() @ rows
-        return not float((times(mixture, self._metric) * mixture).sum()) > 0
+        return self._matrices.vanish if self._direct else self._problem.vanishes
 
     def _unseen(self, ranks: Ranks, options: FitOptions) -> Cores:
         """Return cores where the data tell no weights apart: one input, say, or none that is not zero.
@@ -153,36 +207,11 @@ class Fitter:
     def _problem(self) -> LeastSquares:
         return LeastSquares(self.tensor_format, self._weight, self.modes, self._metric, self._sensitivity)
 
-    @cached_property
-    def _solutions(self) -> tuple[LowRank, torch.Tensor]:
-        """All ranks' solutions of a weight without a kernel, and how their terms add up."""
-        solutions = LowRank(self._weight.flatten(1), self._metric, self._sensitivity)
-        return solutions, solutions.terms(self._metric)
-
-    @cached_property
-    def _bounded_solutions(self) -> list[tuple[LowRank, torch.Tensor]]:
-        """The same, of the weight itself, and of the problem in which all output channels count alike."""
-        metrics = [None] if self._metric is None else [None, self._metric]
-        solutions = [LowRank(self._weight.flatten(1), metric, None) for metric in metrics]
-        return [(solution, solution.terms(self._metric)) for solution in solutions]
-
     def _low_rank(self, ranks: Ranks) -> tuple[Cores, float]:
         first, *_ = self.tensor_format.core_shapes(self.modes, ranks)
         rank = math.prod(first) // self.modes.out_channels  # A's columns, which is free
-        best, terms = self._solutions
-        solution, squared = best, 0.0
-        if _at(terms, rank) <= LARGEST_AMPLIFICATION:
-            squared = best.squared_error(rank)
-        else:  # what a sensitivity does not see may grow as it likes
-            others = self._bounded_solutions
-            bounded = [other for other, sizes in others if _at(sizes, rank) <= LARGEST_AMPLIFICATION]
-            # Of the weight itself the solution has terms that are no larger than the weight.
-            solution = min(
-                bounded, key=lambda other: other.squared_error_in(rank, best), default=others[0][0]
-            )
-            squared = solution.squared_error_in(rank, best)
-        cores = self.tensor_format.from_halves(*solution.halves(rank), self.modes, ranks)
-        return cores, max(0.0, squared) ** 0.5
+        output, features, error = self._matrices.of_rank(rank)
+        return self.tensor_format.from_halves(output, features, self.modes, ranks), error
 
     def _search(
         self, ranks: Ranks, options: FitOptions, start: Sequence[torch.Tensor] | None

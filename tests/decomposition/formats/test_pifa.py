@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,9 +16,11 @@ from torch import nn
 
 import decomposition
 import rankrl
+from decomposition.candidates.library import FitLibrary
 from decomposition.candidates.listing import CandidateLister
 from decomposition.errors import DecompositionError
 from decomposition.fit.fitting import fit_weight
+from decomposition.fit.low_rank import LowRank
 from decomposition.formats import get_format
 from decomposition.network.layers import compressible_layers
 from decomposition.network.modes import WeightModes
@@ -79,6 +82,23 @@ def test_the_fit_is_the_best_of_its_rank_with_a_kernel_too(kernel: int) -> None:
     fit = fit_weight(PIFA, weight, modes, (3,), root @ root.T)
     values = np.linalg.svd((weight.flatten(1) @ root).numpy(), compute_uv=False)
     assert fit.error == pytest.approx(np.linalg.norm(values[3:]) / np.linalg.norm(values))
+
+
+def test_formats_of_two_matrices_share_their_solutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(14, 10))
+    solved: list[int] = []
+
+    class Counted(LowRank):
+        def __init__(self, *problem: Any) -> None:
+            solved.append(1)
+            super().__init__(*problem)
+
+    monkeypatch.setattr("decomposition.fit.fitting.LowRank", Counted)
+    specs = compressible_layers(model, (14,))
+    (together,) = FitLibrary(model, specs, ("cp", "tensor_ring", "pifa")).all_candidates(limit=3)
+    assert len(solved) == 1
+    (alone,) = FitLibrary(model, specs, "pifa").all_candidates(limit=3)
+    assert [each for each in together.candidates if each.generator == "pifa"] == list(alone.candidates[:-1])
 
 
 def test_both_forms_of_a_file_store_what_was_announced(tmp_path: Path) -> None:
