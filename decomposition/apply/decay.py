@@ -13,9 +13,9 @@ from decomposition.apply.forms import factorised_layers
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the parameters of a compressed network in groups for a torch optimizer.
 
-    Each of the n cores of a layer has an n-th of the decay, so that the weight that they contract to decays,
-    to first order, as that of a dense layer; with all of it on each core it would decay n times. Biases and
-    other vectors do not decay.
+    Each of the n cores of a layer has an n-th of the decay (of PIFA one factor has all), so that the weight
+    that they contract to decays, to first order, as that of a dense layer; with all of it on each core it
+    would decay n times. Biases and other vectors do not decay.
 
     Args:
         model: The network; parameters that require no gradient are left out.
@@ -26,8 +26,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """
     shares: dict[int, float] = {}
     for layer in factorised_layers(model).values():
-        cores = [parameter for parameter in layer.parameters() if parameter is not layer.bias]
-        shares |= {id(core): 1 / len(layer.cores()) for core in cores}
+        shares |= {id(core): share for core, share in layer.decay_shares().items()}
     groups: dict[float, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         share = shares.get(id(parameter), float(parameter.ndim > 1))

@@ -8,6 +8,7 @@ from torch import nn
 
 from decomposition.formats.contracted_layer import ContractedLayer
 from decomposition.formats.factorised import FactorisedLayer
+from decomposition.formats.pifa import PivotedLayer
 from decomposition.network.kinds import is_decomposable_module
 from decomposition.network.rounding import without_rounding
 from decomposition.network.surgery import copied, replace_module
@@ -31,7 +32,8 @@ def contracted(model: nn.Module, only: Collection[str] | None = None) -> nn.Modu
         if layer.rounds_between or (only is not None and name not in only):
             continue
         dense = layer.geometry.dense(device="meta", dtype=layer.cores()[0].dtype)
-        form = ContractedLayer(dense, layer.tensor_format, layer.modes, layer.ranks, "dense")
+        kind = PivotedLayer if isinstance(layer, PivotedLayer) else ContractedLayer
+        form = kind(dense, layer.tensor_format, layer.modes, layer.ranks, "dense")
         form = form.to_empty(device=layer.cores()[0].device)
         cores = [core.detach() for core in layer.cores()]
         form.load(cores, None if layer.bias is None else layer.bias.detach(), layer.error)

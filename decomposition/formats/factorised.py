@@ -107,6 +107,11 @@ class FactorisedLayer(nn.Module):
         if self.bias is not None and bias is not None:
             self.bias.requires_grad_(bias.requires_grad)
 
+    def decay_shares(self) -> dict[nn.Parameter, float]:
+        """Return what share of the weight's decay each core takes; with all of it, each would add its own."""
+        cores = [parameter for parameter in self.parameters() if parameter is not self.bias]
+        return dict.fromkeys(cores, 1 / len(self.cores()))
+
     def balance(self) -> None:
         """Size the cores so that one learning rate suits them all; the weight that they equal stays."""
         with torch.no_grad():

@@ -114,7 +114,9 @@ class PivotedLayer(FactorisedLayer):
         return torch.cat([identity, self.mixing]).index_select(0, self.order)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the features and mix them."""
+        """Compute the features and mix them, or contract both factors and convolve."""
+        if self.execution == "dense":
+            return self.apply_dense(x)
         return self.geometry.mix(self.features(x), self.output_half(), self.bias)
 
     def plain_layers(self) -> dict[str, DecomposableModule]:
@@ -129,6 +131,11 @@ class PivotedLayer(FactorisedLayer):
             "features": cast(DecomposableModule, self.features),
             "mixing": cast(DecomposableModule, layer),
         }
+
+    def decay_shares(self) -> dict[nn.Parameter, float]:
+        """Let B decay alone: A has rows that cannot, and their product decays as B does."""
+        weight: nn.Parameter = self.features.weight  # type: ignore[assignment]
+        return {weight: 1.0, self.mixing: 0.0}
 
     def cores(self) -> Cores:
         """Return A and B."""

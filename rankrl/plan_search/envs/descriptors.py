@@ -132,7 +132,11 @@ def _task(problem: SearchProblem) -> dict[str, np.ndarray]:
     operations = [
         site.candidates[choice].operations for site, choice in zip(problem.sites, problem.preset, strict=True)
     ]
-    formats = [{one.format for one in of_layer if isinstance(one, Factorise)} for of_layer in operations]
+    # pifa is tucker's product of two matrices, in fewer numbers.
+    formats = [
+        {"tucker" if one.format == "pifa" else one.format for one in of_layer if isinstance(one, Factorise)}
+        for of_layer in operations
+    ]
     limits = () if problem.budget is None else problem.budget.limits
     fractions = {limit.measure: limit.fraction for limit in limits}
     errors = [site.errors[choice] for site, choice in zip(problem.sites, problem.preset, strict=True)]

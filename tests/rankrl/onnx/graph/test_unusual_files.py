@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from call_options import FILE_FORMATS, grouped, layer_options
+from call_options import grouped, layer_options
 from onnx import TensorProto, helper, numpy_helper
 
 import rankrl
@@ -171,7 +171,7 @@ def test_names_that_new_nodes_would_have_may_be_taken_in_a_body_too(tmp_path: Pa
     nodes = [product("x", "W", "a", "one"), helper.make_node("Relu", ["a"], ["y"], "relu")]
     constants = {"W": low(16, 16)}
     options: dict[str, Any] = {
-        "decomposition": FILE_FORMATS,
+        "decomposition": "tucker",
         "params": 0.6,
         "candidates": 4,
         "weigh_outputs": False,

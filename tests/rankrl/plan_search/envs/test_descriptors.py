@@ -83,7 +83,7 @@ def test_the_task_is_told_by_budget_and_format(format_problem) -> None:
     (name,) = {
         operation.format for site in format_problem.sites for operation in site.candidates[0].operations
     }
-    told = column(format_problem, f"format_{name}")
+    told = column(format_problem, f"format_{'tucker' if name == 'pifa' else name}")
     for site, choice, each in zip(format_problem.sites, format_problem.preset, told, strict=True):
         assert each == float(choice != site.dense)
 
