@@ -122,7 +122,9 @@ def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
             # What a cell says comes last, so that it may differ from the recipe.
             weights = f"model.checkpoint={checkpoints / network['checkpoint']}"
             plan = [] if any(each.startswith("task=") for each in options) else grid.get("plan", [])
-            teacher = _teacher(grid["networks"][entry["teacher"]], checkpoints) if "teacher" in entry else ()
+            teachers = entry.get("teacher", [])
+            teachers = [teachers] if isinstance(teachers, str) else teachers
+            teacher = _teachers([grid["networks"][each] for each in teachers], checkpoints)
             options = [*grid["recipe"], *plan, weights, *teacher, *options]
         seeds = entry.get("seeds", [0])
         for seed in seeds:
@@ -145,10 +147,14 @@ def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
     return cells
 
 
-def _teacher(network: Mapping[str, Any], checkpoints: Path) -> list[str]:
-    """Return the options that make a network of the grid the teacher."""
-    name = next(each.removeprefix("model=") for each in network["options"] if each.startswith("model="))
-    return [f"finetune.teacher={checkpoints / network['checkpoint']}", f"finetune.teacher_model={name}"]
+def _teachers(networks: Sequence[Mapping[str, Any]], checkpoints: Path) -> list[str]:
+    """Return the options that make networks of the grid the teachers."""
+    if not networks:
+        return []
+    files = ",".join(str(checkpoints / each["checkpoint"]) for each in networks)
+    options = [option for each in networks for option in each["options"]]
+    names = ",".join(each.removeprefix("model=") for each in options if each.startswith("model="))
+    return [f"finetune.teacher=[{files}]", f"finetune.teacher_model=[{names}]"]
 
 
 def finished(folder: Path) -> bool:

@@ -54,8 +54,10 @@ def test_the_grid_that_ships_is_read() -> None:
     assert "model.checkpoint=checkpoints/cifar10-resnet20.th" in first.options
     assert "finetune=full" in first.options
     (taught,) = (cell for cell in cells if cell.name == "resnet20-cp-4x-taught-0")
-    assert "finetune.teacher=checkpoints/cifar10-resnet56.th" in taught.options
-    assert "finetune.teacher_model=resnet56" in taught.options
+    assert "finetune.teacher=[checkpoints/cifar10-resnet56.th]" in taught.options
+    assert "finetune.teacher_model=[resnet56]" in taught.options
+    (by_two,) = (cell for cell in cells if cell.name == "resnet56-cp-4x-taught-0")
+    assert "finetune.teacher_model=[resnet56,resnet32]" in by_two.options
     assert {cell.network for cell in cells if "-taught" in cell.name} == {
         cell.network for cell in cells if "control-taught" in cell.name
     }
