@@ -82,7 +82,7 @@ class PivotedLayer(FactorisedLayer):
     Attributes:
         features: B as a layer.
         mixing: The other rows of A (out - r, r).
-        order: Where each row of A is among those of the identity and of `mixing`, int64 of shape (out,).
+        order: Where each row of A is among those of the identity and of `mixing`, int32 of shape (out,).
     """
 
     order: torch.Tensor
@@ -101,7 +101,7 @@ class PivotedLayer(FactorisedLayer):
         self.features = self.geometry.layer(modes.in_channels, rank, bias=False, **like)
         self.mixing = nn.Parameter(weight.new_zeros(outputs - rank, rank))
         self.bias_parameter = nn.Parameter(weight.new_zeros(outputs)) if self.geometry.bias else None
-        self.register_buffer("order", torch.arange(outputs, device=weight.device))
+        self.register_buffer("order", torch.arange(outputs, dtype=torch.int32, device=weight.device))
 
     @property
     def bias(self) -> torch.Tensor | None:

@@ -39,7 +39,7 @@ def store_pivoted(model: ir.Model, names: Sequence[str]) -> None:
         zeros.attributes.add(ir.AttrTensor("value", ir.tensor(np.zeros(1, array.dtype))))
         identity = node("EyeLike", [zeros.outputs[0]])
         rows = node("Concat", [identity.outputs[0], constant("rows", matrix[others])], axis=0)
-        order = np.concatenate([first, others]).argsort()
+        order = np.concatenate([first, others]).argsort().astype(np.int32)
         nodes = [zeros, identity, rows, node("Gather", [rows.outputs[0], constant("order", order)], axis=0)]
         if turned:
             nodes.append(node("Transpose", [nodes[-1].outputs[0]]))
