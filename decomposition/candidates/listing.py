@@ -168,8 +168,8 @@ class CandidateLister:
         if self._only_rounded(name):
             return []
         spec, formats = self.specs[name], list(self.formats)
-        if spec.kind.startswith("conv_transpose"):  # the last factor spreads what it computes, so it is whole
-            formats = [each for each in formats if not each.any_matrices]
+        if spec.kind.startswith("conv_transpose"):
+            formats = [each for each in formats if not each.assembled]
         if spec.kernel_elements > 1:
             return [each for each in formats if not each.any_matrices] or formats
         plain = [each for each in formats if each.two_matrices and self.modes(name, each).plain]
@@ -203,8 +203,10 @@ class CandidateLister:
                 and not operation.tensor_format.staged(spec, operation.modes(spec), operation.ranks)
                 for operation in operations
             )
-            exact = any(isinstance(each, Factorise) and not each.tensor_format.rounds for each in operations)
-            if not operations or (exact and rounding):
+            assembled = any(
+                isinstance(each, Factorise) and each.tensor_format.assembled for each in operations
+            )
+            if not operations or (assembled and rounding):
                 continue
             if contracted and any(operation.integer for operation in rounding):
                 continue

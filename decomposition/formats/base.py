@@ -42,7 +42,8 @@ class TensorFormat(ABC):
             one there.
         any_matrices: Whether A and Q are any two matrices, with a kernel too, so that the best fit of every
             rank is known in closed form.
-        rounds: Whether what its layers store can be rounded to integers.
+        assembled: Whether A is put together from what is stored when it is used, so that it can neither be
+            rounded to integers nor spread over positions by a transposed convolution.
         splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
 
@@ -56,7 +57,7 @@ class TensorFormat(ABC):
     cancels: ClassVar[bool] = False
     two_matrices: ClassVar[bool] = False
     any_matrices: ClassVar[bool] = False
-    rounds: ClassVar[bool] = True
+    assembled: ClassVar[bool] = False
 
     @abstractmethod
     def max_ranks(self, modes: WeightModes) -> Ranks:

@@ -73,7 +73,7 @@ class FactorisedLayer(nn.Module):
 
     def plain_layers(self) -> dict[str, DecomposableModule]:
         """Return the convolutions and linear layers that it is made of by name, in the order of execution."""
-        return {name: module for name, module in self.named_modules() if is_decomposable_module(module)}
+        return _plain_parts(self)
 
     def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor] | None:
         """Return the module that applies A alone, and its weight for these cores; `None` if there is none."""
@@ -179,6 +179,10 @@ def plain_layers(module: nn.Module) -> dict[str, DecomposableModule]:
     """Return the convolutions and linear layers that a layer, dense or factorised, is made of, by name."""
     if isinstance(module, FactorisedLayer):
         return module.plain_layers()
+    return _plain_parts(module)
+
+
+def _plain_parts(module: nn.Module) -> dict[str, DecomposableModule]:
     return {name: part for name, part in module.named_modules() if is_decomposable_module(part)}
 
 

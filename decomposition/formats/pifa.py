@@ -27,7 +27,7 @@ class PivotingFactorisation(TensorFormat):
     name = "pifa"
     description = "pivoting factorisation: two matrices, one with the rows of an identity inside"
     any_matrices = True
-    rounds = False
+    assembled = True
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
         """Return the smaller side of the matrix (out, in * kernel)."""

@@ -144,7 +144,7 @@ class Quantise(LayerOperation):
 
     def _stages(self, module: nn.Module, spec: LayerSpec) -> list[nn.Module]:
         """Return the modules inside that hold weights."""
-        if isinstance(module, FactorisedLayer) and not module.tensor_format.rounds:
+        if isinstance(module, FactorisedLayer) and module.tensor_format.assembled:
             raise DecompositionError(
                 f"layer {spec.name!r}: {module.tensor_format.name} has no form in integers; quantise tucker, "
                 "the same product, or the dense layer"

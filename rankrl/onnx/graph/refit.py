@@ -133,7 +133,7 @@ def check_plan(plan: CompressionPlan, sites: Sequence[Site], source: str) -> Non
                 )
             if isinstance(operation, Factorise):
                 check_formats((operation.format,))
-                if operation.tensor_format.any_matrices and layer.name in spreading:
+                if operation.tensor_format.assembled and layer.name in spreading:
                     raise PlanError(
                         f"the plan factorises {layer.name!r}, a transposed convolution, as "
                         f"{operation.format}, which has no last factor to spread; choose tucker, the same "
