@@ -86,14 +86,16 @@ class _RoundToUint8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(x)
-            ctx.inside = [float(scale * (end - zero)) for end in (-0.5, _LARGEST_ACTIVATION + 0.5)]
+            ends = [scale * (end - zero) for end in (-0.5, _LARGEST_ACTIVATION + 0.5)]
+            ctx.save_for_backward(x, *ends)
         return _to_uint8(x, scale, zero)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        return torch.ops.aten.hardtanh_backward(gradients[0], x, *ctx.inside), None, None
+        x, low, high = ctx.saved_tensors
+        if x.is_cuda:  # numbers on the host would have to be waited for
+            return gradients[0].masked_fill((x <= low) | (x >= high), 0.0), None, None
+        return torch.ops.aten.hardtanh_backward(gradients[0], x, float(low), float(high)), None, None
 
 
 class ActivationRange(nn.Module):
@@ -137,20 +139,19 @@ class ActivationRange(nn.Module):
                     return x
                 self.low.lerp_(low.clamp_max(0.0), _FOLLOWED)
                 self.high.lerp_(high.clamp_min(0.0), _FOLLOWED)
-        if torch.compiler.is_exporting():
-            return self._traced(x)
-        if not self.calibrated:
-            return x
-        scale = (self.high - self.low) / _LARGEST_ACTIVATION
-        rounded: torch.Tensor = _RoundToUint8.apply(x, scale, torch.round(-self.low / scale))
-        return rounded
-
-    def _traced(self, x: torch.Tensor) -> torch.Tensor:
-        """Round without branching on values, which `torch.export` does not know."""
+        exporting = torch.compiler.is_exporting()
+        if not exporting and not x.is_cuda:
+            return self._rounded(x, self.high - self.low) if self.calibrated else x
+        # No branch on values: `torch.export` does not know them, and a GPU would be waited for.
         calibrated = self.high > self.low
-        scale = torch.where(calibrated, self.high - self.low, 1.0) / _LARGEST_ACTIVATION
-        rounded = _to_uint8(x, scale, torch.round(-self.low / scale))
-        return torch.where(calibrated, rounded, x)
+        width = torch.where(calibrated, self.high - self.low, 1.0)
+        return torch.where(calibrated, self._rounded(x, width, exporting=exporting), x)
+
+    def _rounded(self, x: torch.Tensor, width: torch.Tensor, *, exporting: bool = False) -> torch.Tensor:
+        scale = width / _LARGEST_ACTIVATION
+        rounding = _to_uint8 if exporting else _RoundToUint8.apply
+        rounded: torch.Tensor = rounding(x, scale, torch.round(-self.low / scale))
+        return rounded
 
 
 def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
