@@ -35,9 +35,9 @@ def compensated_weight(weight: torch.Tensor, moments: Metric | None, bits: int) 
         bits: At least 2.
 
     Returns:
-        Float64, in the weight's own units.
+        Float64 on the CPU, in the weight's own units.
     """
-    weight = weight.double()
+    weight = weight.double().cpu()  # where moments are; a GPU would wait at every column
     used = weight.abs().sum(0) > 0
     few_rows = isinstance(moments, RowFactor) and weight.shape[1] > _MOST_COLUMNS
     if moments is None or few_rows or not bool(used.any()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,17 @@ def test_a_quantised_layer_comes_close_to_the_dense_one(
     assert (found - expected).norm() > 0
     assert len(integer_layers(network)) == (3 if first else 1)
     assert not integer_layers(small_net)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("first", [(), (Factorise("cp", (6,)),), (Factorise("tucker", (6, 4)),)])
+def test_a_network_on_a_gpu_is_quantised_alike(small_net: nn.Module, first: tuple[Factorise, ...]) -> None:
+    small_net.eval()
+    plan = plan_of(small_net, layer3=(*first, Quantise()))
+    networks = [apply_plan(copy.deepcopy(small_net).to(place), plan, images()) for place in ("cpu", "cuda")]
+    with torch.no_grad():
+        expected, outputs = (network.cpu()(images(16)) * 1 for network in networks)
+    assert (outputs - expected).norm() < 0.02 * expected.norm()
 
 
 def test_a_quantised_network_comes_back_from_its_file(small_net: nn.Module, tmp_path: Path) -> None:
