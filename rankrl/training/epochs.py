@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from decomposition import FactorisedLayer, Inputs, factorised_layers, run_model
 from decomposition.network.rounding import is_rounded
@@ -118,6 +119,9 @@ class Epochs(ABC):
     def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
         """Return the loss of a step; `taught` is what the teacher says, or None."""
 
+    def watch(self, outputs: Any, labels: Any) -> None:  # noqa: B027 - nothing unless overridden
+        """Take note of what the network made of a batch, before the step is taken."""
+
     @abstractmethod
     def score(self, model: nn.Module) -> float:
         """Return a network's score on the held-out inputs; higher is better.
@@ -176,18 +180,9 @@ class Epochs(ABC):
     def _step(self, state: TrainingState, x: Inputs, y: Any, lr: float) -> Tensor:
         """Return the loss of one step, which has been taken."""
         recipe = self.recipe
-        with self.precision.autocast():
-            outputs = run_model(state.model, x)
-            taught = None
-            if self.teacher is not None:
-                with torch.no_grad():
-                    taught = run_model(self.teacher, x)
-        loss = self.loss(outputs, y, taught)
-        if self.products:
-            norms = torch.stack([layer.squared_norm() for layer in self.products])
-            loss = loss + recipe.product_decay / 2 * norms.sum()
         state.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss, outputs = self.passes(state.model, x, y)
+        self.watch(outputs, y)
         if recipe.gradient_clip is not None:
             nn.utils.clip_grad_norm_(state.model.parameters(), recipe.gradient_clip)
         for group in state.optimizer.param_groups:
@@ -195,7 +190,26 @@ class Epochs(ABC):
         state.optimizer.step()
         if state.average is not None:
             state.average.update_parameters(state.model)
-        return loss.detach()
+        return loss
+
+    def passes(self, model: nn.Module, x: Inputs, y: Any) -> tuple[Tensor, Any]:
+        """Run a batch forwards and backwards.
+
+        Returns:
+            The loss and the network's outputs, both without their history; the gradients are in `.grad`.
+        """
+        with self.precision.autocast():
+            outputs = run_model(model, x)
+            taught = None
+            if self.teacher is not None:
+                with torch.no_grad():
+                    taught = run_model(self.teacher, x)
+        loss = self.loss(outputs, y, taught)
+        if self.products:
+            norms = torch.stack([layer.squared_norm() for layer in self.products])
+            loss = loss + self.recipe.product_decay / 2 * norms.sum()
+        loss.backward()
+        return loss.detach(), tree_map_only(Tensor, Tensor.detach, outputs)
 
     def _check(self, losses: Tensor, start: int, stop: int, epoch: int, highest: float) -> float:
         """Return the mean loss of steps `start` to `stop` (excluded), all of which must be finite."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from rankrl.models.classifier import check_classifier
 from rankrl.models.network_digest import network_digest
 from rankrl.training.accuracy import accuracy
 from rankrl.training.chance import is_guessing, worse_than_guessing
+from rankrl.training.cuda_graph import CannotCaptureError, GraphedPass
 from rankrl.training.epochs import (
     DivergedError,
     Epochs,
@@ -38,6 +41,8 @@ from rankrl.training.epochs import (
 from rankrl.training.loss import training_loss
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.state import TrainingState
+
+log = logging.getLogger(__name__)
 
 # Fewer steps show nothing of a network that never learned anything.
 _FEWEST_STEPS_JUDGED = 100
@@ -144,6 +149,8 @@ class _ImageEpochs(Epochs):
         self.data, self.layout = data, layout
         self.train_images = _near(data.train, precision.device)
         self.heldout = _near(data.heldout, precision.device)
+        self._graph: GraphedPass | None = None
+        self._tried_graph = False
         self._entropies: list[Tensor] = []
         self._right = torch.zeros((), dtype=torch.int64, device=precision.device)
 
@@ -165,10 +172,7 @@ class _ImageEpochs(Epochs):
         return ((in_layout(x, self.layout), y) for x, y in walk)
 
     def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
-        """Return cross-entropy mixed with distillation, and count the right answers."""
-        scores = outputs.detach().float()
-        self._entropies.append(F.cross_entropy(scores, labels))
-        self._right += (scores.argmax(1) == labels).sum()
+        """Return cross-entropy mixed with distillation."""
         return training_loss(
             outputs,
             labels,
@@ -177,6 +181,24 @@ class _ImageEpochs(Epochs):
             distillation=self.recipe.distillation,
             temperature=self.recipe.temperature,
         )
+
+    def watch(self, outputs: Any, labels: Any) -> None:
+        """Count the right answers and keep the cross-entropy."""
+        scores = outputs.float()
+        self._entropies.append(F.cross_entropy(scores, labels))
+        self._right += (scores.argmax(1) == labels).sum()
+
+    def passes(self, model: nn.Module, x: Inputs, y: Any) -> tuple[Tensor, Any]:
+        """Run a batch forwards and backwards, on a GPU as a graph that the first batch makes."""
+        if not isinstance(x, Tensor) or self.precision.device.type != "cuda":
+            return super().passes(model, x, y)
+        if not self._tried_graph:
+            self._tried_graph = True
+            try:
+                self._graph = GraphedPass(partial(super().passes, model), model, x, y)
+            except CannotCaptureError as error:
+                log.info("the network is trained without a CUDA graph, which takes longer: %s", error)
+        return super().passes(model, x, y) if self._graph is None else self._graph(x, y)
 
     def score(self, model: nn.Module) -> float:
         """Return a network's accuracy on the held-out images."""

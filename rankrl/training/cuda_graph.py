@@ -1,0 +1,111 @@
+"""Forward and backward pass of a training step as a CUDA graph.
+
+A step of a factorised network is hundreds of short kernels. Started one by one from Python they leave a GPU
+idle most of the time; a graph starts them all at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Pass = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From inputs and labels to loss and outputs; adds the gradients to the parameters' `.grad`."""
+
+# PyTorch asks for a few runs on another stream first: libraries make their handles and workspaces there.
+_WARM_UPS = 2
+
+
+class CannotCaptureError(Exception):
+    """A pass cannot be replayed from a graph; the message says why."""
+
+
+class GraphedPass:
+    """A pass that is captured once and then replayed, for batches of one shape.
+
+    The kernels are those that run without the graph, so results are the same. Buffers and random numbers are
+    after the constructor what they were before.
+
+    Args:
+        compute: The pass.
+        model: The network in training, on a CUDA device.
+        x: A batch of inputs there.
+        y: Their labels.
+
+    Raises:
+        CannotCaptureError: The network's code waits for the device, draws random numbers on the host or
+            replaces its buffers, or the pass needs too much memory.
+
+    Source:
+        PyTorch's notes on CUDA semantics, section on CUDA graphs, capture of a whole network.
+    """
+
+    def __init__(self, compute: Pass, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        self._x, self._y = x.clone(), y.clone()
+        self._graph = torch.cuda.CUDAGraph()
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        drawn, host = torch.cuda.get_rng_state(x.device), _host_randomness()
+        current, stream = torch.cuda.current_stream(x.device), torch.cuda.Stream(x.device)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    model.zero_grad(set_to_none=True)
+                    compute(self._x, self._y)
+                # A capture that fails leaves PyTorch's generators unusable, so it is not tried in vain.
+                torch.cuda.reset_peak_memory_stats(x.device)
+                held = torch.cuda.memory_allocated(x.device)
+                with _refusing_to_wait():
+                    compute(self._x, self._y)
+            if host != _host_randomness():
+                raise CannotCaptureError("it draws random numbers on the host")
+            kept = zip(model.buffers(), buffers, strict=True)
+            if any(now is not before for now, (before, _) in kept):
+                raise CannotCaptureError("it replaces its buffers")
+            torch.cuda.empty_cache()
+            if torch.cuda.max_memory_allocated(x.device) - held > torch.cuda.mem_get_info(x.device)[0] / 2:
+                raise CannotCaptureError("it needs more than half of the free memory, which a graph keeps")
+            # Without gradients before, the backward pass writes them where each replay writes them again.
+            model.zero_grad(set_to_none=True)
+            with torch.cuda.device(x.device), torch.cuda.graph(self._graph, stream=stream):
+                self._loss, self._outputs = compute(self._x, self._y)
+        finally:
+            current.wait_stream(stream)
+            torch.cuda.set_rng_state(drawn, x.device)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+            self._gradients = [(each, each.grad) for each in model.parameters() if each.grad is not None]
+            model.zero_grad(set_to_none=True)
+
+    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return loss and outputs of a batch, which the next call overwrites; gradients are in `.grad`."""
+        self._x.copy_(x)
+        self._y.copy_(y)
+        self._graph.replay()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        return self._loss, self._outputs
+
+
+@contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """Raise `CannotCaptureError` if what runs in the block waits for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        raise CannotCaptureError(f"its code waits for the device ({error})") from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _host_randomness() -> tuple[Any, ...]:
+    """Return the states of the generators on the host, comparable."""
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())
