@@ -29,8 +29,9 @@ class CannotCaptureError(Exception):
 class GraphedPass:
     """A pass that is captured once and then replayed, for batches of one shape.
 
-    The kernels are those that run without the graph, so results are the same. Buffers and random numbers are
-    after the constructor what they were before.
+    The kernels are those that run without the graph, so results are the same. Buffers and PyTorch's random
+    numbers are after the constructor what they were before, also where it fails: a training that is resumed
+    tries to capture again, and must go on as if it had not.
 
     Args:
         compute: The pass.
@@ -49,39 +50,45 @@ class GraphedPass:
     def __init__(self, compute: Pass, model: nn.Module, x: Tensor, y: Tensor) -> None:
         self._x, self._y = x.clone(), y.clone()
         self._graph = torch.cuda.CUDAGraph()
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        drawn, host = torch.cuda.get_rng_state(x.device), _host_randomness()
+        buffers = dict(model.named_buffers())
+        values = {name: buffer.clone() for name, buffer in buffers.items()}
         current, stream = torch.cuda.current_stream(x.device), torch.cuda.Stream(x.device)
         stream.wait_stream(current)
         try:
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):
-                    model.zero_grad(set_to_none=True)
-                    compute(self._x, self._y)
-                # A capture that fails leaves PyTorch's generators unusable, so it is not tried in vain.
-                torch.cuda.reset_peak_memory_stats(x.device)
-                held = torch.cuda.memory_allocated(x.device)
-                with _refusing_to_wait():
-                    compute(self._x, self._y)
-            if host != _host_randomness():
-                raise CannotCaptureError("it draws random numbers on the host")
-            kept = zip(model.buffers(), buffers, strict=True)
-            if any(now is not before for now, (before, _) in kept):
-                raise CannotCaptureError("it replaces its buffers")
-            torch.cuda.empty_cache()
-            if torch.cuda.max_memory_allocated(x.device) - held > torch.cuda.mem_get_info(x.device)[0] / 2:
-                raise CannotCaptureError("it needs more than half of the free memory, which a graph keeps")
-            # Without gradients before, the backward pass writes them where each replay writes them again.
-            model.zero_grad(set_to_none=True)
-            with torch.cuda.device(x.device), torch.cuda.graph(self._graph, stream=stream):
-                self._loss, self._outputs = compute(self._x, self._y)
+            with torch.random.fork_rng([x.device]):
+                self._warm_up(compute, model, stream)
+                if any(buffers.get(name) is not buffer for name, buffer in model.named_buffers()):
+                    raise CannotCaptureError("it replaces its buffers")
+                # Without gradients before, the backward pass writes them where each replay writes them again.
+                model.zero_grad(set_to_none=True)
+                with torch.cuda.device(x.device), torch.cuda.graph(self._graph, stream=stream):
+                    self._loss, self._outputs = compute(self._x, self._y)
+            self._gradients = [(each, each.grad) for each in model.parameters() if each.grad is not None]
         finally:
             current.wait_stream(stream)
-            torch.cuda.set_rng_state(drawn, x.device)
-            for buffer, before in buffers:
-                buffer.copy_(before)
-            self._gradients = [(each, each.grad) for each in model.parameters() if each.grad is not None]
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in values:
+                        buffer.copy_(values[name])
             model.zero_grad(set_to_none=True)
+
+    def _warm_up(self, compute: Pass, model: nn.Module, stream: torch.cuda.Stream) -> None:
+        """Run the pass as often as a capture wants, and look for what it would fail at."""
+        device, host = self._x.device, _host_randomness()
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                model.zero_grad(set_to_none=True)
+                compute(self._x, self._y)
+            torch.cuda.reset_peak_memory_stats(device)
+            held = torch.cuda.memory_allocated(device)
+            # A capture that fails leaves PyTorch's generators unusable, so it is not tried in vain.
+            with _refusing_to_wait():
+                compute(self._x, self._y)
+        if host != _host_randomness():
+            raise CannotCaptureError("it draws random numbers on the host")
+        torch.cuda.empty_cache()
+        if torch.cuda.max_memory_allocated(device) - held > torch.cuda.mem_get_info(device)[0] / 2:
+            raise CannotCaptureError("it needs more than half of the free memory, which a graph keeps")
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return loss and outputs of a batch, which the next call overwrites; gradients are in `.grad`."""
