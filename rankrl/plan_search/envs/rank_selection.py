@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 
+from rankrl.errors import ConfigError
+from rankrl.option_types import shown
 from rankrl.plan_search.envs.actions import IMPORTANCE_SCALE, ActionKind, create_action_map
 from rankrl.plan_search.envs.features import Feature, ObservationEncoder
 from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.registration import ENVIRONMENT_ID, RankSelectionSpec
 
 PlanReward = Callable[[Choices], float]
 """From the candidate of every layer to the plan's reward."""
@@ -40,25 +45,34 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
     The environment itself is deterministic: equal actions give equal observations and plans.
 
     Args:
-        problem: The layers, their candidates and the budget that every plan keeps.
+        problem: The layers, their candidates and the budget that every plan keeps. It must be given: None is
+            what `gymnasium.make` passes on when it gets the environment's name alone.
         reward: Reward of a plan; None when the caller scores `info["choices"]` itself, as several workers do.
         action: `importance` or `rank`; None for `importance` with a budget and `rank` without.
         features: Features beyond the layer's own and the previous action (`ObservationEncoder`).
         importance_scale: Log-importance of action 1, with `action="importance"`.
 
     Raises:
-        ConfigError: Options are unknown or contradict one another.
+        ConfigError: There is no problem, or options are unknown or contradict one another.
     """
 
     def __init__(
         self,
-        problem: SearchProblem,
+        problem: SearchProblem | None = None,
         reward: PlanReward | None = None,
         *,
         action: ActionKind | None = None,
         features: Sequence[Feature] = (),
         importance_scale: float = IMPORTANCE_SCALE,
     ) -> None:
+        if not isinstance(problem, SearchProblem):
+            raise ConfigError(
+                f"{ENVIRONMENT_ID} needs problem=SearchProblem, the layers that ranks are chosen for, got "
+                f"{shown(problem)}; for example gymnasium.make({ENVIRONMENT_ID!r}, problem=SearchProblem."
+                "from_model(model, candidates, (3, 32, 32), params=0.5), reward=function_of_a_plan); "
+                "docs/search.md has a program"
+            )
+        self._spec: EnvSpec | None = None
         self.problem = problem
         self.reward = reward
         self.map = create_action_map(problem, action, scale=importance_scale)
@@ -69,6 +83,16 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         self._last_reward = 0.0
         self.observation_space = spaces.Box(0.0, 1.0, (self.encoder.size,), dtype=np.float32)
         self.action_space = spaces.Box(-1.0, 1.0, (1,), dtype=np.float32)
+
+    @property
+    def spec(self) -> EnvSpec | None:
+        """Gymnasium's record of how the environment was made; None without `gymnasium.make`."""
+        return self._spec
+
+    @spec.setter
+    def spec(self, spec: EnvSpec | None) -> None:
+        fields = [] if spec is None else [each.name for each in dataclasses.fields(spec) if each.init]
+        self._spec = RankSelectionSpec(**{name: getattr(spec, name) for name in fields}) if fields else None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -9,6 +9,7 @@ from typing import get_args
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,6 +139,23 @@ def test_options_that_contradict_are_refused(small_problem, small_network) -> No
     free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
     with pytest.raises(ConfigError, match="budget"):
         RankSelectionEnv(free, action="importance")
+
+
+@pytest.mark.parametrize("given", [{}, {"problem": "digits"}])
+@pytest.mark.parametrize("make", [gymnasium.make, gymnasium.make_vec])
+def test_making_one_without_a_problem_says_what_is_needed(make, given) -> None:
+    with pytest.raises(ConfigError, match=r"problem=SearchProblem.*for example gymnasium\.make"):
+        make(ENVIRONMENT_ID, **given)
+
+
+def test_the_spec_is_json_unless_it_holds_a_problem(small_problem) -> None:
+    env = gymnasium.make(ENVIRONMENT_ID, problem=small_problem, reward=reward)
+    several = gymnasium.make_vec(ENVIRONMENT_ID, num_envs=2, problem=small_problem, reward=reward)
+    for each in (env, env.unwrapped, several):
+        with pytest.raises(ConfigError, match="a network and its fits, which JSON cannot"):
+            each.spec.to_json()
+    spec = EnvSpec.from_json(gymnasium.spec(ENVIRONMENT_ID).to_json())
+    assert gymnasium.make(spec, problem=small_problem).unwrapped.layers == len(small_problem.sites)
 
 
 def test_without_a_budget_rank_actions_reach_the_dense_network(small_problem, small_network) -> None:
