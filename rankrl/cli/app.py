@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import hydra
@@ -21,8 +22,10 @@ from rankrl.cli.config.choices import store_groups
 from rankrl.cli.config.composition import composing, parsed_flags
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
+from rankrl.cli.config.hydra_errors import COMPLETE_ERRORS, raised_errors
 from rankrl.cli.config.input_files import check_input_files, options_of_run
 from rankrl.cli.config.overrides import check_overrides
+from rankrl.cli.config.parsing import in_words
 from rankrl.cli.config.plugins import load_plugins, named_plugins
 from rankrl.cli.config.quoting import readable_arguments
 from rankrl.cli.config.resuming import check_resumed, finished_run, resumed_arguments
@@ -49,7 +52,6 @@ _SWEEP_FOLDER = "hydra.sweep.dir"
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
 
 
-@hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
 def _run(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     folder = RunFolder(Path(hydra_config.runtime.output_dir))
@@ -196,7 +198,14 @@ def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
     arguments = sweep_arguments([*known, *arguments])
     load_plugins(named_plugins(arguments))
     store_groups()  # what is registered by now
-    with composing(parsed_flags(arguments)):
+    flags = parsed_flags(arguments)
+    if flags.experimental_rerun is not None:
+        raise ConfigError(
+            f"--experimental-rerun={flags.experimental_rerun}: a pickle can hold any program and is not run; "
+            "resume=FOLDER goes on with the run in a folder, and .hydra/overrides.yaml there lists its "
+            "options for a new one"
+        )
+    with composing(flags):
         check_overrides(arguments)
         if helping:
             _show(help_page(arguments))
@@ -247,11 +256,19 @@ def main() -> None:
     except RankrlError as error:
         _leave(error, USER_ERROR)
     try:
-        _run()
+        with raised_errors():
+            hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(_run)()
     except KeyboardInterrupt:
         folder = [] if _sweep_folders(written) else _sweep_folders(sys.argv)
         command = shlex.join(["rankrl", *written, *folder])
         _leave(ConfigError(f"stopped; `{command}` goes on"), INTERRUPTED)
+    except Exception as error:
+        if os.environ.get(COMPLETE_ERRORS) == "1" or any(
+            frame.f_code is _run.__code__ for frame, _ in walk_tb(error.__traceback__)
+        ):
+            raise
+        text = f"Hydra cannot carry the command out: {in_words(error)}. {COMPLETE_ERRORS}=1 shows where"
+        _leave(ConfigError(text), USER_ERROR)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from rankrl.cli.config.parsing import ALL_COMBINATIONS
 from rankrl.files import write_json
 from rankrl.runs.sweeps.failures import SWEEP_FILE, failures
 from rankrl.runs.sweeps.progress import SweepWatch
@@ -23,7 +24,6 @@ from rankrl.wording import counted
 log = logging.getLogger(__name__)
 
 _IN_THIS_PROCESS = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-_ALL_COMBINATIONS = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 FAILED_JOBS = 1
 """Exit code of a sweep of which a job failed."""
@@ -98,7 +98,7 @@ def _show_results(folder: Path) -> None:
 
 def number_of_jobs(config: DictConfig) -> int | None:
     """Return how many jobs a sweep has, or None where its sweeper finds them as it goes."""
-    if str(config.hydra.sweeper._target_) != _ALL_COMBINATIONS:
+    if str(config.hydra.sweeper._target_) != ALL_COMBINATIONS:
         return None
     params: Any = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}))
     assignments = [*(f"{name}={value}" for name, value in params.items()), *config.hydra.overrides.task]

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import typing
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
 
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from rankrl.cli.config.choices import group_names
 from rankrl.cli.config.composition import composed_config, offered_choices
-from rankrl.cli.config.parsing import first_line, override_values, parsed_overrides, tried_overrides
+from rankrl.cli.config.parsing import COMPOSITION_ERRORS, in_words, tried_overrides
 from rankrl.cli.config.removed import removal
 from rankrl.cli.config.tables import TABLES
-from rankrl.cli.config.values import check_value
 from rankrl.errors import did_you_mean
+
+COMPLETE_ERRORS = "HYDRA_FULL_ERROR"
+"""The environment variable with which Hydra raises errors, instead of printing them and leaving with 1."""
+
+
+@contextmanager
+def raised_errors() -> Iterator[None]:
+    """Let Hydra raise its errors within the block."""
+    before = os.environ.get(COMPLETE_ERRORS)
+    os.environ[COMPLETE_ERRORS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[COMPLETE_ERRORS]
+        if before is not None:
+            os.environ[COMPLETE_ERRORS] = before
 
 
 def explained(error: BaseException, overrides: Sequence[Override]) -> str:
     """Turn Hydra's or OmegaConf's message into one that names the nearest option."""
     text = str(error)
     if "primary config" in text:  # without it there are no options to be near to
-        return f"{first_line(error)} --config-name=NAME is a file NAME.yaml with `defaults: [config, ...]`"
+        return f"{in_words(error)}. --config-name=NAME is a file NAME.yaml with `defaults: [config, ...]`"
     missing = re.search(r"Missing mandatory value: .*?full_key: (\S+)", text, re.DOTALL)
     if missing is not None:
         option = missing.group(1)
@@ -35,6 +49,10 @@ def explained(error: BaseException, overrides: Sequence[Override]) -> str:
         if group_of in TABLES:
             choice = f"{group_of}={composed_config(_made_choices(overrides))[group_of][TABLES[group_of].key]}"
         return f"{choice} needs {option}=VALUE. `rankrl --help` lists all options."
+    twice = re.search(r"Multiple values for (\S+?)\.|(\S+) appears more than once", text)
+    if twice is not None:
+        name = twice[1] or twice[2]
+        return f"{name} is chosen twice; choose it once, without a plus: {name}=NAME"
     group = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if group is not None:
         name, value = group.groups()
@@ -47,30 +65,24 @@ def explained(error: BaseException, overrides: Sequence[Override]) -> str:
     )
     if unknown is not None:
         name = next(part for part in unknown.groups() if part)
-        written = [o.key_or_group for o in overrides if o.key_or_group.endswith(name)]
-        name = written[0] if written else name
-        removed = removal(name)
-        if removed is not None:
-            return removed
-        known_options = _known_options(_made_choices(overrides))
-        if name in known_options:  # a mapping, and it is its keys that are new
-            return f"{name} gets new entries with a plus in front: '+{name}={{NAME: VALUE}}'"
-        mapping = name.rpartition(".")[0]
-        if mapping in known_options and not any(each.startswith(f"{mapping}.") for each in known_options):
-            return f"{mapping} gets new entries with a plus in front: +{name}=VALUE"
-        return (
-            f"the option {name!r} is unknown.{_nearest(name, known_options, _made_choices(overrides))} "
-            "`rankrl --help` lists all options."
-        )
-    config: Any = OmegaConf.to_container(composed_config(_made_choices(overrides)))
-    for override in overrides:
-        for value in override_values(override):
-            check_value(override.key_or_group, parsed_overrides([value])[0].value(), config)
-    where = re.search(r"full_key: (\S+)", text)
-    place = f"{where.group(1)}: " if where else ""
-    reason = f": {first_line(error.__cause__)}" if error.__cause__ is not None and not where else ""
-    message = f"{place}{first_line(error).rstrip('.')}{reason.rstrip('.')}"
-    return f"{message}. `rankrl --cfg job` shows the options and their values."
+        name = next((each.key_or_group for each in overrides if each.key_or_group.endswith(name)), name)
+        if not name.startswith("hydra"):  # where Hydra's own message says what to do
+            return _unknown_option(name, _made_choices(overrides))
+    return f"{in_words(error)}. `rankrl --cfg job` shows the options and their values."
+
+
+def _unknown_option(name: str, choices: Sequence[str]) -> str:
+    removed = removal(name)
+    if removed is not None:
+        return removed
+    known = _known_options(choices)
+    if name in known:  # a mapping, and it is its keys that are new
+        return f"{name} gets new entries with a plus in front: '+{name}={{NAME: VALUE}}'"
+    mapping = name.rpartition(".")[0]
+    if mapping in known and not any(each.startswith(f"{mapping}.") for each in known):
+        return f"{mapping} gets new entries with a plus in front: +{name}=VALUE"
+    near = _nearest(name, known, choices)
+    return f"the option {name!r} is unknown.{near} `rankrl --help` lists all options."
 
 
 def _nearest(name: str, options: Collection[str], choices: Sequence[str]) -> str:
@@ -88,7 +100,7 @@ def _nearest(name: str, options: Collection[str], choices: Sequence[str]) -> str
     choice = next((each.partition("=")[2] for each in choices if each.startswith(f"{group}=")), "")
     if group in TABLES and choice in TABLES[group].known() and TABLES[group].types(choice)[1]:
         return f" Options that {group}={choice} passes on begin with a plus: did you mean '+{name}'?"
-    others = _options_of_choices(group)
+    others = _options_of_choices(group) if group in group_names() else {}
     if name in others:
         return f" It is one of {others[name]}."
     near = _nearest_within(group, option, others)
@@ -129,7 +141,7 @@ def _known_options(choices: Sequence[str]) -> dict[str, None]:
     """Return all options with these choices of groups, dotted."""
     try:
         return dict.fromkeys(_dotted(composed_config(choices), ""))
-    except (HydraException, OmegaConfBaseException, ValueError):  # the choices are what is wrong
+    except COMPOSITION_ERRORS:  # the choices are what is wrong
         return dict.fromkeys(_dotted(composed_config(), ""))
 
 

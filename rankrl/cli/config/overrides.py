@@ -8,16 +8,16 @@ from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from rankrl.cli.config.applicable import check_applicable
 from rankrl.cli.config.choices import group_names
 from rankrl.cli.config.composition import composed_config, composing, offered_choices, parsed_flags
 from rankrl.cli.config.hydra_errors import explained
 from rankrl.cli.config.parsing import (
+    ALL_COMBINATIONS,
+    COMPOSITION_ERRORS,
     TOO_DEEP,
     override_values,
     parsed_overrides,
@@ -46,6 +46,12 @@ def check_overrides(arguments: Sequence[str]) -> None:
             for value in override_values(override):
                 _check_override(*parsed_overrides([value]))
         try:
+            hydra = composed_config(next(tried_overrides(parsed)), with_hydra=True).hydra
+            if hydra.job.chdir:
+                raise ConfigError(
+                    "hydra.job.chdir=true would change the folder that the paths of options begin in; "
+                    "leave it out: whatever a run writes lies in hydra.run.dir"
+                )
             parsed = [*_swept_by_configuration(parsed, multirun=flags.multirun), *parsed]
             for overrides in tried_overrides(parsed):
                 config = composed_config(overrides)
@@ -53,10 +59,10 @@ def check_overrides(arguments: Sequence[str]) -> None:
                 check_values(plain)
                 check_applicable(plain, [each.key_or_group for each in parsed_overrides(overrides)])
                 built(AppConfig, plain)
+            OmegaConf.to_container(hydra.overrides.task, resolve=True)  # as the run's record has them
         except RecursionError as error:
             raise ConfigError(TOO_DEEP) from error
-        # Hydra itself raises ValueError for some choices of groups that it cannot read.
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
+        except COMPOSITION_ERRORS as error:
             raise ConfigError(explained(error, parsed)) from error
 
 
@@ -67,7 +73,7 @@ def composed(overrides: Sequence[str]) -> dict[str, Any]:
             return composed(overrides)
     try:
         plain: Any = OmegaConf.to_container(composed_config(overrides), resolve=True)
-    except (HydraException, OmegaConfBaseException, ValueError):
+    except COMPOSITION_ERRORS:
         return {}
     return typing.cast(dict[str, Any], plain)
 
@@ -105,22 +111,26 @@ def _swept_by_configuration(overrides: Sequence[Override], *, multirun: bool) ->
     """Return the sweeps that the configuration itself asks for, such as an experiment's.
 
     Raises:
-        ConfigError: There are sweeps where nothing asks for more than one run.
+        ConfigError: There are sweeps where nothing asks for more than one run, or that the sweeper cannot do.
     """
-    hydra = None
-    if multirun or {"experiment", "hydra.mode"} & {each.key_or_group for each in overrides}:
-        hydra = composed_config(next(tried_overrides(overrides)), with_hydra=True).hydra
-    if hydra is None or not (multirun or hydra.mode == RunMode.MULTIRUN):
-        for override in overrides:
-            if override.is_sweep_override():
-                raise ConfigError(
-                    f"{override.input_line} gives several values, a job for each; add -m for a sweep, or "
-                    f"quote what is one value: {override.key_or_group}=\"'...'\""
-                )
-        return []
-    swept = OmegaConf.select(hydra, "sweeper.params") or {}
+    hydra = composed_config(next(tried_overrides(overrides)), with_hydra=True).hydra
+    several = multirun or hydra.mode == RunMode.MULTIRUN
+    swept = (OmegaConf.select(hydra, "sweeper.params") or {}) if several else {}
     sweeps = parsed_overrides([f"{key}={value}" for key, value in swept.items()])
     for override in sweeps:
         for value in override_values(override):
             _check_override(*parsed_overrides([value]))
+    for override in (each for each in (*sweeps, *overrides) if each.is_sweep_override()):
+        line, name = override.input_line, override.key_or_group
+        if not several:
+            raise ConfigError(
+                f"{line} gives several values, a job for each; add -m for a sweep, or quote what is one "
+                f"value: {name}=\"'...'\""
+            )
+        if not override.is_discrete_sweep() and hydra.sweeper._target_ == ALL_COMBINATIONS:
+            raise ConfigError(
+                f"{line} gives no list of values, which Hydra's own sweeper runs one by one; write "
+                f"{name}=A,B,C, or choose a sweeper that draws values, such as hydra/sweeper=optuna of the "
+                "package hydra-optuna-sweeper"
+            )
     return sweeps

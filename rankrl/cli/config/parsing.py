@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -18,6 +19,13 @@ from rankrl.errors import ConfigError
 # Values of one sweep that are tried before it starts; Hydra itself checks every job.
 _MOST_TRIED = 30
 _MOST_SWEPT = 10_000
+ALL_COMBINATIONS = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+"""Hydra's own sweeper."""
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, KeyError, AssertionError)
+"""What composing raises: Hydra ValueError and KeyError, too, OmegaConf AssertionError for keys of a value."""
+# Lines of Hydra's and OmegaConf's messages that say nothing about the fault.
+_BOILERPLATE = re.compile(r"Error parsing override|See https://|(full_key|object_type|reference_type)[:=]|\^")
+_PAIRS = ("{}", "[]", "()")
 TOO_DEEP = "the command line holds lists or mappings that are nested too deeply; give plain values"
 
 
@@ -44,8 +52,11 @@ def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
                 f"Text with brackets, quotes or commas in it is quoted: {quoting_advice(broken)}, "
                 f"within a list or a mapping each text by itself. {advice}"
             )
+        odd = any(broken.count(quote) % 2 for quote in "'\"")
+        if odd or any(broken.count(opened) != broken.count(closed) for opened, closed in _PAIRS):
+            advice = f"A bracket, a brace or a quote in it is not closed. {advice}"
         raise ConfigError(
-            f"the command line cannot be parsed at {broken!r}: {first_line(error)}. {advice}"
+            f"the command line cannot be parsed at {broken!r}: {in_words(error)}. {advice}"
         ) from error
     except RecursionError as error:
         raise ConfigError(TOO_DEEP) from error
@@ -73,19 +84,33 @@ def override_values(override: Override) -> list[str]:
         return [line]
     key = line.partition("=")[0]
     sweep: Any = override.value()
-    if isinstance(sweep, Glob):
-        return [f"{key}={name}" for name in sweep.filter(offered_choices(override.key_or_group))] or [line]
-    if not override.is_discrete_sweep():  # an interval, which some sweepers understand
-        return [f"{key}={sweep.start}"] if isinstance(sweep, IntervalSweep) else [line]
+    if isinstance(sweep, IntervalSweep):  # which some sweepers understand
+        return [f"{key}={sweep.start}"]
     try:
-        values = list(islice(override.sweep_string_iterator(), _MOST_SWEPT + 1))
+        values = (
+            sweep.filter(offered_choices(override.key_or_group))
+            if isinstance(sweep, Glob)
+            else list(islice(override.sweep_string_iterator(), _MOST_SWEPT + 1))
+        )
     except OmegaConfBaseException as error:
         raise ConfigError(f"{line} has a sweep among the values of another; write all values out") from error
+    if not values:
+        raise ConfigError(f"{line} stands for no value; give at least one, such as {key}=VALUE,VALUE")
     if len(values) > _MOST_SWEPT:
         raise ConfigError(f"{line} sweeps over more than {_MOST_SWEPT} values; give fewer")
     return [f"{key}={value}" for value in values]
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type where it has none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def in_words(error: BaseException) -> str:
+    """Return in one paragraph what an error of Hydra's or OmegaConf's says, and where."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    text = " ".join(line for line in lines if line and not _BOILERPLATE.match(line)).rstrip(".")
+    text = re.sub(r'\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", text)
+    if not isinstance(error, HydraException | OmegaConfBaseException | ValueError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    place = re.search(r"full_key: (\S+)", str(error))
+    if place is not None and place[1] not in text:
+        text = f"{place[1]}: {text}"
+    if error.__cause__ is None or str(error.__cause__).strip() in str(error):
+        return text
+    return f"{text}: {in_words(error.__cause__)}"

@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 
 # What has a meaning of its own in values: lists, mappings, quotes, interpolations, escapes.
 _SYNTAX = re.compile(r"""[\[\]{}'"\\]|\$\{""")
+_INTERPOLATION = re.compile(r"\$\{[^'\"\\]*\}")  # which Hydra reads unquoted unless it holds another
 _FUNCTION = re.compile(
     r"\s*(?:choice|range|interval|glob|sort|shuffle|tag|extend_list|str|int|float|bool|json_str)\("
 )
@@ -74,6 +75,8 @@ def is_readable(argument: str) -> bool:
 
 def _with_quotes(argument: str) -> str:
     key, value = _parts(argument)
+    if _INTERPOLATION.fullmatch(value) and not is_readable(argument):
+        return quoted(key, value)
     called = re.search(r"[()]", value) and ("," in value or _FUNCTION.match(value))
     untouched = key in ("", "resume") or key[0] == "~" or _SYNTAX.search(value) or called
     if untouched or _WORD.fullmatch(value) or is_readable(argument):
