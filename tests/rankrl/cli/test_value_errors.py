@@ -57,7 +57,7 @@ def test_values_are_refused_before_anything_is_made(
         (("plan=true",), "plan must be text or null, got true"),
         (("seed=1000000000000000000000000",), "seed must be a whole number of at most 64 bits"),
         (("~search.episodes",), "search.episodes: SearchOptions (DictConfig) does not support deletion"),
-        (("pruner.strengths=[1]",), "pruner.strengths must be a mapping"),
+        (("pruner.strengths=[1]",), "pruner.strengths: Cannot merge DictConfig with ListConfig"),
         # Nothing may be NaN or infinite.
         (("budget.params=nan",), "budget.params must be finite, got nan"),
         (("search.seconds=inf",), "search.seconds must be finite, got inf"),
