@@ -25,7 +25,7 @@ COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, KeyErr
 """What composing raises: Hydra ValueError and KeyError, too, OmegaConf AssertionError for keys of a value."""
 # Lines of Hydra's and OmegaConf's messages that say nothing about the fault.
 _BOILERPLATE = re.compile(r"Error parsing override|See https://|(full_key|object_type|reference_type)[:=]|\^")
-_PAIRS = ("{}", "[]", "()")
+_PAIRS = (("{", "}"), ("[", "]"), ("(", ")"))
 TOO_DEEP = "the command line holds lists or mappings that are nested too deeply; give plain values"
 
 
