@@ -110,6 +110,8 @@ def finish(
         file = network.write(last, path, notes(plan, measured))
     for output in file.outputs:
         log.info("agreement of %r is %s, since %s", output.name, SCORES[output.kind], output.reason)
+        for unit in output.units:
+            log.info("agreement of %s[%s]: %.4f", output.name, unit.channels, unit.score)
     estimate = None if search is None else search.estimate
     if estimate is not None:
         log.info("estimated at %.3f of the original's time on %s", estimate.share, estimate.conditions)

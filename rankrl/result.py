@@ -168,6 +168,8 @@ def summary(result: Compression) -> dict[str, Any]:
                 "score_kind": each.kind,
                 "scored_by": SCORES[each.kind],
                 "reason": each.reason,
+                **({} if each.worst is None else {"worst": f"{each.name}[{each.worst.channels}]"}),
+                "units": {unit.channels: {"score": unit.score, "error": unit.error} for unit in each.units},
             }
             for each in result.outputs
         },

@@ -5,12 +5,16 @@ E|J e|^2 = tr(G E[e e']), G = E[J' J] summed over positions: the Gauss-Newton ma
 the network's outputs, and the factor that K-FAC (Martens & Grosse, ICML 2015) calls the pre-activation
 statistics. G is estimated without labels, by sending random directions v ~ N(0, I) backwards:
 E[J' v v' J] = E[J' J].
+
+Several outputs, and quantities of different units in one of them (`decomposition.calibration.units`), count
+alike: J is that of the outputs relative to their own deviations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +22,7 @@ from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.calibration.input_check import checked_batches
 from decomposition.calibration.metric import gram, shrunk_matrix
 from decomposition.calibration.shrinkage import Spread
+from decomposition.calibration.units import Array, find_units, known_answers, output_weight
 from decomposition.errors import DecompositionError
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import (
@@ -37,6 +42,8 @@ from decomposition.network.wrappers import unwrapped
 # Inputs in a batch, and numbers in them: a backward pass holds all activations of its batch.
 _BATCH = 64
 _ELEMENTS = 2**20
+_ANSWERED, _ANSWERED_NUMBERS = 32, 2**26
+"""Inputs whose outputs tell their units, and numbers in them, whichever is fewer."""
 _SUM_TOLERANCE, _LEAST_PROBABILITY = 1e-2, 1e-12
 """How far class probabilities are off 1 together, rounded as they are, and the least that is told from 0."""
 
@@ -95,17 +102,17 @@ def collect_sensitivities(
     # If inputs are integers, gradients come from parameters, some or all of which may be frozen.
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     before = [(parameter.requires_grad, parameter.grad) for parameter in parameters]
+    weights = _unit_weights(model, batches)
     try:
         with evaluation_mode(model), torch.enable_grad():
             for images in batches:
-                size = max(1, min(_BATCH, _ELEMENTS // max(1, numbers_in_one(images))))
-                for batch in split(images, size):
+                for batch in split(images, _size(images)):
                     current[:] = [batch]
                     real = all(tensor.is_floating_point() for tensor in tensors_of(batch))
                     for parameter in parameters:  # only gradients of activations are needed
                         parameter.requires_grad_(not real)
                     outputs = run_model(model, mapped(_watched, batch))
-                    _send_back(outputs, generator)
+                    _send_back(outputs, weights, generator)
                     inputs += count_inputs(batch)
     except RuntimeError as error:
         raise DecompositionError(
@@ -126,17 +133,47 @@ def collect_sensitivities(
     }
 
 
+def _size(images: Inputs) -> int:
+    """Return how many inputs are sent through at a time."""
+    return max(1, min(_BATCH, _ELEMENTS // max(1, numbers_in_one(images))))
+
+
 def _watched(x: torch.Tensor) -> torch.Tensor:
     """Return an input that gradients are sent back to."""
     return x.detach().requires_grad_(x.is_floating_point())
 
 
-def _send_back(outputs: object, generator: torch.Generator) -> None:
-    """Send a random direction back from every differentiable tensor in a model's output."""
-    reached = [_logits(y) for y in tensors_in(outputs) if y.requires_grad]
-    directions = [torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y) for y in reached]
+def _unit_weights(model: nn.Module, batches: Sequence[Inputs]) -> list[torch.Tensor]:
+    """Return what every tensor in a model's output is multiplied by so that all quantities count alike.
+
+    The largest weight is 1, which leaves a single tensor of one unit as it is.
+    """
+    answers: list[list[Array]] = []
+    inputs = numbers = 0
+    with evaluation_mode(model), torch.no_grad():
+        for batch in (part for images in batches for part in split(images, _size(images))):
+            if inputs >= _ANSWERED or numbers >= _ANSWERED_NUMBERS:
+                break
+            outputs = [_logits(y) for y in tensors_in(run_model(model, batch))]
+            answers.append([y.float().cpu().numpy() for y in outputs])
+            inputs += count_inputs(batch)
+            numbers += sum(y.numel() for y in outputs)
+    known = [known_answers(each) for each in zip(*answers, strict=True)]
+    weights = [output_weight(each, find_units(each)) for each in known]
+    largest = max((float(each.max()) for each in weights), default=1.0)
+    return [torch.from_numpy(np.asarray(each / largest, np.float32)) for each in weights]
+
+
+def _send_back(outputs: object, weights: Sequence[torch.Tensor], generator: torch.Generator) -> None:
+    """Send a random direction back from every differentiable tensor in a model's output, in its units."""
+    pairs = zip(tensors_in(outputs), weights, strict=True)
+    reached = [(_logits(y), weight) for y, weight in pairs if y.requires_grad]
+    directions = [
+        torch.randn(y.shape, generator=generator, dtype=torch.float32).mul_(weight).to(y)
+        for y, weight in reached
+    ]
     if reached:
-        torch.autograd.backward(reached, directions)
+        torch.autograd.backward([y for y, _ in reached], directions)
 
 
 def _logits(y: torch.Tensor) -> torch.Tensor:

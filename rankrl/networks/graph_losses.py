@@ -38,7 +38,7 @@ are off by a factor of 3.1 with 4 inputs, 2.4 with 8 and 2.1 with 12 or 16 (one 
 the divergence of 24 others)."""
 _EFFORT, _PASSES = 2e12, 3
 """Multiply-accumulates that decide between them, some 40 seconds of one core, and whole passes for a node."""
-_METHOD = 3
+_METHOD = 4
 """Raised when losses are measured otherwise than before; part of the names of kept ones."""
 
 

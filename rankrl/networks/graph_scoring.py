@@ -145,8 +145,8 @@ class OnnxScoring:
         score: The user's score, or None for the agreement with the original on `feeds`.
         term: `agreement`: how often an output of classes has the original's, the explained share of the
             variation of any other (`rankrl.onnx.output_scores`), averaged over the outputs;
-            `soft_agreement`: 1 - the relative error of every output, which moves with every change of the
-            weights.
+            `soft_agreement`: 1 - the relative error of every output, or of the worst of its quantities, which
+            moves with every change of the weights.
     """
 
     network: OnnxNetwork
@@ -234,7 +234,7 @@ class OnnxScoring:
         outputs = self.agreement(session)
         score = agreement_score(outputs)
         if self.term == "soft_agreement":
-            score = float(np.mean([1 - output.error for output in outputs]))
+            score = float(np.mean([1 - output.largest_error for output in outputs]))
         return checked_score(score, what)
 
     def agreement(self, session: onnxruntime.InferenceSession) -> list[OutputAgreement]:

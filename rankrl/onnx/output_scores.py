@@ -10,12 +10,21 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from scipy.special import log_softmax, logsumexp
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from decomposition.calibration.units import (
+    SEVERAL_UNITS,
+    Answers,
+    Array,
+    Units,
+    find_units,
+    in_parts,
+    known_answers,
+)
+
 OutputKind = Literal["classes", "distribution", "values", "labels"]
 
 SCORES: dict[OutputKind, str] = {
@@ -26,14 +35,10 @@ SCORES: dict[OutputKind, str] = {
 }
 """What each kind of output is scored by."""
 
-_HARDLY_VARIES = 1e-3
-"""Standard deviation / root mean square below which numbers are a constant, as far as can be told."""
 _SUM_TOLERANCE = 1e-2
 """How far probabilities of classes are off 1 together: files round them."""
 _ZERO_SUM = 0.1
 """Of logits: mean square of the sum of a row / what independent numbers of their size have, at most."""
-_SEVERAL_UNITS = 16
-"""Numbers of a row that may each have a unit of its own; more are an embedding, or coordinates."""
 _LEAST_PROBABILITY = 1e-12
 _LEAST_DIVERGENCE = 1e-6
 """Divergence in nats below which probabilities are a constant, as far as float32 can tell."""
@@ -49,9 +54,8 @@ class OutputScore:
             `distribution` where it does not; `labels` are integers and text, `values` all other numbers.
         reason: Why it is of this kind, for a reader.
         spread: What a constant answer's errors are, on average over the inputs: the divergence from the mean
-            distribution in nats, or the variance of every unit.
-        units: Index of the unit of every channel; None where all numbers have one unit.
-        axis: The axis of the channels.
+            distribution in nats, or the variance, of every channel where they have units of their own.
+        units: Its quantities of different units; None where there is one.
         probabilities: Whether scores of classes are probabilities, not logits.
         log_spread: Variance over the inputs of the centred logarithms of class probabilities.
     """
@@ -60,37 +64,49 @@ class OutputScore:
     kind: OutputKind
     reason: str
     spread: Array = field(default_factory=lambda: np.ones(1))
-    units: Array | None = None
-    axis: int = 1
+    units: Units | None = None
     probabilities: bool = False
     log_spread: float = 1.0
 
     def __call__(self, before: Array, after: Array) -> Array:
         """Return the score of every input, shape (N,), 1 where the answers are the same.
 
-        Below 0 an answer is worse than the mean of the original's.
+        Below 0 an answer is worse than the mean of the original's. Quantities of different units are
+        averaged (`by_unit`).
 
         Args:
             before: The original's answers to a batch, inputs on the first axis.
             after: Those of a compressed network, of the same shape.
         """
+        means: Array = self.by_unit(before, after).mean(0)
+        return means
+
+    def by_unit(self, before: Array, after: Array) -> Array:
+        """Return the score of every input in each quantity of the output, shape (quantities, N)."""
         if self.kind == "classes":
             same: Array = (before.argmax(1) == after.argmax(1)).astype(np.float64)
-            return same
+            return same[None]
         if self.kind == "labels":
-            return _by_input(before == after)
+            return _by_input(before == after)[None]
         if self.kind == "distribution":
             known, found = (log_probabilities(each, self.probabilities) for each in (before, after))
-            return 1 - (np.exp(known) * (known - found)).sum(1) / self.spread[0]
-        lost = np.square(after.astype(np.float64) - before)
-        if self.units is None:
-            return 1 - _by_input(lost) / self.spread[0]
-        lost = np.moveaxis(lost, self.axis, 0)
-        shares = [
-            _by_input(np.moveaxis(lost[self.units == unit], 0, -1)) / spread
-            for unit, spread in enumerate(self.spread)
+            return (1 - (np.exp(known) * (known - found)).sum(1) / self.spread[0])[None]
+        axis = 1 if self.units is None else self.units.axis
+        lost = [
+            self._by_channel(*pair, axis) for pair in zip(in_parts([before]), in_parts([after]), strict=True)
         ]
-        return 1 - np.mean(shares, 0)
+        shares = np.concatenate(lost) if lost else np.zeros((0, len(self.spread)))
+        if self.units is None:
+            return 1 - shares.mean(1)[None]
+        return 1 - np.stack([shares[:, group].mean(1) for group in self.units.groups])
+
+    def _by_channel(self, before: Array, after: Array, axis: int) -> Array:
+        """Return squared errors / spread, (N, channels), or (N, 1) where all have one."""
+        after -= before
+        lost = np.square(after, out=after)
+        if len(self.spread) == 1:
+            return _by_input(lost)[:, None] / self.spread
+        return _by_input(np.moveaxis(lost, axis, 1), 2) / self.spread
 
     def numbers(self, answers: Array) -> Array:
         """Return what tells how far answers moved, float64.
@@ -144,18 +160,16 @@ def output_score(name: str, answers: Sequence[Array], classes: bool = False) -> 
     if first.dtype.kind not in "fu" or not first.ndim:
         return OutputScore(name, "labels", "it is integers or text")
     if len({each.shape[1:] for each in answers}) > 1:
-        numbers = np.concatenate([each.reshape(-1) for each in answers]).astype(np.float64)
-        return OutputScore(
-            name, "values", "it has other sizes for other inputs", _spreads(numbers[:, None], [...])
-        )
+        spread = known_answers(answers).spread()
+        return OutputScore(name, "values", "it has other sizes for other inputs", np.array([spread]))
+    if first.dtype.kind != "f" or first.ndim != 2 or first.shape[1] < 2:
+        return _of_values(name, answers, "it is no scores of classes, one row for each input")
     rows = np.concatenate(answers).astype(np.float64)
-    if first.dtype.kind != "f" or rows.ndim != 2 or rows.shape[1] < 2:
-        return _of_values(name, rows, "it is no scores of classes, one row for each input")
     if not (classes or _scores_classes(rows)):
-        return _of_values(name, rows, "its numbers are neither probabilities nor logits of classes")
+        return _of_values(name, answers, "its numbers are neither probabilities nor logits of classes")
     probabilities = _are_probabilities(rows)
     known = log_probabilities(rows, probabilities)
-    varies = float(_spreads(_centred(known), [...])[0])
+    varies = Answers.of([_centred(known)]).spread()
     scores = partial(OutputScore, name, probabilities=probabilities, log_spread=varies)
     if len(np.unique(rows.argmax(1))) > 1:
         return scores("classes", "its class varies with the inputs")
@@ -228,56 +242,23 @@ def _centred(logarithms: Array) -> Array:
     return centred
 
 
-def _of_values(name: str, rows: Array, reason: str) -> OutputScore:
-    """Return the score of numbers, those of one unit together, every unit apart.
-
-    The few numbers of a regression have a unit each. In maps and lists, as a detector's, probabilities
-    (between 0 and 1) are told from coordinates.
-    """
-    axis = _channel_axis(rows)
-    if axis is None:
-        return OutputScore(name, "values", reason, _spreads(rows, [...]))
-    count = rows.shape[axis]
-    channels = np.moveaxis(rows, axis, 0).reshape(count, -1)
-    shares = (channels.min(1) >= 0) & (channels.max(1) <= 1)
-    if rows.ndim == 2 and 1 < count <= _SEVERAL_UNITS:
-        units = np.arange(count)
-    elif shares.any() and not shares.all():
-        units = shares.astype(int)
-    else:
-        return OutputScore(name, "values", reason, _spreads(rows, [...]))
-    units_of = [(slice(None),) * axis + (units == unit,) for unit in range(units.max() + 1)]
-    spreads = _spreads(rows, units_of)
-    return OutputScore(name, "values", reason, spreads, units, axis)
+def _of_values(name: str, answers: Sequence[Array], reason: str) -> OutputScore:
+    """Return the score of numbers, those of one unit together; the few of a row have a unit each."""
+    known = Answers.of(answers)
+    units = find_units(known)
+    if units is not None:
+        reason = f"{reason}, and of several quantities the worst counts"
+    if 1 < known.mean.size <= SEVERAL_UNITS and known.mean.ndim == 1:
+        spreads = [known.spread(channel) for channel in range(known.mean.size)]
+        return OutputScore(name, "values", reason, np.array(spreads), units)
+    if units is None:
+        return OutputScore(name, "values", reason, np.array([known.spread()]))
+    return OutputScore(name, "values", reason, units.of_channels(units.spreads), units)
 
 
-def _channel_axis(rows: Array) -> int | None:
-    """Return the axis whose positions may have units of their own: of three the shorter, else the second."""
-    if rows.ndim < 2:
-        return None
-    return 2 if rows.ndim == 3 and rows.shape[2] < rows.shape[1] else 1
-
-
-def _spreads(rows: Array, units_of: Sequence[Any]) -> Array:
-    """Return the variance over the inputs of each selection, averaged over its numbers.
-
-    Where it hardly varies it is the mean square instead: the error is then relative to its size.
-    """
-    count = len(rows)
-    squares = [float(np.square(rows[each]).mean()) for each in units_of]
-    spreads = [
-        float(np.square(rows[each] - rows[each].mean(0)).mean()) * count / max(1, count - 1)
-        for each in units_of
-    ]
-    return np.array(
-        [
-            spread if spread > _HARDLY_VARIES**2 * square else square or 1.0
-            for spread, square in zip(spreads, squares, strict=True)
-        ]
-    )
-
-
-def _by_input(numbers: Array) -> Array:
-    """Return the mean over all but the first axis."""
-    means: Array = numbers.reshape(len(numbers), -1).mean(1) if len(numbers) else np.zeros(0)
+def _by_input(numbers: Array, axes: int = 1) -> Array:
+    """Return the mean over all but the first axes."""
+    if not numbers.size:
+        return np.zeros(numbers.shape[:axes])
+    means: Array = numbers.reshape(*numbers.shape[:axes], -1).mean(-1)
     return means

@@ -147,16 +147,23 @@ def _comparison(metrics: Mapping[str, Any]) -> Table | None:
 
 
 def agreement_note(metrics: Mapping[str, Any]) -> str:
-    """Return what the agreement of each output is, in one sentence; empty where the numbers do not say."""
+    """Return what the agreement of each output is, and of the worst of several quantities in one.
+
+    Empty where the numbers do not say.
+    """
+    outputs = metrics.get("outputs", {}).items()
     meanings: dict[str, list[str]] = {}
-    for name, output in metrics.get("outputs", {}).items():
+    for name, output in outputs:
         if "scored_by" in output:
             meanings.setdefault(f"{output['scored_by']}, since {output['reason']}", []).append(name)
     several = len(meanings) > 1
-    return "".join(
+    notes = [
         f" That of {', '.join(names)} is {meaning}." if several else f" It is {meaning}."
         for meaning, names in meanings.items()
-    )
+    ]
+    worst = [(output["worst"], output["score"]) for _, output in outputs if "worst" in output]
+    notes += [f" The worst quantity is {name}: {score:.4f}." for name, score in worst]
+    return "".join(notes)
 
 
 _SCORED = {

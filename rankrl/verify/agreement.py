@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from decomposition.calibration.units import Array, Units, in_parts
 from rankrl.onnx.errors import ExportError
-from rankrl.onnx.output_scores import Array, OutputKind, OutputScore, output_score
+from rankrl.onnx.output_scores import OutputKind, OutputScore, output_score
 
 
 class Answers(Protocol):
@@ -25,6 +26,21 @@ class Answers(Protocol):
 
 
 @dataclass(frozen=True)
+class UnitAgreement:
+    """How far one quantity of an output agrees, of several that have different units.
+
+    Attributes:
+        channels: Its channels as ranges, such as `4:24`.
+        score: As that of the output.
+        error: As that of the output, over its own numbers.
+    """
+
+    channels: str
+    score: float
+    error: float
+
+
+@dataclass(frozen=True)
 class OutputAgreement:
     """How far one output agrees.
 
@@ -36,8 +52,9 @@ class OutputAgreement:
         kind: What it is scored by (`OutputScore.kind`).
         reason: Why by that.
         values: The score of every row, shape (N,), 1 at most; of every input where the first axis counts
-            them.
+            them. Of several quantities it is that of the worst.
         batches: Their mean in every batch, shape (batches,).
+        units: Its quantities of different units, in the order of their channels; empty where there is one.
     """
 
     name: str
@@ -47,11 +64,22 @@ class OutputAgreement:
     reason: str = ""
     values: Array = field(default_factory=lambda: np.zeros(1), repr=False, compare=False)
     batches: Array = field(default_factory=lambda: np.zeros(1), repr=False, compare=False)
+    units: tuple[UnitAgreement, ...] = ()
 
     @property
     def score(self) -> float:
         """How far it agrees, 1 at most; about 0 for the best answer that is the same for every input."""
         return float(self.values.mean())
+
+    @property
+    def worst(self) -> UnitAgreement | None:
+        """The quantity that agrees least, where there are several."""
+        return min(self.units, key=lambda unit: unit.score, default=None)
+
+    @property
+    def largest_error(self) -> float:
+        """The error, or the largest of its quantities."""
+        return max((unit.error for unit in self.units), default=self.error)
 
 
 def output_scores(original: Answers, batches: Sequence[Any], classes: bool = False) -> list[OutputScore]:
@@ -98,7 +126,7 @@ def agreement(
     _check(batches)
     scores = output_scores(original, batches) if scores is None else scores
     names = original.output_names
-    lost, whole = np.zeros(len(names)), np.zeros(len(names))
+    lost = [_SquaredError(score.units) for score in scores]
     same: list[list[Array]] = [[] for _ in names]
     values: list[list[Array]] = [[] for _ in names]
     for feed in batches:
@@ -108,27 +136,69 @@ def agreement(
                     f"the output {names[index]!r} has the shape {after.shape} in the compressed network, "
                     f"{before.shape} in the original"
                 )
-            values[index].append(scores[index](np.atleast_1d(before), np.atleast_1d(after)))
+            values[index].append(scores[index].by_unit(np.atleast_1d(before), np.atleast_1d(after)))
             if before.dtype.kind not in "fiub":
                 continue
-            expected, computed = before.astype(np.float64), after.astype(np.float64)
-            lost[index] += np.square(computed - expected).sum()
-            whole[index] += np.square(expected).sum()
+            lost[index].add(before, after)
             classes, answered = _classes(before), _classes(after)
             if classes is not None and answered is not None:
                 same[index].append(classes == answered)
     return [
-        OutputAgreement(
-            name,
-            float(np.sqrt(lost[index] / whole[index])) if whole[index] > 0 else float(np.sqrt(lost[index])),
-            float(np.concatenate(same[index]).mean()) if same[index] else None,
-            scores[index].kind,
-            scores[index].reason,
-            np.concatenate(values[index]),
-            np.array([each.mean() for each in values[index]]),
-        )
-        for index, name in enumerate(names)
+        _agreement(name, score, errors, shares, classes)
+        for name, score, errors, shares, classes in zip(names, scores, lost, values, same, strict=True)
     ]
+
+
+class _SquaredError:
+    """Sums of squares over an output and over each of its quantities."""
+
+    def __init__(self, units: Units | None) -> None:
+        self._units = units
+        self._lost, self._whole = np.zeros(1), np.zeros(1)
+
+    def add(self, before: Array, after: Array) -> None:
+        """Count the answers to a batch."""
+        for known, found in zip(
+            in_parts([np.atleast_1d(before)]), in_parts([np.atleast_1d(after)]), strict=True
+        ):
+            found -= known
+            self._lost = self._lost + self._sums(found)
+            self._whole = self._whole + self._sums(known)
+
+    def _sums(self, numbers: Array) -> Array:
+        """Return the sums over every channel, or over all where they have one unit."""
+        squares = np.square(numbers, out=numbers)
+        if self._units is None:
+            return np.array([squares.sum()])
+        others = tuple(axis for axis in range(squares.ndim) if axis != self._units.axis)
+        sums: Array = squares.sum(others)
+        return sums
+
+    def relative(self) -> list[float]:
+        """Return the relative error over all numbers, and of each quantity."""
+        chosen: list[Any] = [slice(None), *(() if self._units is None else self._units.groups)]
+        pairs = [(self._lost[each].sum(), self._whole[each].sum()) for each in chosen]
+        return [float(np.sqrt(lost / whole if whole > 0 else lost)) for lost, whole in pairs]
+
+
+def _agreement(
+    name: str, score: OutputScore, errors: _SquaredError, values: Sequence[Array], same: Sequence[Array]
+) -> OutputAgreement:
+    """Return how far an output agrees, from its scores (quantities, N) in every batch."""
+    error, *of_units = errors.relative()
+    rows = np.concatenate(values, axis=1)
+    worst = int(rows.mean(1).argmin())
+    names = () if score.units is None else score.units.names
+    return OutputAgreement(
+        name,
+        error,
+        float(np.concatenate(same).mean()) if same else None,
+        score.kind,
+        score.reason,
+        rows[worst],
+        np.array([each[worst].mean() for each in values]),
+        tuple(map(UnitAgreement, names, rows.mean(1).tolist(), of_units)),
+    )
 
 
 def _classes(output: Array) -> Array | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rankrl.training.chance import guessing_noise, near_guessing
-from rankrl.verify.agreement import OutputAgreement
+from rankrl.verify.agreement import OutputAgreement, UnitAgreement
 from rankrl.wording import counted
 
 _HARDLY_VARIES = 1e-3
@@ -21,7 +21,8 @@ def collapse(
 ) -> str | None:
     """Return what to tell a reader if a compressed network answers no better than a constant, else None.
 
-    An output without classes has collapsed where its squared error is that of the original's mean output or
+    An output of several quantities has collapsed where one of them has a score of 0 or less. Any other output
+    without classes has where its squared error is that of the original's mean output or
     more (R^2 <= 0); one with classes where it has the original's class hardly more often than one answer to
     all inputs. Inputs so few that chance decides about that must show both.
 
@@ -31,11 +32,20 @@ def collapse(
         inputs: How many inputs that was measured on.
     """
     for output, guess in zip(outputs, constant, strict=True):
-        shown = _no_better(output, guess, inputs)
+        shown, name, worst = _no_better(output, guess, inputs), output.name, output.worst
+        if worst is not None:
+            name, shown = f"{name}[{worst.channels}]", _lost(worst)
         if shown is not None:
-            told = f"on {counted(inputs, 'held-out input')} its output {output.name!r} has {shown}"
+            told = f"on {counted(inputs, 'held-out input')} its output {name!r} has {shown}"
             return f"the compressed network has collapsed: {told}. {_REMEDY}"
     return None
+
+
+def _lost(unit: UnitAgreement) -> str | None:
+    """Return what shows that one quantity of an output is no better than its mean, else None."""
+    if unit.score > 0:
+        return None
+    return f"a squared error of {1 - unit.score:.2f} of its variance, more than the original's mean output"
 
 
 def _no_better(output: OutputAgreement, guess: OutputAgreement, inputs: int) -> str | None:

@@ -181,7 +181,7 @@ class OwnInputs(FileInputs):
         simulated = _Answers.of(network, split(self.heldout.inputs, BATCH))
         # Errors, not classes: of few inputs, a single near tie would decide.
         error, unrounded = (
-            max(each.error for each in self._agreement(simulated, self._answers(file)))
+            max(each.largest_error for each in self._agreement(simulated, self._answers(file)))
             for file in (path, floats)
         )
         floats.unlink()

@@ -226,4 +226,8 @@ def _outputs(result: Compression) -> Table:
     for each in result.outputs:
         meaning = f"{SCORES[each.kind]}, since {each.reason}"
         table.add_row(each.name, f"{each.score:.2%}", f"{each.error:.4f}", meaning)
+        for unit in each.units:
+            table.add_row(
+                f"{each.name}[{unit.channels}]", f"{unit.score:.2%}", f"{unit.error:.4f}", "the same"
+            )
     return table

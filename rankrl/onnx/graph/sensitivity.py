@@ -8,7 +8,7 @@ position p, and a small step h,
 
 because the signs of different positions cancel on average (Hutchinson 1990, for a block trace). That takes
 one pass of what lies behind the node for each of its channels. Outputs are divided by their own root mean
-square, so that several of them count alike.
+square, and quantities of different units in one by their deviations, so that they count alike.
 
 Two things bound what it costs. Of nodes with more channels than there are passes for, random directions of
 all channels are perturbed (`Directions`). Of outputs with many numbers, a sketch is kept (`Sketch`).
@@ -29,6 +29,7 @@ import torch
 
 from decomposition.cache import Cache, digest
 from decomposition.calibration.metric import shrunk_matrix, squared_norm, trace
+from decomposition.calibration.units import known_answers, output_weight
 from rankrl.onnx.graph.batch_axes import BatchAxes, by_input
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.directions import Directions, Sketch
@@ -46,7 +47,7 @@ _SECONDS = 180
 counted, such as loops."""
 FEWEST_PASSES = 64
 """Fewer than these say little; a node that there are no more for is fitted without a matrix."""
-METHOD = 4
+METHOD = 5
 """Raised when the same network and inputs get other matrices than before; part of the names of kept ones."""
 _FEWEST, _MOST = 4, 256
 ANSWERED = 32
@@ -168,8 +169,8 @@ class _Measurement:
         return fitting_inputs(self._network, self._sites, self._batches[0])
 
     @cached_property
-    def _scores(self) -> dict[str, tuple[OutputScore, float]]:
-        """What each output is scored by, and the root mean square of its numbers, 1 where that is 0."""
+    def _scores(self) -> dict[str, tuple[OutputScore, Array]]:
+        """What each output is scored by, and what its numbers are multiplied by."""
         network = self._network
         session = network.session()
         batches = first_inputs(self._batches, ANSWERED, network.axes)
@@ -178,19 +179,16 @@ class _Measurement:
         scores = {}
         for name, parts in zip(session.output_names, zip(*answers, strict=True), strict=True):
             rows = [np.atleast_1d(network.axes.first_axis(name, part)) for part in parts]
-            score = output_score(name, rows)
-            scale = 1.0
+            score, weight = output_score(name, rows), np.ones(())
             if rows[0].dtype.kind == "f":
-                numbers = [score.numbers(each) for each in rows]
-                size = sum(each.size for each in numbers)
-                scale = math.sqrt(sum(np.square(each).sum() for each in numbers) / max(1, size))
-            scores[name] = score, scale if 0 < scale < math.inf else 1.0
+                weight = output_weight(known_answers(map(score.numbers, rows)), score.units)
+            scores[name] = score, weight
         return scores
 
     def _numbers(self, name: str, output: Array) -> Array:
-        """Return what tells how far an output moved, in its own scale, inputs on the first axis."""
-        score, scale = self._scores[name]
-        return score.numbers(np.atleast_1d(self._network.axes.first_axis(name, output))) / scale
+        """Return what tells how far an output moved, in its own units, inputs on the first axis."""
+        score, weight = self._scores[name]
+        return score.numbers(np.atleast_1d(self._network.axes.first_axis(name, output))) * weight
 
     def of_nodes(self, site: Site, passes: int, seed: int) -> dict[str, torch.Tensor]:
         """Return the matrix of a node and those that share its weight as `matrix`, nothing without one."""

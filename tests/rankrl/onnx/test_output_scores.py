@@ -88,7 +88,9 @@ def test_numbers_of_a_regression_are_judged_each_in_its_own_unit() -> None:
     lost = np.stack([angles[:, 0], angles[:, 1], np.full(60, angles[:, 2].mean())], 1)
     (found,) = compared([angles], [lost])
     assert (found.kind, found.top1) == ("values", 1.0)
-    assert found.score == pytest.approx(2 / 3 + 1 / 180, rel=1e-6)  # a constant's is 1 - 59 / 60
+    assert [unit.channels for unit in found.units] == ["0:2", "2"]
+    assert [unit.score for unit in found.units] == pytest.approx([1, 1 / 60])  # a constant's is 1 - 59 / 60
+    assert found.score == found.units[1].score
     spread = angles + angles.std(0, ddof=1)
     assert compared([angles], [spread])[0].score == pytest.approx(0)
 
