@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.special import rel_entr, softmax
+from scipy.special import expit, rel_entr, softmax
 
 from rankrl.onnx.output_scores import Array, expected_changes, output_score
 from rankrl.verify.agreement import OutputAgreement, agreement, agreement_score, agreement_values
@@ -109,6 +109,26 @@ def test_boxes_that_are_lost_are_seen() -> None:
     assert compared([boxes[..., :4], boxes[..., 4]], [lost[..., :4], lost[..., 4]])[1].score < 0.4
     turned = compared([boxes.transpose(0, 2, 1)], [lost.transpose(0, 2, 1)])
     assert turned[0].score == pytest.approx(found.score)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_worst_quantity_of_an_output_is_its_score(last: bool) -> None:
+    pixels = DRAWN.uniform(0, 640, (1, 4, 16)) + DRAWN.normal(0, 30, (50, 4, 16))
+    classes = expit(3 * DRAWN.standard_normal((50, 20, 16)))
+    moved = classes + DRAWN.normal(0, 0.2, classes.shape)
+    before, after = (np.concatenate([pixels, each], 1) for each in (classes, moved))
+    if last:
+        before, after = before.transpose(0, 2, 1), after.transpose(0, 2, 1)
+    (found,) = compared([before], [after])
+    expected = 1 - np.square(moved - classes).mean() / classes.var(0, ddof=1).mean()
+    assert [unit.channels for unit in found.units] == ["0:4", "4:24"]
+    assert [unit.score for unit in found.units] == pytest.approx([1, expected])
+    assert found.worst == found.units[1]
+    assert found.score == found.values.mean() == pytest.approx(expected)
+    assert found.units[1].error == pytest.approx(np.linalg.norm(moved - classes) / np.linalg.norm(classes))
+    assert found.error < 0.01 < found.largest_error == found.units[1].error
+    score = output_score("y", [before])
+    assert score.loss(before, after).mean() == pytest.approx((1 - expected) / 2)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (30,), (4, 6), (3, 4, 4)])

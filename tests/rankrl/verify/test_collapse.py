@@ -73,6 +73,16 @@ def test_numbers_are_compared_with_their_mean(shape: tuple[int, ...]) -> None:
     assert judged(lambda x: x, lambda x: 3 + np.roll(x - 3, 1, 0), x) is not None
 
 
+def test_one_quantity_of_an_output_that_is_lost_is_named() -> None:
+    x = np.concatenate([DRAWN.normal(300, 40, (60, 4, 9)), DRAWN.uniform(size=(60, 20, 9))], 1)
+    mean = np.concatenate([x[:, :4], np.full((60, 20, 9), 0.5)], 1)
+    noisy = x + np.concatenate([np.zeros((60, 4, 9)), DRAWN.normal(0, 0.2, (60, 20, 9))], 1)
+    both = np.concatenate([x, mean + 0.1], 2)
+    assert "'y[4:24]' has a squared error of" in str(judged(lambda x: x[..., :9], lambda x: x[..., 9:], both))
+    both = np.concatenate([x, noisy], 2)
+    assert judged(lambda x: x[..., :9], lambda x: x[..., 9:], both) is None
+
+
 def test_an_original_that_says_one_thing_has_nothing_to_lose() -> None:
     x = classes(200)
     assert judged(lambda x: np.ones_like(x), lambda x: x, x) is None
