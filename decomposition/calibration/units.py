@@ -214,13 +214,13 @@ def _groups(answers: Answers, axis: int) -> tuple[Array, ...]:
 def _by_kind(low: Array, high: Array) -> Array:
     """Return 1 for channels of probabilities, 0 for all others; arrays are (channels, positions)."""
     inside = (low >= 0) & (high <= 1)
-    shares = inside.all(1)
+    shares: Array = np.logical_and.reduce(inside, axis=1)
     labels = shares.astype(int)
     # Behind a ReLU or a clamp zeros are exact: channels that stay below 1 there are no probabilities.
     if shares.all() or not shares.any() or low[~shares].min() == 0:
         return np.zeros_like(labels)
     reached = high.max(0) > low.min(0)
-    everywhere = (~inside).any(0)[reached].mean() >= _EVERYWHERE
+    everywhere = np.logical_or.reduce(~inside, axis=0)[reached].mean() >= _EVERYWHERE
     enough = shares.mean() >= _LEAST_SHARE or shares[0] or shares[-1]
     return labels if everywhere and enough and _in_ranges(labels) else np.zeros_like(labels)
 
