@@ -32,8 +32,9 @@ class Detector(nn.Module):
         self.box = nn.Sequential(nn.Conv2d(32, 32, 3, 1, 1), nn.ReLU(), nn.Conv2d(32, 4, 1))
         self.scores = nn.Sequential(nn.Conv2d(32, 48, 3, 1, 1), nn.ReLU(), nn.Conv2d(48, 20, 1))
         with torch.no_grad():
-            self.scores[2].weight.mul_(12)
-            self.scores[2].bias.fill_(-2)
+            weight, bias = self.scores[2].parameters()
+            weight.mul_(12)
+            bias.fill_(-2)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         features = self.stem(images)
@@ -52,7 +53,7 @@ class Pose(nn.Module):
             nn.Sequential(nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 17)),
         )
         with torch.no_grad():
-            self.sure[2].weight.mul_(12)
+            next(self.sure[2].parameters()).mul_(12)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         features = self.stem(x)
@@ -60,7 +61,7 @@ class Pose(nn.Module):
         return torch.cat([places, self.sure(features).sigmoid()[..., None]], 2)
 
 
-NETWORKS = {
+NETWORKS: dict[str, tuple[type[nn.Module], tuple[int, ...], list[Any], list[str]]] = {
     "detector": (Detector, (3, 16, 16), [np.s_[:, :4], np.s_[:, 4:]], ["0:4", "4:24"]),
     "pose": (Pose, (24,), [np.s_[..., :2], np.s_[..., 2]], ["0:2", "2"]),
 }
@@ -74,16 +75,17 @@ def test_no_quantity_is_lost_unseen(network: str, as_file: bool, goal: str, tmp_
     kind, shape, parts, channels = NETWORKS[network]
     torch.manual_seed(0)
     net, x, test = kind().eval(), 2 * torch.randn(160, *shape), 2 * torch.randn(100, *shape)
-    given: tuple[Any, Any] = net, x
+    given: Any = net
+    inputs: Any = x
     if as_file:
         rankrl.export_onnx(net, tmp_path / "net.onnx", x[:2])
-        given = tmp_path / "net.onnx", x.numpy()
+        given, inputs = tmp_path / "net.onnx", x.numpy()
     options = grouped(decomposition="tucker", precisions=("float32", "int8"), **OPTIONS)
     wanted: dict[str, Any] = {"bytes": 0.2} if goal == "bytes" else {"drop": 0.02, "minimise": "bytes"}
     target = tmp_path / ("small.onnx" if as_file else "run")
-    result = rankrl.compress(*given, target, progress=False, **wanted, **options)
+    result = rankrl.compress(given, inputs, target, progress=False, **wanted, **options)
     session = onnxruntime.InferenceSession(result.path)
-    (after,) = session.run(None, {session.get_inputs()[0].name: test.numpy()})
+    after: Any = session.run(None, {session.get_inputs()[0].name: test.numpy()})[0]
     with torch.no_grad():
         before = net(test).numpy()
     kept = []
