@@ -13,12 +13,14 @@ import torch
 from small_graphs import FRAMES, MAPS, classifier, convolutions, images, sentences, shared, tokens, upsampling
 
 from decomposition import CandidateSet, Factorise
+from decomposition.network.rounding import REDUCED_BITS, largest_integer
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import fit_library
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import ScoringGraph
 from rankrl.networks.node_tail import NodeTail
 from rankrl.onnx.export.int8 import quantise_onnx
+from rankrl.onnx.export.weight_range import sums_overflow
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile
 from rankrl.onnx.output_scores import output_score
 
@@ -99,17 +101,20 @@ def test_integers_lose_what_onnxruntimes_own_lose(name: str, tmp_path: Path) -> 
     feeds = losses._feeds
     session = file.network.session()
     before = [session.run(feed) for feed in feeds]
+    largest = largest_integer(REDUCED_BITS if sums_overflow() else 8)  # as the quantiser has it here
     for node in file.usable:
         weight = file.network.weight_inputs[node.name]
         quantise_onnx(tmp_path / "net.onnx", tmp_path / "int8.onnx", feeds, weights=[weight])
         rounded = OnnxNetwork.load(tmp_path / "int8.onnx").session()
         expected = expected_loss(file, before, [rounded.run(feed) for feed in feeds])
         spec = library.specs[node.name]
-        steps = library.weights[node.name].flatten(1).abs().amax(1) / 127
+        steps = library.weights[node.name].flatten(1).abs().amax(1) / largest
         steps = steps.reshape(-1, *[1] * (library.weights[node.name].ndim - 1))
         written = torch.round(library.weights[node.name] / steps) * steps
         (found,) = losses.of(library, spec.name, [written], [True])
-        assert 0.3 * expected < found < 3 * expected
+        assert found < 3 * expected
+        if node.absorber != "batch_norm":  # which makes up for the mean error of those in front of it
+            assert found > 0.3 * expected
 
 
 def test_candidates_keep_their_order_within_a_format_and_match_what_was_measured(tmp_path: Path) -> None:
