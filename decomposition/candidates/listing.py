@@ -24,7 +24,7 @@ from decomposition.operations import Cost, Factorise, dense_cost
 from decomposition.operations.base import FLOAT_BYTES
 from decomposition.operations.block_removal import Removal, whole_blocks
 from decomposition.operations.factorise import factors_of
-from decomposition.operations.quantise import DYNAMIC, PRECISIONS, computes_in_integers
+from decomposition.operations.quantise import DYNAMIC, PRECISIONS, Quantise, computes_in_integers
 from decomposition.plan.layer_plan import total_cost
 
 # Singular values of a weight's unfoldings in a format, from which the format chooses a rank for each bond.
@@ -42,6 +42,7 @@ class CandidateLister:
         unrounded: Names of layers that come in float32 alone, whatever the precisions.
         floating: Names of layers that cannot compute in integers; theirs become `int8_weights`.
         tensorised: Split channel counts into small factors.
+        as_nodes: Whether candidates have to be convolutions and matrix products in a row.
         multiple: Candidate ranks are multiples of it (`candidate_ranks`).
         narrowings: For layers that may read only some of their input channels: how many, and which layer
             loses the others.
@@ -61,6 +62,7 @@ class CandidateLister:
         unrounded: Collection[str] = (),
         floating: Collection[str] = (),
         tensorised: bool = False,
+        as_nodes: bool = False,
         multiple: int = 1,
         narrowings: Mapping[str, Narrowing] | None = None,
         removals: Mapping[str, Removal] | None = None,
@@ -77,7 +79,7 @@ class CandidateLister:
         self.formats = tuple(get_format(name) for name in names)
         self.precisions = tuple(precisions)
         self.unrounded, self.floating = frozenset(unrounded), frozenset(floating)
-        self.multiple = multiple
+        self.multiple, self.as_nodes = multiple, as_nodes
         self.narrowings, self.removals = dict(narrowings or {}), dict(removals or {})
         self._norm_parameters = dict(norm_parameters or {})
         self._modes: dict[tuple[str, str], WeightModes] = {
@@ -184,6 +186,8 @@ class CandidateLister:
         side = self.multiple ** (1 / tensor_format.bonds_in_channels)
         multiple = self.multiple if tensor_format.bonds_in_channels == 1 else 2 ** math.ceil(math.log2(side))
         ranks = candidate_ranks(tensor_format, spec, modes, limit=limit, multiple=multiple, spectra=spectra)
+        if self.as_nodes:
+            ranks = [rank for rank in ranks if tensor_format.form(spec, modes, rank).as_nodes]
         operations = [Factorise(tensor_format.name, rank, factors_of(modes)) for rank in ranks]
         return [
             Candidate((operation,), operation.cost(spec, dense_cost(spec)), 1.0, tensor_format.name)
@@ -198,17 +202,7 @@ class CandidateLister:
             if self._only_rounded(name):
                 rounding = tuple(replace(each, activations=DYNAMIC) for each in rounding)
             operations = (*candidate.operations, *rounding)
-            contracted = any(
-                isinstance(operation, Factorise)
-                and not operation.tensor_format.staged(spec, operation.modes(spec), operation.ranks)
-                for operation in operations
-            )
-            assembled = any(
-                isinstance(each, Factorise) and each.tensor_format.assembled for each in operations
-            )
-            if not operations or (assembled and rounding):
-                continue
-            if contracted and any(operation.integer for operation in rounding):
+            if not operations or not self._roundable(spec, candidate, rounding):
                 continue
             cost = candidate.cost
             for operation in rounding:
@@ -218,6 +212,13 @@ class CandidateLister:
                 replace(candidate, operations=operations, cost=cost, error=1.0, generator=generator)
             )
         return candidates
+
+    def _roundable(self, spec: LayerSpec, candidate: Candidate, rounding: Sequence[Quantise]) -> bool:
+        """Tell whether the layers of a candidate's format can be rounded so."""
+        factors = [each for each in candidate.operations if isinstance(each, Factorise)] if rounding else []
+        forms = [each.tensor_format.form(spec, each.modes(spec), each.ranks) for each in factors]
+        integers = any(operation.integer for operation in rounding)
+        return all(form.in_integers if integers else form.stored for form in forms)
 
     def _precisions(self, name: str) -> list[str]:
         """Return what a layer may compute with or be stored in."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from decomposition.calibration.metric import Metric
 from decomposition.errors import DecompositionError
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.formats.tensorly_objects import TensorlyObject
+from decomposition.network.geometry import Geometry
 from decomposition.network.kinds import DecomposableModule
 from decomposition.network.layers import LayerSpec
 from decomposition.network.modes import WeightModes, plain_modes, tensorised_modes
@@ -21,6 +23,20 @@ from decomposition.registry import Registry
 
 Cores = list[torch.Tensor]
 Ranks = tuple[int, ...]
+
+
+class LayerForm(NamedTuple):
+    """What can be done with a layer of a format.
+
+    Attributes:
+        in_integers: Whether it can compute in integers: plain layers hold all of its weights.
+        stored: Whether its weights can be stored in integers.
+        as_nodes: Whether convolutions and matrix products in a row compute it, as nodes of an ONNX file.
+    """
+
+    in_integers: bool
+    stored: bool
+    as_nodes: bool
 
 
 class TensorFormat(ABC):
@@ -42,8 +58,8 @@ class TensorFormat(ABC):
             one there.
         any_matrices: Whether A and Q are any two matrices, with a kernel too, so that the best fit of every
             rank is known in closed form.
-        assembled: Whether A is put together from what is stored when it is used, so that it can neither be
-            rounded to integers nor spread over positions by a transposed convolution.
+        assembled: Whether A is put together from what is stored when it is used, so that it cannot be spread
+            over positions by a transposed convolution.
         splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
 
@@ -216,9 +232,25 @@ class TensorFormat(ABC):
         """Count the core elements at `ranks`, without a bias."""
         return sum(math.prod(shape) for shape in self.core_shapes(modes, ranks))
 
-    def staged(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> bool:
-        """Tell whether the layer runs as plain layers in a row, nothing contracted on the way."""
-        return True
+    def form(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> LayerForm:
+        """Find from the layer that `build` makes what can be done with it.
+
+        Layers of the same modes and execution are of one form: one of them is made, on the meta device.
+        """
+        key = modes, self.execution(spec, modes, ranks)
+        if key not in self._forms:
+            axes = len(spec.kernel_size)
+            sliding = spec.kernel_size, spec.stride, (0,) * axes, (1,) * axes
+            geometry = Geometry(modes.out_channels, modes.in_channels, *sliding, bias=spec.bias)
+            layer = self.build(geometry.dense(device="meta"), spec, modes, ranks)
+            self._forms[key] = LayerForm(
+                layer.staged, bool(layer.weight_holders()), bool(layer.plain_layers())
+            )
+        return self._forms[key]
+
+    @cached_property
+    def _forms(self) -> dict[tuple[WeightModes, str], LayerForm]:
+        return {}
 
     def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
         """Count the first axes of all weights that the layer holds: its cores, unless they are stages."""

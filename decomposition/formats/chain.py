@@ -221,6 +221,9 @@ class _ChainLayer(StagedLayer):
         a, _, c = self._bonds()
         return self.geometry.layer(c, a, bias=False, **like)
 
+    def plain_layers(self) -> dict[str, DecomposableModule]:
+        return {} if self.kernel is not None else super().plain_layers()
+
     def apply_kernel(self, x: torch.Tensor) -> torch.Tensor:
         _, b, c = self._bonds()
         batch, spatial = x.shape[0], x.shape[2:]

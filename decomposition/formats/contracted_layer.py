@@ -57,6 +57,20 @@ class ContractedLayer(FactorisedLayer):
         for parameter, core in zip(self.core_list, cores, strict=True):
             parameter.copy_(core)
 
+    def weight_holders(self) -> list[nn.Module]:
+        """Return the list of cores."""
+        return [self.core_list]
+
+    def plain_layers(self) -> dict[str, DecomposableModule]:
+        """Return Q and A as layers where they hold as many numbers as the cores, as two matrices do."""
+        if self.execution != "half" or not self.modes.plain:
+            return {}
+        with torch.no_grad():
+            output, features = self.tensor_format.halves(self.cores(), self.modes)
+        if output.numel() + features.numel() > self.tensor_format.params(self.modes, self.ranks):
+            return {}
+        return self.two_layers(output, features)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Contract and convolve."""
         if self.execution == "dense":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -71,9 +71,37 @@ class FactorisedLayer(nn.Module):
     def set_cores(self, cores: Cores) -> None:
         """Copy cores of the format's shapes into the parameters."""
 
+    @property
+    def staged(self) -> bool:
+        """Whether convolutions and linear layers hold all of its parameters, so that each can be rounded."""
+        held = {id(each) for part in _plain_parts(self).values() for each in part.parameters()}
+        return all(id(parameter) in held for parameter in self.parameters())
+
+    def weight_holders(self) -> list[nn.Module]:
+        """Return the modules whose weights are stored in integers; none where that cannot be."""
+        return list(_plain_parts(self).values()) if self.staged else []
+
     def plain_layers(self) -> dict[str, DecomposableModule]:
-        """Return the convolutions and linear layers that it is made of by name, in the order of execution."""
-        return _plain_parts(self)
+        """Return the convolutions and linear layers that, in a row, compute the same, by name.
+
+        None where there are no such: the layer cannot be nodes of an ONNX graph then. By default those that
+        it is made of, in the order in which they were assigned.
+        """
+        return _plain_parts(self) if self.staged else {}
+
+    def two_layers(self, output: torch.Tensor, features: torch.Tensor) -> dict[str, DecomposableModule]:
+        """Make layers of their own of Q (features, in * kernel) and A (out, features)."""
+        geometry, rank = self.geometry, len(features)
+        like: dict[str, Any] = {"device": output.device, "dtype": output.dtype}
+        first = geometry.layer(geometry.in_channels, rank, bias=False, **like)
+        last = geometry.pointwise(rank, geometry.out_channels, bias=geometry.bias, **like)
+        layers = {"features": cast(DecomposableModule, first), "mixing": cast(DecomposableModule, last)}
+        with torch.no_grad():
+            for layer, weight in zip(layers.values(), (features, output), strict=True):
+                layer.weight.copy_(weight.reshape(layer.weight.shape))
+            if layers["mixing"].bias is not None and self.bias is not None:
+                layers["mixing"].bias.copy_(self.bias)
+        return layers
 
     def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor] | None:
         """Return the module that applies A alone, and its weight for these cores; `None` if there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -120,17 +120,8 @@ class PivotedLayer(FactorisedLayer):
         return self.geometry.mix(self.features(x), self.output_half(), self.bias)
 
     def plain_layers(self) -> dict[str, DecomposableModule]:
-        """Return B as it is and A as a layer with a weight of its own."""
-        layer = self.geometry.pointwise(*self.output_half().T.shape, bias=self.geometry.bias)
-        layer = layer.to(self.mixing)
-        with torch.no_grad():
-            layer.weight.copy_(self.output_half().reshape(layer.weight.shape))  # type: ignore[operator, arg-type]
-            if self.bias is not None:
-                layer.bias.copy_(self.bias)  # type: ignore[operator]
-        return {
-            "features": cast(DecomposableModule, self.features),
-            "mixing": cast(DecomposableModule, layer),
-        }
+        """Return B and A as layers."""
+        return self.two_layers(*self.cores())
 
     def decay_shares(self) -> dict[nn.Parameter, float]:
         """Let B decay alone: A has rows that cannot, and their product decays as B does."""

@@ -15,7 +15,6 @@ from decomposition.fit.compensated_rounding import compensated_weight
 from decomposition.fit.fit_options import FitOptions
 from decomposition.fit.lockstep import PATCHES_TO_SOLVE, RefitProblem
 from decomposition.fit.rounded_stages import equalise, make_up, round_features
-from decomposition.formats.contracted_layer import ContractedLayer
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.formats.staged_layer import StagedLayer
 from decomposition.network.kinds import DecomposableModule, is_decomposable_module, weight_of
@@ -144,20 +143,20 @@ class Quantise(LayerOperation):
 
     def _stages(self, module: nn.Module, spec: LayerSpec) -> list[nn.Module]:
         """Return the modules inside that hold weights."""
-        if isinstance(module, FactorisedLayer) and module.tensor_format.assembled:
-            raise DecompositionError(
-                f"layer {spec.name!r}: {module.tensor_format.name} has no form in integers; quantise tucker, "
-                "the same product, or the dense layer"
-            )
-        if isinstance(module, ContractedLayer):
-            if self.integer:
+        if isinstance(module, FactorisedLayer):
+            stages = module.weight_holders()
+            if not stages or (self.integer and not module.staged):
+                reason, advice = "has no form in integers", ""
+                if stages:
+                    reason = "contracts its cores before it computes, so no stage of it can be integers"
+                    advice = "its weights alone (activations='float32'), or "
+                ranks = list(module.ranks)
                 raise DecompositionError(
-                    f"layer {spec.name!r}: {module.tensor_format.name} of ranks {list(module.ranks)} "
-                    "contracts its cores before it computes, so no stage of it can be integers; quantise "
-                    "its weights alone (activations='float32'), or the dense layer"
+                    f"layer {spec.name!r}: {module.tensor_format.name} of ranks {ranks} {reason}; quantise "
+                    f"{advice}the dense layer"
                 )
-            return [module.core_list]
-        stages: list[nn.Module] = [part for part in module.modules() if is_decomposable_module(part)]
+            return stages
+        stages = [part for part in module.modules() if is_decomposable_module(part)]
         if not stages:
             raise DecompositionError(
                 f"layer {spec.name!r} is a {type(module).__name__} without weights to round"

@@ -138,7 +138,7 @@ class GraphNetwork:
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
         """Return what lists the candidates of every node; see `PricedNetwork`."""
         specs = [site.spec for site in self.file.changing]
-        return CandidateLister(specs, candidates.formats, precisions=candidates.precisions)
+        return CandidateLister(specs, candidates.formats, precisions=candidates.precisions, as_nodes=True)
 
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
         """Calibrate the nodes and return the library of their fits; see `Network`."""
@@ -398,6 +398,7 @@ def fit_library(
         precisions=candidates.precisions,
         unrounded=[site.name for site in usable if site.spread],
         floating=file.unrounded if computes_in_integers(candidates.precisions) else (),
+        as_nodes=True,
         multiple=candidates.multiple,
         options=replace(CHOOSING, iterations=candidates.iterations),
         folder=folder,

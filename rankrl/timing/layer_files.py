@@ -15,7 +15,6 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from decomposition.formats.chain import ChainFormat
 from decomposition.formats.factorised import FactorisedLayer, plain_layers
 from decomposition.network.kinds import DecomposableModule, is_decomposable_module
 from rankrl.onnx.export.onnx_file import OLDEST_OPSET, export_onnx
@@ -82,7 +81,7 @@ class SideBySide(nn.Module):
 def _in_a_row(module: nn.Module) -> bool:
     """Tell whether a module's layers are one behind the other, each a convolution or matrix product."""
     if isinstance(module, FactorisedLayer):
-        return module.execution == "chain" and not isinstance(module.tensor_format, ChainFormat)
+        return module.execution != "dense" and bool(module.plain_layers())
     return isinstance(module, SideBySide | nn.ModuleList | nn.Sequential) or is_decomposable_module(module)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ _SMALL = 256
 """Elements that a folded vector may always have, such as a shape or axes."""
 
 
-def simplify(model: ir.Model, *, fold_batchnorm: bool) -> None:
+def simplify(model: ir.Model, *, fold_batchnorm: bool, keep: Collection[str] = ()) -> None:
     """Fold constants and batch normalisations, and remove what the exporter left over.
 
     No weight is contracted where the product is larger than its factors: a compressed model stays small. The
@@ -38,8 +38,13 @@ def simplify(model: ir.Model, *, fold_batchnorm: bool) -> None:
     Args:
         model: The exporter's graph; changed in place.
         fold_batchnorm: Whether to fold batch normalisations into the convolution or linear layer before them.
+        keep: Names of constants that nothing is folded into.
     """
     from onnxscript import optimizer  # takes a while to import
+
+    def should_fold(node: ir.Node) -> bool | None:
+        kept = any(value is not None and value.name in keep for value in node.inputs)
+        return False if kept else _should_fold(node)
 
     turned = {
         str(node.outputs[0].name): str(node.inputs[0].name)
@@ -47,11 +52,11 @@ def simplify(model: ir.Model, *, fold_batchnorm: bool) -> None:
         if is_standard(node, "Transpose") and node.inputs[0] is not None and node.inputs[0].is_initializer()
     }
     if fold_batchnorm:
-        optimizer.optimize_ir(model, should_fold=_should_fold)
+        optimizer.optimize_ir(model, should_fold=should_fold)
         fold_batchnorm_into_computed_weights(model)
     else:  # the optimizer's rewrite rules would fold them
         optimizer.inline(model)
-        optimizer.fold_constants_ir(model, should_fold=_should_fold)
+        optimizer.fold_constants_ir(model, should_fold=should_fold)
         optimizer.remove_unused_nodes(model)
     _name_turned_weights(model.graph, turned)
     _remove_notes(model)

@@ -20,6 +20,7 @@ from torch import nn
 
 from decomposition import integer_layers, rounded_parameters, without_rounding
 from decomposition.network.inputs import ExampleInputs, run_model
+from decomposition.network.kinds import is_decomposable_module
 from decomposition.network.rounding import REDUCED_BITS, largest_integer
 from decomposition.network.surgery import copied
 from rankrl.onnx.errors import ExportError
@@ -77,7 +78,9 @@ def export_network(
     with tempfile.TemporaryDirectory() as folder:  # the float32 file is never seen under the other's name
         scratch = Path(folder) / "network.onnx"
         plain = without_rounding(copied(network))
-        written = export_onnx(plain, scratch, input_shape, opset=opset, progress=False, **options)
+        modules = dict(plain.named_modules())
+        cores = [name for name in stored if not is_decomposable_module(modules[name.rpartition(".")[0]])]
+        written = export_onnx(plain, scratch, input_shape, opset=opset, keep=cores, progress=False, **options)
         if stored:
             model = load_model(scratch)
             store_integers(model, stored)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,6 +76,7 @@ def export_onnx(
     output_names: Sequence[str] = (),
     preprocessing: Preprocessing | None = None,
     channel_block: int = 1,
+    keep: Collection[str] = (),
     progress: Progress = None,
 ) -> ExportResult:
     """Write a model as one self-contained ONNX file that `onnx.checker` accepts and onnxruntime loads.
@@ -108,6 +109,8 @@ def export_onnx(
         channel_block: Fill up fewer channels than that to so many when the file is loaded, where onnxruntime
             is faster then (`rankrl.onnx.export.channel_padding`); `rankrl.device.channel_block()` is what it
             computes at a time here, 1 leaves all as it is.
+        keep: Names of parameters that stay constants of the graph as they are. Others may be reshaped or
+            transposed once and for all, and take other names.
         progress: Where progress goes: None draws a bar on a terminal, False shows nothing; a function is
             called with "export", the number of steps that are done and the number of all.
 
@@ -148,7 +151,7 @@ def export_onnx(
         bar.advance()
         translated = convert(program, name, opset, inputs=plain_names(len(axes)))
         bar.advance()
-        simplify(translated, fold_batchnorm=fold_batchnorm)
+        simplify(translated, fold_batchnorm=fold_batchnorm, keep=keep)
         bar.advance()
         graph = translated.graph
         name_axes(graph, axes)

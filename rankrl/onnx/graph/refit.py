@@ -133,6 +133,13 @@ def check_plan(plan: CompressionPlan, sites: Sequence[Site], source: str) -> Non
                 )
             if isinstance(operation, Factorise):
                 check_formats((operation.format,))
+                form = operation.tensor_format.form(spec, operation.modes(spec), operation.ranks)
+                if not form.as_nodes:
+                    raise PlanError(
+                        f"the plan factorises {layer.name!r} as {operation}, which is no row of convolutions "
+                        "and matrix products here, so that it cannot become nodes; choose other ranks or "
+                        "another format"
+                    )
                 if operation.tensor_format.assembled and layer.name in spreading:
                     raise PlanError(
                         f"the plan factorises {layer.name!r}, a transposed convolution, as "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from decomposition import get_format, list_formats
-from decomposition.formats.chain import ChainFormat
+from decomposition import TensorFormat, compressible_layers, get_format, list_formats
 from decomposition.formats.factorised import FactorisedLayer, plain_layers
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.quantised import constant
@@ -25,7 +25,29 @@ MARKED = 1
 
 def writable_formats() -> list[str]:
     """Return the formats whose layers are plain convolutions and matrix products in a row."""
-    return [name for name in list_formats() if not isinstance(get_format(name), ChainFormat)]
+    return [name for name in list_formats() if _runs_in_a_row(get_format(name))]
+
+
+@cache
+def _runs_in_a_row(tensor_format: TensorFormat) -> bool:
+    """Try whether the `plain_layers` of a format's layers, with and without a kernel, compute the same."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        for dense, shape in ((nn.Conv2d(4, 6, 3, (2, 1), 1), (4, 5, 4)), (nn.Linear(4, 6), (4,))):
+            (spec,) = compressible_layers(nn.Sequential(dense), shape)
+            modes = tensor_format.modes(spec)
+            layer = tensor_format.build(dense, spec, modes, tensor_format.expand(modes, 2)).double().eval()
+            for parameter in layer.parameters():
+                parameter.normal_()
+            x = torch.randn(2, *shape, dtype=torch.float64)
+            expected, stages = layer.to_dense()(x), list(layer.plain_layers().values())
+            try:
+                y = nn.Sequential(*stages)(x)
+            except RuntimeError:  # the channels of neighbours do not meet
+                return False
+            if y.shape != expected.shape or not torch.allclose(y, expected):
+                return False
+    return True
 
 
 def check_formats(names: Sequence[str]) -> None:
@@ -39,8 +61,8 @@ def check_formats(names: Sequence[str]) -> None:
         if name not in writable_formats():
             raise ConfigError(
                 f"decomposition={name} cannot be written into an ONNX graph: its cores are contracted while "
-                f"it runs. Choose from {', '.join(writable_formats())}, or several of them with "
-                "decomposition=auto"
+                "it runs, or its stages are no plain convolutions and matrix products in a row. Choose from "
+                f"{', '.join(writable_formats())}, or several of them with decomposition=auto"
             )
 
 
