@@ -120,13 +120,13 @@ class FormatContract:
             with pytest.raises(DecompositionError, match=r"'stage\.conv'.*\d"):
                 tensor_format.check_ranks(modes, ranks, "stage.conv")
 
-    def test_a_linear_layer_costs_two_matrix_products(self, tensor_format: TensorFormat) -> None:
+    def test_a_linear_layer_costs_two_matrix_products_at_most(self, tensor_format: TensorFormat) -> None:
         spec = spec_of(nn.Linear(12, 7))
         modes = tensor_format.modes(spec)
         ranks = tensor_format.expand(modes, 2)
         features = tensor_format.halves(random_cores(tensor_format, modes, ranks), modes)[0].shape[1]
         products = count_macs(nn.Sequential(nn.Linear(12, features), nn.Linear(features, 7)), (12,))
-        assert tensor_format.macs(spec, modes, ranks) == min(products, 84)
+        assert tensor_format.macs(spec, modes, ranks) <= products
 
     def test_tensorised_modes_only_where_the_format_has_them(self, tensor_format: TensorFormat) -> None:
         spec = spec_of(nn.Conv2d(16, 64, 3))
@@ -146,6 +146,17 @@ class FormatContract:
                 layer.train(training)
                 with torch.no_grad():
                     torch.testing.assert_close(layer(inputs), layer.to_dense()(inputs), rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("dense", LAYERS, ids=repr)
+    def test_its_plain_layers_in_a_row_compute_the_same(
+        self, tensor_format: TensorFormat, dense: nn.Module
+    ) -> None:
+        for layer, _, _ in layers_of(tensor_format, copy.deepcopy(dense).double()):
+            stages = layer.plain_layers().values()
+            if stages:
+                x = normal((2, *input_shape(dense)), seed=2)
+                with torch.no_grad():
+                    torch.testing.assert_close(nn.Sequential(*stages)(x), layer(x), rtol=1e-9, atol=1e-9)
 
     @pytest.mark.parametrize("dense", LAYERS, ids=repr)
     def test_parameters_and_macs_are_exactly_those_announced(

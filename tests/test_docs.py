@@ -31,6 +31,7 @@ from omegaconf import OmegaConf
 from small_graphs import convolutions, drawn, images, save_photos, with_state
 from torch import nn
 
+import rankrl
 from decomposition.registry import Registry
 from optim import list_optimizers
 from pruning import list_pruners
@@ -301,6 +302,34 @@ def test_what_the_page_on_adding_defines_keeps_the_contracts_that_it_shows(tmp_p
     assert done.returncode == 0, done.stdout
     for contract in ("Format", "Selector", "Criterion", "Runtime"):
         assert f"({contract}Contract)" in code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_file", [False, True], ids=["module", "file"])
+def test_what_the_page_on_adding_defines_keeps_a_budget_in_bytes(
+    of_file: bool, workplace: pytest.MonkeyPatch
+) -> None:
+    scope: dict[str, Any] = {}
+    for language, content in blocks(ROOT / "docs" / "extending.md"):
+        if language == "python" and ("@register_" in content or "model = " in content):
+            run_python(ROOT / "docs" / "extending.md", content, scope)
+    network, images = scope["model"], torch.randn(64, 3, 8, 8)
+    options: dict[str, Any] = {"finetune": rankrl.TrainingRecipe(epochs=1, lr=1e-4, optimizer="rmsprop")}
+    inputs: Any = images
+    if of_file:
+        rankrl.export_onnx(network, "net.onnx", (3, 8, 8))
+        network, inputs, options = "net.onnx", images.numpy(), {}
+    few = rankrl.SearchOptions(episodes=2)
+    searched: dict[str, Any] = {"decomposition": "low_rank", "selector": "fresh", "search": few}
+    score = None if of_file else lambda net: -float(net(images).square().mean())
+    rankrl.search(network, inputs, score=score, reward="thrifty", bytes=0.5, **searched)
+    for precisions in (None, ("float32", "int8_weights")):
+        searched["decomposition"] = rankrl.DecompositionOptions(format="low_rank", precisions=precisions)
+        target = f"small_{precisions is None}"
+        result = rankrl.compress(network, inputs, target, bytes=0.5, **searched, **options)
+        session = get_runtime("reference").load(Path(target) / "model.onnx", 1)
+        assert session.run(images[:2].numpy())[0].shape == (2, 16, 6, 6)
+        assert result.after["bytes"] <= 0.5 * result.before["bytes"]
 
 
 def test_an_option_that_nothing_explains_is_named_by_the_script(workplace: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ class CandidateLister:
         self.multiple, self.as_nodes = multiple, as_nodes
         self.narrowings, self.removals = dict(narrowings or {}), dict(removals or {})
         self._norm_parameters = dict(norm_parameters or {})
+        self._rounds: dict[tuple[str, str], set[bool]] = {}
         self._modes: dict[tuple[str, str], WeightModes] = {
             (spec.name, tensor_format.name): tensor_format.modes(spec, tensorised=tensorised)
             for spec in specs
@@ -158,6 +159,11 @@ class CandidateLister:
             producer=None if narrowing is None else narrowing.producer,
         )
 
+    def left_out(self) -> dict[str, list[str]]:
+        """Return the precisions in which none of the candidates listed so far could be, by format."""
+        without = sorted(pair for pair, found in self._rounds.items() if found == {False})
+        return {name: [pair[1] for pair in without if pair[0] == name] for name, _ in without}
+
     def _only_rounded(self, name: str) -> bool:
         """Tell whether a layer is an LSTM, which no format replaces, but which may compute in integers."""
         return self.specs[name].kind in OPAQUE_KINDS
@@ -202,8 +208,13 @@ class CandidateLister:
             if self._only_rounded(name):
                 rounding = tuple(replace(each, activations=DYNAMIC) for each in rounding)
             operations = (*candidate.operations, *rounding)
-            if not operations or not self._roundable(spec, candidate, rounding):
+            if not operations:
                 continue
+            if rounding and candidate.operations:
+                roundable = self._roundable(spec, candidate, rounding)
+                self._rounds.setdefault((candidate.generator, precision), set()).add(roundable)
+                if not roundable:
+                    continue
             cost = candidate.cost
             for operation in rounding:
                 cost = operation.cost(spec, cost)
@@ -215,7 +226,7 @@ class CandidateLister:
 
     def _roundable(self, spec: LayerSpec, candidate: Candidate, rounding: Sequence[Quantise]) -> bool:
         """Tell whether the layers of a candidate's format can be rounded so."""
-        factors = [each for each in candidate.operations if isinstance(each, Factorise)] if rounding else []
+        factors = [each for each in candidate.operations if isinstance(each, Factorise)]
         forms = [each.tensor_format.form(spec, each.modes(spec), each.ranks) for each in factors]
         integers = any(operation.integer for operation in rounding)
         return all(form.in_integers if integers else form.stored for form in forms)

@@ -222,7 +222,8 @@ class _ChainLayer(StagedLayer):
         return self.geometry.layer(c, a, bias=False, **like)
 
     def plain_layers(self) -> dict[str, DecomposableModule]:
-        return {} if self.kernel is not None else super().plain_layers()
+        """None: bonds travel in the batch axis, and without a kernel it is two matrices like others."""
+        return {}
 
     def apply_kernel(self, x: torch.Tensor) -> torch.Tensor:
         _, b, c = self._bonds()

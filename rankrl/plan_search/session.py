@@ -87,6 +87,9 @@ def check_reachable(network: PricedNetwork, candidates: CandidateOptions, goal: 
         )
     lister = network.lister(candidates)
     sites = [lister.candidates(name, limit=candidates.candidates) for name in lister.specs]
+    for name, precisions in lister.left_out().items():
+        level = logging.WARNING if len(lister.formats) == 1 else logging.INFO
+        log.log(level, "layers in %s cannot be %s: no such candidate is taken", name, " or ".join(precisions))
     try:
         problem_of(network, sites, goal)
     except DecompositionError as error:

@@ -146,5 +146,5 @@ def test_integers_are_refused_with_what_to_do() -> None:
     specs = decomposition.inspect_layers(model, (6, 5, 5))
     others = [decomposition.LayerPlan(spec.name, ()) for spec in specs if spec.name != "7"]
     plan = decomposition.CompressionPlan((*others, rounded), decomposition.fingerprint(specs), (6, 5, 5))
-    with pytest.raises(DecompositionError, match=r"'7': pifa has no form in integers; quantise tucker"):
+    with pytest.raises(DecompositionError, match=r"'7': pifa .* has no form in integers; quantise the"):
         decomposition.apply_plan(model, plan)
