@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,23 @@ from decomposition.network.layers import LayerSpec
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from decomposition.network.wrappers import unwrapped
 
+log = logging.getLogger(__name__)
+
 PATCHES_PER_LAYER = 65_536
+
+
+UNREACHED = "none of the calibration inputs reaches it"
+"""Why a layer without moments stays as it is."""
+
+
+def warn_unreached(names: Sequence[str]) -> None:
+    """Name the layers that stay dense because no calibration input reaches them."""
+    if names:
+        log.warning(
+            "%s: none of the calibration inputs gets there, so these layers stay dense; give inputs that "
+            "exercise them",
+            ", ".join(names),
+        )
 
 
 @dataclass(frozen=True)
@@ -138,6 +155,7 @@ def collect_moments(
     *,
     max_patches: int = PATCHES_PER_LAYER,
     seed: int = 0,
+    unreached: list[str] | None = None,
 ) -> dict[str, InputMoments]:
     """Estimate the moments of every layer's input patches in one pass over the calibration set.
 
@@ -151,6 +169,8 @@ def collect_moments(
         max_patches: Patches a layer at most, all batches together; several times in * kernel of them are
             needed for a well-determined moment matrix.
         seed: Seed of the patch positions.
+        unreached: Takes the names of layers that no input reaches, or with nothing in it, which have no
+            moments then; None refuses them.
 
     Returns:
         Moments by layer name.
@@ -169,6 +189,8 @@ def collect_moments(
 
     def watch(name: str, module: DecomposableModule, calls: int) -> torch.utils.hooks.RemovableHandle:
         def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            if inputs[0].numel() == 0:  # an expert that was chosen for no input, a past of no steps
+                return
             share = max(1, per_batch // calls)
             (patches,), labels = sample_labelled_patches(module, [inputs[0]], share, generator)
             labels = labels_of_batch(labels, len(inputs[0]), count_inputs(batch))
@@ -187,12 +209,13 @@ def collect_moments(
     finally:
         for handle in handles:
             handle.remove()
-    for name, accumulator in accumulators.items():
-        if accumulator.empty:
+    for name in [name for name, accumulator in accumulators.items() if accumulator.empty]:
+        if unreached is None:
             raise DecompositionError(
-                f"layer {name!r}: none of the calibration inputs reaches it; give inputs that do, or leave "
-                "the layer out"
+                f"layer {name!r}: {UNREACHED}; give inputs that do, or leave the layer out"
             )
+        unreached.append(name)
+        del accumulators[name]
     # Each accumulator is free before the next one's matrix is made.
     moments = {name: accumulators.pop(name).moments() for name in list(accumulators)}
     for name, moment in moments.items():

@@ -12,7 +12,9 @@ alike: J is that of the outputs relative to their own deviations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ from decomposition.network.inputs import (
     count_inputs,
     mapped,
     numbers_in_one,
+    rows,
     run_model,
     split,
     tensors_of,
@@ -39,11 +42,18 @@ from decomposition.network.outputs import tensors_in
 from decomposition.network.patches import labels_of_batch
 from decomposition.network.wrappers import unwrapped
 
+log = logging.getLogger(__name__)
+
 # Inputs in a batch, and numbers in them: a backward pass holds all activations of its batch.
 _BATCH = 64
 _ELEMENTS = 2**20
 _ANSWERED, _ANSWERED_NUMBERS = 32, 2**26
 """Inputs whose outputs tell their units, and numbers in them, whichever is fewer."""
+_PERTURBED, _DIRECTIONS, _STEP = 16, 64, 0.1
+"""Inputs that are perturbed, groups of channels at most, and the step as a share of the output's root mean
+square: of the size of what a fit changes."""
+_SILENT_SHARE = 0.1
+"""Of a perturbation's effect, from channels without a gradient; a dead unit that a step wakes has less."""
 _SUM_TOLERANCE, _LEAST_PROBABILITY = 1e-2, 1e-12
 """How far class probabilities are off 1 together, rounded as they are, and the least that is told from 0."""
 
@@ -80,21 +90,28 @@ def collect_sensitivities(
     spreads: dict[str, Spread] = {}
     generator = torch.Generator().manual_seed(seed)
     inputs = 0
+    reached: dict[str, int] = {}  # output channels
     current: list[Inputs] = []  # the batch that is sent through
 
     def watch(name: str, linear: bool) -> torch.utils.hooks.RemovableHandle:
         def add(gradient: torch.Tensor) -> None:
+            if gradient.numel() == 0:
+                return
             axis = len(gradient)
-            rows = (gradient if linear else gradient.movedim(1, -1)).flatten(0, -2).float()
-            sums[name] = sums.get(name, torch.zeros(())) + gram(rows).double().cpu()
-            labels = torch.arange(len(rows), device=rows.device) // (len(rows) // axis)
+            flat = (gradient if linear else gradient.movedim(1, -1)).flatten(0, -2).float()
+            sums[name] = sums.get(name, torch.zeros(())) + gram(flat).double().cpu()
+            labels = torch.arange(len(flat), device=flat.device) // (len(flat) // axis)
             spreads.setdefault(name, Spread()).add(
-                rows, labels_of_batch(labels, axis, count_inputs(current[0]))
+                flat, labels_of_batch(labels, axis, count_inputs(current[0]))
             )
 
-        def hook(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        def hook(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            if not output.requires_grad and not output.is_inference():  # gradients stop in front of the layer
+                output = output.detach().requires_grad_().clone()
             if output.requires_grad:
                 output.register_hook(add)
+            reached.update({name: output.shape[-1 if linear else 1]} if output.numel() else {})
+            return output
 
         return modules[name].register_forward_hook(hook)
 
@@ -126,16 +143,115 @@ def collect_sensitivities(
             parameter.requires_grad_(learnt)
             parameter.grad = gradient
     sensitivities = {name: total / max(1, inputs) for name, total in sums.items()}
-    return {
+    zeros = {name: torch.zeros(channels, channels) for name, channels in reached.items()}
+    silent = {
+        name: matrix.diagonal() == 0
+        for name, matrix in {**zeros, **sensitivities}.items()
+        if bool((matrix.diagonal() == 0).any())
+    }
+    measured = _measured(
+        model, {spec.name: spec.kind == "linear" for spec in specs}, silent, batches, weights, generator
+    )
+    return measured | {
         name: shrunk_matrix(matrix, spreads[name].shrinkage(matrix, 1 / inputs))
         for name, matrix in sensitivities.items()
-        if bool(torch.isfinite(matrix).all()) and matrix.diagonal().sum() > 0
+        if name not in measured and bool(torch.isfinite(matrix).all()) and matrix.diagonal().sum() > 0
     }
 
 
 def _size(images: Inputs) -> int:
     """Return how many inputs are sent through at a time."""
     return max(1, min(_BATCH, _ELEMENTS // max(1, numbers_in_one(images))))
+
+
+def _measured(
+    model: nn.Module,
+    linear: Mapping[str, bool],
+    silent: Mapping[str, torch.Tensor],
+    batches: Sequence[Inputs],
+    weights: Sequence[torch.Tensor],
+    generator: torch.Generator,
+) -> dict[str, torch.Tensor]:
+    """Measure by perturbing them how layers count behind which gradients stop although their outputs matter.
+
+    With random signs s of positions, E|f(y + h s e_c) - f(y)|^2 / h^2 is G_cc summed over positions, and what
+    an error of that size does where f is no smooth function, as behind a rounding.
+
+    Args:
+        model: The network.
+        linear: Whether channels are the last axis of a layer's output, by name.
+        silent: The channels that no gradient reaches, of the layers that have some.
+        batches: Calibration inputs.
+        weights: Of the outputs, in their units.
+        generator: Source of the signs.
+
+    Returns:
+        Diagonal matrices of those layers whose silent channels carry more than `_SILENT_SHARE` of the effect.
+    """
+    if not silent:
+        return {}
+    batch = rows(batches[0], slice(_PERTURBED))
+    modules, sizes = dict(model.named_modules()), dict[str, torch.Tensor]()
+
+    def run(name: str | None = None, moved: torch.Tensor | None = None) -> torch.Tensor:
+        def hook(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor | None:
+            if name is None or moved is None or output.numel() == 0:
+                return None
+            axis = output.ndim - 1 if linear[name] else 1
+            signs = torch.randn(output.narrow(axis, 0, 1).shape, generator=generator).sign().to(output)
+            along = [-1 if each == axis else 1 for each in range(output.ndim)]
+            return output + sizes[name].to(output) * signs * moved.to(output).reshape(along)
+
+        def look(each: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
+            def note(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+                if output.numel():
+                    sizes[each] = _STEP * output.detach().float().square().mean().sqrt()
+
+            return note
+
+        watched = {each: look(each) for each in silent} if name is None else {name: hook}
+        handles = [modules[each].register_forward_hook(act) for each, act in watched.items()]
+        try:
+            with evaluation_mode(model), torch.no_grad():
+                outputs = tensors_in(run_model(model, batch))
+        finally:
+            for handle in handles:
+                handle.remove()
+        numbers = [
+            (_logits(y) * weight.to(y)).flatten().double()
+            for y, weight in zip(outputs, weights, strict=True)
+            if y.is_floating_point()
+        ]
+        return torch.cat(numbers) if numbers else torch.zeros(0)
+
+    known = run()
+    if not torch.equal(known, run()):  # it draws random numbers, which would be taken for a reaction
+        return {}
+
+    def effect(name: str, moved: torch.Tensor) -> float:
+        change = run(name, moved.double()) - known
+        return float((change / sizes[name]).square().sum()) / count_inputs(batch)
+
+    measured = {}
+    for name in (name for name in silent if sizes.get(name, torch.zeros(())) > 0):
+        channels = silent[name]
+        whole = effect(name, torch.ones_like(channels))
+        if not effect(name, channels) > _SILENT_SHARE * whole > 0:
+            continue
+        groups = torch.arange(len(channels)).chunk(_DIRECTIONS)
+        each = [effect(name, torch.zeros(len(channels)).index_fill(0, group, 1.0)) for group in groups]
+        diagonal = torch.cat(
+            [torch.full((len(group),), e / len(group)) for group, e in zip(groups, each, strict=True)]
+        )
+        if bool(torch.isfinite(diagonal).all()) and diagonal.sum() > 0:
+            measured[name] = torch.diag(diagonal.double())
+    if measured:
+        log.warning(
+            "gradients are stopped behind %s, which count for the outputs all the same: how much is measured "
+            "by perturbing them instead",
+            ", ".join(measured),
+        )
+    return measured
 
 
 def _watched(x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.calibration.input_check import checked_batches
 from decomposition.calibration.input_selection import Selection, select_inputs
 from decomposition.calibration.metric import Metric
-from decomposition.calibration.moments import InputMoments, collect_moments, settled
+from decomposition.calibration.moments import InputMoments, collect_moments, settled, warn_unreached
 from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.candidates.candidates import Candidate, CandidateSet
 from decomposition.candidates.fit_cache import FitCache
@@ -96,6 +96,8 @@ class FitLibrary:
         self._geometries = {name: Geometry.of(modules[name]) for name in self.specs}
         self._metrics: dict[str, Metric | None] = dict.fromkeys(self.specs)
         if moments is not None:
+            idle = self.lister.unreached  # layers without moments
+            moments |= {name: InputMoments.even(self.weights[name][0].numel()) for name in idle}
             missing = sorted(set(self.specs) - set(moments))
             if missing:
                 raise DecompositionError(
@@ -153,7 +155,10 @@ class FitLibrary:
         options = within(specs, options)
         if calibration is not None:
             batches = checked_batches(calibration, model, [spec.name for spec in specs])
-            options["moments"] = settled(collect_moments(model, specs, batches, seed=seed))
+            unreached: list[str] = []
+            moments = settled(collect_moments(model, specs, batches, seed=seed, unreached=unreached))
+            warn_unreached(unreached)
+            options |= {"moments": moments, "unreached": unreached}
             if weigh_outputs:
                 options["sensitivities"] = collect_sensitivities(model, specs, batches, seed=seed)
         return cls(model, specs, formats, **options)

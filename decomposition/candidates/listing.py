@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from decomposition.calibration.input_selection import Narrowing
+from decomposition.calibration.moments import UNREACHED
 from decomposition.candidates.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.formats import TensorFormat, get_format, list_formats
@@ -39,6 +40,7 @@ class CandidateLister:
         formats: Name of the format, or names of several that every layer may choose from.
         precisions: Names of what layers may compute with or be stored in (`PRECISIONS`); every candidate
             comes in each of them. The dense layer in float32 is always a candidate.
+        unreached: Names of layers that no calibration input reaches; they stay dense.
         unrounded: Names of layers that come in float32 alone, whatever the precisions.
         floating: Names of layers that cannot compute in integers; theirs become `int8_weights`.
         tensorised: Split channel counts into small factors.
@@ -59,6 +61,7 @@ class CandidateLister:
         formats: str | Sequence[str],
         *,
         precisions: Sequence[str] = ("float32",),
+        unreached: Collection[str] = (),
         unrounded: Collection[str] = (),
         floating: Collection[str] = (),
         tensorised: bool = False,
@@ -78,6 +81,7 @@ class CandidateLister:
         self.specs = {spec.name: spec for spec in specs}
         self.formats = tuple(get_format(name) for name in names)
         self.precisions = tuple(precisions)
+        self.unreached = frozenset(unreached)
         self.unrounded, self.floating = frozenset(unrounded), frozenset(floating)
         self.multiple, self.as_nodes = multiple, as_nodes
         self.narrowings, self.removals = dict(narrowings or {}), dict(removals or {})
@@ -148,6 +152,8 @@ class CandidateLister:
         if not choices:
             smaller = "only integers make" if self._only_rounded(name) else "no rank makes"
             reason = f"{smaller} it smaller"
+        if name in self.unreached:
+            choices, reason = [], UNREACHED
         dense = Candidate((), dense_cost(spec), 0.0, reason=reason)
         narrowing = self.narrowings.get(name)
         return CandidateSet(

@@ -137,7 +137,8 @@ class QuickRefit:
             def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
                 # Layers may compute in half precision; sums of second moments must not.
                 with torch.autocast(args[0].device.type, enabled=False):
-                    act(what, args[0])
+                    if args[0].numel():
+                        act(what, args[0])
 
             return hook
 

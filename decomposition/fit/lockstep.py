@@ -282,6 +282,8 @@ class _LayerPair(StandIn[DecomposableModule]):
                 f"layer {self.name!r}: the first axis of its input, shape {tuple(x.shape)}, does not count "
                 f"the batch's {self.batch} inputs, so it cannot be refitted in one pass; {_ADVICE}"
             )
+        if x.numel() == 0:  # nothing to fit to
+            return self.dense(x)
         dense_input, arriving = x.chunk(2)
         if self.present is not None:
             behind = 0 if isinstance(self.dense, nn.Linear) else arriving.ndim - 2

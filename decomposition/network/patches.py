@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,10 +78,11 @@ def sample_labelled_patches(
     ]
     positions = views[0].shape[:1] if linear else views[0].shape[: 1 + len(module.kernel_size)]  # type: ignore[arg-type]
     total = positions.numel()
-    patches_per_input = max(1, total // len(inputs[0]))
+    patches_per_input = max(1, total // max(1, len(inputs[0])))
     if total <= count:
         labels = torch.arange(total, device=views[0].device) // patches_per_input
-        return [view.reshape(total, -1) for view in views], labels
+        columns = math.prod(views[0].shape[len(positions) :])
+        return [view.reshape(total, columns) for view in views], labels
     drawn = torch.randint(total, (count,), generator=generator).to(views[0].device)
     order = drawn.argsort()  # neighbours share lines of the cache, so they are read one after the other
     index, places = torch.unravel_index(drawn[order], positions), order.argsort()
@@ -96,4 +98,4 @@ def labels_of_batch(labels: torch.Tensor, axis: int, batch: int) -> torch.Tensor
         axis: Length of that axis: a multiple of the batch where inputs are cut into pieces.
         batch: Inputs in the batch; where they are not counted on that axis the labels stay as they are.
     """
-    return labels // (axis // batch) if axis % batch == 0 else labels
+    return labels // (axis // batch) if axis and axis % batch == 0 else labels

@@ -14,7 +14,7 @@ import onnxruntime
 import torch
 
 from decomposition import CompressionPlan, FitLibrary, LayerSpec
-from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, settled
+from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, settled, warn_unreached
 from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
@@ -384,7 +384,9 @@ def fit_library(
         OnnxGraphError: No node can be compressed; the message gives the reasons.
     """
     usable, changing, batches = file.usable, file.changing, file.split.calibration
-    moments = settled(collect_moments(file.network, usable, batches, seed=seed))
+    unreached: list[str] = []
+    moments = settled(collect_moments(file.network, usable, batches, seed=seed, unreached=unreached))
+    warn_unreached(unreached)
     # The weights of an LSTM are rounded one by one, and its loss is measured.
     moments |= {site.name: InputMoments.even(site.weight.shape[1]) for site in changing if site.hidden}
     sensitivities = measured_sensitivities(file, folder=folder, seed=seed) if candidates.weigh_outputs else {}
@@ -396,6 +398,7 @@ def fit_library(
         moments=moments,
         sensitivities=sensitivities,
         precisions=candidates.precisions,
+        unreached=unreached,
         unrounded=[site.name for site in usable if site.spread],
         floating=file.unrounded if computes_in_integers(candidates.precisions) else (),
         as_nodes=True,

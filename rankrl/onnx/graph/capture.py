@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 
 from decomposition.calibration.metric import is_finite, with_mean
-from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, MomentAccumulator
+from decomposition.calibration.moments import PATCHES_PER_LAYER, UNREACHED, InputMoments, MomentAccumulator
 from decomposition.calibration.shrinkage import labels_or_single
 from decomposition.errors import DecompositionError
 from decomposition.network.kinds import DecomposableModule
@@ -42,7 +42,12 @@ def most_patches(site: Site, elements: int, patches: int = PATCHES_PER_LAYER) ->
 
 
 def collect_moments(
-    network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Feed], *, seed: int = 0
+    network: OnnxNetwork,
+    sites: Sequence[Site],
+    batches: Sequence[Feed],
+    *,
+    seed: int = 0,
+    unreached: list[str] | None = None,
 ) -> dict[str, InputMoments]:
     """Estimate the moments of what every node multiplies with its weight.
 
@@ -54,6 +59,8 @@ def collect_moments(
         sites: The nodes to watch, without a refusal.
         batches: Calibration inputs.
         seed: Seed of the patch positions.
+        unreached: Takes the names of nodes whose input is always empty, which have no moments then; None
+            refuses them.
 
     Returns:
         Moments by the nodes' names.
@@ -67,9 +74,14 @@ def collect_moments(
     largest = min(max(map(network.axes.size, batches)), max(1, _ACTIVE // max(map(_bytes, sites), default=1)))
     for group in _groups(sites, largest):
         _accumulate(network, model, group, batches, largest, accumulators, generator)
+    for name in [name for name, accumulator in accumulators.items() if accumulator.empty]:
+        if unreached is None:
+            raise OnnxGraphError(f"node {name!r} of {network.source}: {UNREACHED}; give inputs that do")
+        unreached.append(name)
+        del accumulators[name]
     # Each accumulator is free before the next one's matrix is made.
     by_name = {name: accumulators.pop(name).moments() for name in list(accumulators)}
-    for site in sites:
+    for site in (site for site in sites if site.name in by_name):
         moments = by_name[site.name]
         if not is_finite(moments.covariance):
             raise DecompositionError(f"node {site.name!r}: the moments of its input are not finite")
@@ -104,6 +116,8 @@ def _accumulate(
             share = max(1, most_patches(site, CHOOSING_ELEMENTS) * size // total // len(site.nodes))
             for node in site.nodes:
                 received = [values[node.input_name]]
+                if received[0].size == 0:
+                    continue
                 patches, labels = drawn_patches(node, layers[node.name], received, share, generator, size)
                 if not bool(torch.isfinite(patches[0]).all()):
                     raise OnnxGraphError(

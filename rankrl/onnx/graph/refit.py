@@ -22,7 +22,7 @@ from decomposition import (
     without_rounding,
 )
 from decomposition.apply.apply import fitted_layer
-from decomposition.calibration.moments import PATCHES_PER_LAYER
+from decomposition.calibration.moments import PATCHES_PER_LAYER, UNREACHED
 from decomposition.calibration.shrinkage import labels_or_single
 from decomposition.fit.lockstep import Refit, RefitProblem, refit_to_patches, solved
 from decomposition.formats.factorised import FactorisedLayer
@@ -202,16 +202,18 @@ def refitted_graph(
         if entry.layer_operations and not touched:
             graph.put(site, site.module(MARKED), entry.layer_operations, None)
         elif touched:
-            refit = _refit(site, entry, sensitivities.get(site.name), options)
-            result = refit_to_patches(
-                site.module(),
-                refit,
-                *_arriving_patches(before, after, site, sizes, patches, seed),
-                mean_absorbed=site.absorber is not None,
-            )
-            shift = result.shift if site.absorber is not None else None
-            graph.put(site, result.module, entry.layer_operations, shift)
-            graph.errors[site.name] = result.error
+            arriving = _arriving_patches(before, after, site, sizes, patches, seed)
+            if len(arriving[0]):
+                refit = _refit(site, entry, sensitivities.get(site.name), options)
+                absorbed = site.absorber is not None
+                result = refit_to_patches(site.module(), refit, *arriving, mean_absorbed=absorbed)
+                graph.put(site, result.module, entry.layer_operations, result.shift if absorbed else None)
+                graph.errors[site.name] = result.error
+            elif entry.layer_operations:
+                raise PlanError(
+                    f"the plan changes {site.name!r} of {network.source}, and {UNREACHED}; give inputs that "
+                    "do, or leave its operations empty"
+                )
         if progress is not None:
             progress(site.name)
     without_unused(graph.model)

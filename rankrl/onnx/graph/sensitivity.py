@@ -248,6 +248,8 @@ class _Measurement:
         generator: np.random.Generator,
     ) -> torch.Tensor | None:
         """Return J U for each of the `count` inputs of a batch: (count, numbers, directions)."""
+        if y.size == 0:
+            return None
         plain = zip(tail.output_names, tail.run({site.output_name: y, **rest}), strict=True)
         step = _STEP * float(np.sqrt(np.mean(np.square(y, dtype=np.float64))))
         if step == 0 or not np.isfinite(step):

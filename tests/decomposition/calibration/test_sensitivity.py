@@ -252,3 +252,75 @@ def test_a_model_without_gradients_says_what_to_do() -> None:
         collect_sensitivities(model, compressible_layers(model, (4,)), images)
     plan = make_plan(model, (4,), "cp", ranks=1)
     assert apply_plan(model, plan, images, weigh_outputs=False)(images).shape == (8, 3)
+
+
+class Stopped(nn.Module):
+    """Two linear layers; between them gradients pass through the first channels alone."""
+
+    def __init__(self, passing: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 7), nn.Linear(7, 3)
+        self.register_buffer("gate", (torch.arange(7) < passing).float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(torch.relu(self.before(x)))
+        return self.last(y * self.gate + (y * (1 - self.gate)).detach())
+
+
+@pytest.mark.parametrize("passing", [0, 2])
+def test_channels_whose_gradient_is_stopped_are_measured(
+    passing: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Stopped(passing).eval()
+    found = collect_sensitivities(model, compressible_layers(model, (5,)), torch.randn(200, 5))
+    weight = model.last.weight.detach().double()
+    torch.testing.assert_close(found["first"].diagonal(), (weight**2).sum(0), rtol=1e-3, atol=1e-5)
+    assert set(found) == {"before", "first", "last"} if passing == 0 else {"first", "last"} <= set(found)
+    (said,) = [each.getMessage() for each in caplog.records]
+    assert "gradients are stopped behind" in said
+    assert "first" in said
+
+
+class Rounding(nn.Module):
+    """A gate in steps, chosen by a layer; argmax and rounding have no gradient anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.choice, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = torch.nn.functional.one_hot(self.choice(x).argmax(1), 8).movedim(-1, 1)
+        return self.last(torch.round(4 * self.body(x)) / 4 * chosen)
+
+
+def test_layers_in_front_of_a_rounding_or_a_choice_are_measured(caplog: pytest.LogCaptureFixture) -> None:
+    model = Rounding().eval()
+    found = collect_sensitivities(model, compressible_layers(model, (3, 6, 6)), torch.randn(64, 3, 6, 6))
+    assert set(found) == {"body", "choice", "last"}
+    assert all(f"{name}, " in f"{caplog.text}, " or name in caplog.text for name in ("body", "choice"))
+
+
+def test_layers_behind_a_detached_input_have_gradients_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    class Frozen(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self[0](x).detach())
+
+    torch.manual_seed(0)
+    model = Frozen(nn.Linear(5, 5), nn.Linear(5, 7), nn.Linear(7, 3)).double()
+    specs = [spec for spec in compressible_layers(model, (5,)) if spec.name != "0"]
+    found = collect_sensitivities(model, specs, torch.randn(20_000, 5, dtype=torch.float64))
+    jacobian = model[2].weight.detach()
+    torch.testing.assert_close(found["1"], jacobian.T @ jacobian, rtol=0.1, atol=0.02)
+    assert not caplog.records
+
+
+def test_units_that_never_fire_are_not_taken_for_stopped_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    with torch.no_grad():
+        model[0].bias[:3] = -20.0
+    found = collect_sensitivities(model, compressible_layers(model, (5,)), torch.randn(200, 5))
+    assert float(found["0"].diagonal()[:3].max()) < 0.1 * float(found["0"].diagonal()[3:].mean())
+    assert not caplog.records

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import decomposition.candidates.layer_fits
+from decomposition.apply.apply import apply_plan
 from decomposition.calibration.moments import collect_moments
 from decomposition.candidates.candidates import CandidateSet
 from decomposition.candidates.chosen_plan import plan_from_choices
@@ -371,3 +372,49 @@ def test_formats_that_are_two_matrices_are_one_without_a_kernel() -> None:
         )
         assert costs[0] == costs[1] == costs[2]
         np.testing.assert_allclose(errors[1:], [errors[0]] * 2, rtol=1e-6)
+
+
+class Experts(nn.Module):
+    """Rows go to one of two layers; inputs of zeros, as layers are listed with, go to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.usual, self.rare, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rare = x.detach().abs().amax(1) == 0
+        y = x.new_zeros(len(x), 32)
+        y[~rare], y[rare] = self.usual(x[~rare]), self.rare(x[rare])
+        return self.last(torch.relu(y))
+
+
+class Past(nn.Module):
+    """A sum over the steps of a past, which may have none, and of the present."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.usual, self.rare, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        past, present = self.rare(x[:, None][:, :0]), self.usual(x[:, None])
+        return self.last(torch.relu(torch.cat([past, present], 1).sum(1)))
+
+
+@pytest.mark.parametrize("kind", [Experts, Past])
+def test_a_layer_that_no_input_reaches_stays_dense_with_that_reason(
+    kind: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, images = kind().eval(), torch.randn(64, 16)
+    library = FitLibrary.calibrated(model, (16,), "cp", images, options=QUICK)
+    assert "rare: none of the calibration inputs gets there" in caplog.text
+    sites = library.all_candidates(limit=4)
+    plan = plan_from_choices(sites, [0] * len(sites), inspect_layers(model, (16,)), (16,), "test")
+    entries = {layer.name: layer for layer in plan}
+    assert entries["rare"] == LayerPlan("rare", reason="none of the calibration inputs reaches it")
+    assert entries["usual"].operations
+    assert entries["last"].operations
+    small = apply_plan(model, plan, images)
+    assert small(images).isfinite().all()
+    torch.testing.assert_close(small.rare.weight, model.rare.weight)

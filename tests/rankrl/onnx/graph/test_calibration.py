@@ -8,13 +8,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from small_graphs import convolutions, images, network_of, sentences, tokens
+from onnx import helper, numpy_helper
+from small_graphs import convolutions, drawn, images, model_of, network_of, sentences, tokens
 from torch import nn
 
 from decomposition import collect_moments as torch_moments
 from decomposition import collect_sensitivities as torch_sensitivities
 from decomposition import compressible_layers
 from decomposition.calibration.metric import whole
+from rankrl import compress
 from rankrl.networks.graph import measured_sensitivities
 from rankrl.onnx.export import export_onnx
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile, capture, find_sites, sensitivity
@@ -163,3 +165,27 @@ def test_memory_is_bounded_by_smaller_batches(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(("macs", "passes"), [(0, 8192), (10**7, 8192), (10**8, 4000), (4 * 10**9, 2048)])
 def test_smaller_networks_are_perturbed_more_often(macs: int, passes: int) -> None:
     assert passes_for(macs) == passes
+
+
+def test_a_node_that_no_input_reaches_stays_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "A"], ["now"], name="present"),
+        helper.make_node("MatMul", ["past", "B"], ["then"], name="past"),
+        helper.make_node("Concat", ["then", "now"], ["all"], axis=1),
+        helper.make_node("ReduceSum", ["all", "time"], ["sum"], keepdims=0),
+        helper.make_node("Relu", ["sum"], ["h"]),
+        helper.make_node("MatMul", ["h", "C"], ["y"], name="out"),
+    ]
+    constants = {"A": drawn(12, 24), "B": drawn(12, 24), "C": drawn(24, 6), "time": np.array([1])}
+    ends: dict[str, list[object]] = {"x": ["n", 4, 12], "past": ["n", "t", 12]}
+    onnx.save(model_of(nodes, constants, ends, {"y": ["n", 6]}), tmp_path / "net.onnx")
+    inputs = {"x": drawn(60, 4, 12), "past": np.zeros((60, 0, 12), np.float32)}
+    small = tmp_path / "small.onnx"
+    result = compress(tmp_path / "net.onnx", inputs, small, decomposition="cp", params=0.75)
+    assert {layer.name: bool(layer.operations) for layer in result.plan}["past"] is False
+    assert result.untouched["past"] == "none of the calibration inputs reaches it"
+    assert "past: none of the calibration inputs gets there" in caplog.text
+    weights = [numpy_helper.to_array(each) for each in onnx.load(small).graph.initializer]
+    assert any(each.shape == (12, 24) and (each == constants["B"]).all() for each in weights)
