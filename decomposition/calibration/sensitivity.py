@@ -174,8 +174,9 @@ def _measured(
 ) -> dict[str, torch.Tensor]:
     """Measure by perturbing them how layers count behind which gradients stop although their outputs matter.
 
-    With random signs s of positions, E|f(y + h s e_c) - f(y)|^2 / h^2 is G_cc summed over positions, and what
-    an error of that size does where f is no smooth function, as behind a rounding.
+    With random signs s of numbers, E|f(y + h s e_c) - f(y)|^2 / h^2 is G_cc summed over positions, and what
+    an error of that size does where f is no smooth function, as behind a rounding. Signs differ from channel
+    to channel, too: an argmax does not notice what all of them share.
 
     Args:
         model: The network.
@@ -198,7 +199,7 @@ def _measured(
             if name is None or moved is None or output.numel() == 0:
                 return None
             axis = output.ndim - 1 if linear[name] else 1
-            signs = torch.randn(output.narrow(axis, 0, 1).shape, generator=generator).sign().to(output)
+            signs = torch.randn(output.shape, generator=generator).sign().to(output)
             along = [-1 if each == axis else 1 for each in range(output.ndim)]
             return output + sizes[name].to(output) * signs * moved.to(output).reshape(along)
 
