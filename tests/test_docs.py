@@ -309,7 +309,7 @@ def test_what_the_page_on_adding_defines_keeps_the_contracts_that_it_shows(tmp_p
 def test_what_the_page_on_adding_defines_keeps_a_budget_in_bytes(
     of_file: bool, workplace: pytest.MonkeyPatch
 ) -> None:
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"rankrl": rankrl}
     for language, content in blocks(ROOT / "docs" / "extending.md"):
         if language == "python" and ("@register_" in content or "model = " in content):
             run_python(ROOT / "docs" / "extending.md", content, scope)
