@@ -121,6 +121,7 @@ class FileSearch:
         request.check()
         check_options(request)
         file = source.read(request, scored=source.heldout if _chooses(source, request) else 0.0)
+        file.check_gaps()
         check_as_read(file)
         candidates = _of_file(request.candidates(), file)
         network = _network(file, source, request)
@@ -265,6 +266,7 @@ def apply_to_file(source: FileSource, plan: CompressionPlan, target: Path, reque
     check_plan(plan, file.sites, file.network.source)
     if file.network.half:
         check_without_integers(plan, file.network.source)
+    file.check_gaps()
     check_as_read(file)
     sensitivities: Mapping[str, torch.Tensor] = {}
     if request.decomposition.weigh_outputs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -174,14 +174,23 @@ def check_finite(
             handle.remove()
     number = f"{len(positions)} of {count_inputs(inputs)} inputs" if len(positions) > 1 else "an input"
     holds = f"{what} holds NaN or infinite values in {number}, first in number {int(positions[0])} (from 0)"
+    if not masked or seeing:
+        raise DecompositionError(f"{holds}{remedy_for_gaps(seeing, masked=masked)}")
+
+
+def remedy_for_gaps(seeing: Iterable[str], *, masked: bool) -> str:
+    """Return what to do about NaN or infinite values: the end of a message that says where they are.
+
+    Args:
+        seeing: Names of the layers that are to be fitted and see them.
+        masked: Whether the outputs are finite all the same.
+    """
     if not masked:
-        raise DecompositionError(f"{holds}; leave such inputs out, or check how they are normalised")
-    if seeing:
-        names = ", ".join(map(repr, seeing))
-        raise DecompositionError(
-            f"{holds}. The model masks them, but cannot be fitted where it sees them: leave these layers as "
-            f"they are, skip=[{names}], or fill the gaps"
-        )
+        return "; leave such inputs out, or check how they are normalised"
+    return (
+        ". The model masks them, but cannot be fitted where it sees them: leave these layers as they are, "
+        f"skip=[{', '.join(map(repr, seeing))}], or fill the gaps"
+    )
 
 
 def _finite(x: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from decomposition.calibration.input_check import remedy_for_gaps
 from decomposition.calibration.metric import is_finite, with_mean
 from decomposition.calibration.moments import PATCHES_PER_LAYER, UNREACHED, InputMoments, MomentAccumulator
 from decomposition.calibration.shrinkage import labels_or_single
@@ -33,6 +34,8 @@ has large patches, and the time of a fit grows with their number squared."""
 _NARROW, _NARROW_ELEMENTS = 1024, 2**25
 """Patches of so many numbers at most are fitted by their second moments, in a time that their number does not
 matter for."""
+_TRIED = 64
+"""Inputs with gaps that are run."""
 
 
 def most_patches(site: Site, elements: int, patches: int = PATCHES_PER_LAYER) -> int:
@@ -73,7 +76,7 @@ def collect_moments(
     accumulators = {site.name: MomentAccumulator() for site in sites}
     largest = min(max(map(network.axes.size, batches)), max(1, _ACTIVE // max(map(_bytes, sites), default=1)))
     for group in _groups(sites, largest):
-        _accumulate(network, model, group, batches, largest, accumulators, generator)
+        _accumulate(network, model, sites, group, batches, largest, accumulators, generator)
     for name in [name for name, accumulator in accumulators.items() if accumulator.empty]:
         if unreached is None:
             raise OnnxGraphError(f"node {name!r} of {network.source}: {UNREACHED}; give inputs that do")
@@ -96,6 +99,7 @@ def collect_moments(
 def _accumulate(
     network: OnnxNetwork,
     model: ir.Model,
+    sites: Sequence[Site],
     group: Sequence[Site],
     batches: Sequence[Feed],
     largest: int,
@@ -118,13 +122,70 @@ def _accumulate(
                 received = [values[node.input_name]]
                 if received[0].size == 0:
                     continue
+                if not np.isfinite(received[0]).all():
+                    check_finite(network, sites, feed, f"{network.source} computes NaN or infinite values")
                 patches, labels = drawn_patches(node, layers[node.name], received, share, generator, size)
-                if not bool(torch.isfinite(patches[0]).all()):
-                    raise OnnxGraphError(
-                        f"node {node.name!r} of {network.source}: its input is NaN or infinite on the inputs "
-                        "given; check how they are normalised"
-                    )
                 accumulators[site.name].add(patches[0], labels_or_single(labels, total))
+
+
+def check_gaps(network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Feed]) -> None:
+    """Refuse inputs with NaN or infinite values that a node to be fitted sees.
+
+    Args:
+        network: The network.
+        sites: The nodes.
+        batches: All inputs, whatever they are used for.
+
+    Raises:
+        OnnxGraphError: A node sees such values; all that do are named.
+    """
+    axes = network.axes
+    found = [(feed, gaps) for feed in batches if len(gaps := _gaps(feed, axes))]
+    count, total = sum(len(gaps) for _, gaps in found), sum(map(axes.size, batches))
+    number = f"{count} of {total} inputs" if count > 1 else "an input"
+    tried = 0
+    for feed, gaps in found:
+        few = feed if axes.fixed is not None else axes.rows(feed, gaps[: _TRIED - tried])
+        check_finite(network, sites, few, f"the inputs hold NaN or infinite values in {number}")
+        tried += len(gaps)
+        if tried >= _TRIED:
+            break
+
+
+def check_finite(network: OnnxNetwork, sites: Sequence[Site], feed: Feed, holds: str) -> None:
+    """Refuse a batch of which nodes see NaN or infinite values.
+
+    Args:
+        network: The network.
+        sites: The nodes.
+        feed: The batch.
+        holds: What is wrong with it, for the message.
+
+    Raises:
+        OnnxGraphError: They do.
+    """
+    nodes = [node.input_name for site in sites for node in site.nodes]
+    outputs = [str(value.name) for value in network.model.graph.outputs]
+    session = Captured(network.model, [*nodes, *outputs], network.source)
+    finite: dict[str, bool] = dict.fromkeys([*nodes, *outputs], True)
+    for part in network.axes.parts(feed, 1):  # the values of all nodes at a time
+        for name, value in session.run(part).items():
+            finite[name] &= value.dtype.kind not in "fc" or bool(np.isfinite(value).all())
+    seeing = [site.name for site in sites if not all(finite[node.input_name] for node in site.nodes)]
+    if seeing:
+        masked = all(finite[name] for name in outputs)
+        raise OnnxGraphError(f"{holds}{remedy_for_gaps(seeing, masked=masked)}")
+
+
+def _gaps(feed: Feed, axes: BatchAxes) -> Array:
+    """Return which inputs of a batch hold NaN or infinite values."""
+    found = np.zeros(axes.size(feed), bool)
+    for name, value in feed.items():
+        if value.dtype.kind == "f" and not (finite := np.isfinite(value)).all():
+            axis = axes.inputs[name]
+            others = tuple(index for index in range(value.ndim) if index != axis)
+            found |= True if axis is None else ~finite.all(others)
+    return np.flatnonzero(found)
 
 
 def in_parts(axes: BatchAxes, sites: Sequence[Site], batches: Sequence[Feed]) -> list[Feed]:

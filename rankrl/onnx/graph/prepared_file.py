@@ -12,6 +12,7 @@ import numpy as np
 
 from decomposition.network.layers import skipping
 from rankrl.onnx.graph.axis_suggestions import Axes
+from rankrl.onnx.graph.capture import check_gaps
 from rankrl.onnx.graph.costs import network_costs
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.foreign import foreign_reason, is_foreign
@@ -135,6 +136,12 @@ class PreparedFile:
     def usable(self) -> list[Site]:
         """The nodes that formats can replace."""
         return [site for site in self.changing if not site.hidden]
+
+    def check_gaps(self) -> None:
+        """Refuse NaN and infinities in the inputs that a node to be fitted sees (`check_gaps`)."""
+        split = self.split
+        sites = [site for site in self.sites if site.spec.refusal is None]
+        check_gaps(self.network, sites, [*split.calibration, *split.scored, *split.heldout])
 
     @cached_property
     def unrounded(self) -> list[str]:
