@@ -264,7 +264,7 @@ def apply_to_file(source: FileSource, plan: CompressionPlan, target: Path, reque
     several = plan.metadata.get(METADATA, {})
     file = file.with_several_positions(from_metadata(several, file.network, file.sites))
     check_plan(plan, file.sites, file.network.source)
-    if file.network.half:
+    if file.network.half.computes:
         check_without_integers(plan, file.network.source)
     file.check_gaps()
     check_as_read(file)
@@ -302,7 +302,7 @@ def _chooses(source: FileSource, request: Request) -> bool:
 
 def _of_file(candidates: CandidateOptions, file: PreparedFile) -> CandidateOptions:
     """Return the candidates without what a file in half precision cannot hold."""
-    if not file.network.half:
+    if not file.network.half.computes:
         return candidates
     return replace(candidates, precisions=without_integers(candidates.precisions, file.network.source))
 

@@ -17,12 +17,11 @@ from decomposition.errors import DecompositionError
 from decomposition.formats import TensorFormat, get_format, list_formats
 from decomposition.formats.rank_grid import candidate_ranks
 from decomposition.network.inputs import ExampleInputs
-from decomposition.network.layers import LayerSpec, inspect_layers, skipping
+from decomposition.network.layers import FLOAT_BYTES, LayerSpec, inspect_layers, skipping
 from decomposition.network.modes import WeightModes
 from decomposition.network.opaque import OPAQUE_KINDS
 from decomposition.network.wrappers import unwrapped
 from decomposition.operations import Cost, Factorise, dense_cost
-from decomposition.operations.base import FLOAT_BYTES
 from decomposition.operations.block_removal import Removal, whole_blocks
 from decomposition.operations.factorise import factors_of
 from decomposition.operations.quantise import DYNAMIC, PRECISIONS, Quantise, computes_in_integers

@@ -13,7 +13,7 @@ from decomposition.candidates.candidates import CandidateSet, in_one_block, save
 from decomposition.errors import DecompositionError
 from decomposition.network.cost import count_macs, count_parameters
 from decomposition.network.inputs import ExampleInputs
-from decomposition.operations.base import FLOAT_BYTES
+from decomposition.network.layers import FLOAT_BYTES
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,25 @@ from decomposition.network.permanent_weights import computes_weights
 from decomposition.network.wrappers import unwrapped
 from decomposition.registry import did_you_mean
 
+FLOAT_BYTES = 4
+"""Bytes of a stored parameter: files hold float32 unless a layer's `Storage` says otherwise."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a file keeps the parameters of a layer.
+
+    Attributes:
+        weight: Bytes of each number of its weight, or of the factors in its place.
+        bias: Bytes of each number of its bias.
+        whole: Bytes of the layer as it is, where that is not the sum of its numbers: a sparse weight, or one
+            in a type that no new values are stored in. Such a weight stays as it is unless it is compressed.
+    """
+
+    weight: int = FLOAT_BYTES
+    bias: int = FLOAT_BYTES
+    whole: int | None = None
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -60,6 +79,7 @@ class LayerSpec:
             called, but whose weight a function uses in its stead (as attention does with its `out_proj`).
         batch_norm: Name of the batch normalisation that directly receives the layer's output, if any.
         refusal: Why no format can replace the layer; `None` when it can be decomposed.
+        storage: How a file keeps its parameters.
     """
 
     name: str
@@ -77,6 +97,7 @@ class LayerSpec:
     macs: int = 0
     batch_norm: str | None = None
     refusal: str | None = field(default=None, compare=False)
+    storage: Storage = field(default=Storage(), compare=False)
 
     @property
     def kernel_elements(self) -> int:
@@ -87,6 +108,11 @@ class LayerSpec:
     def weight_shape(self) -> tuple[int, ...]:
         """Shape of the weight: `(out, in / groups, *kernel)`; torch swaps out and in where transposed."""
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+    def bytes_of(self, params: int) -> int:
+        """Return what weights of so many parameters and the bias take in a file, together."""
+        bias = self.out_channels if self.bias else 0
+        return self.storage.weight * (params - bias) + self.storage.bias * bias
 
     def narrowed(self, *, inputs: int | None = None, outputs: int | None = None) -> LayerSpec:
         """Return the same layer with fewer channels; not for grouped convolutions."""

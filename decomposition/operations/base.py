@@ -27,9 +27,6 @@ from decomposition.registry import Registry
 if TYPE_CHECKING:
     from decomposition.fit.lockstep import RefitProblem
 
-FLOAT_BYTES = 4
-"""Bytes of a stored parameter: files hold float32."""
-
 BatchNormCorrection = Literal["keep", "mean", "reestimate"]
 FINAL = FitOptions(iterations=200)
 _STATISTICS_BATCH = 256
@@ -55,8 +52,10 @@ class Cost:
 
 
 def dense_cost(spec: LayerSpec) -> Cost:
-    """Return the cost of a layer as it is, in float32."""
-    return Cost(spec.params, spec.macs, FLOAT_BYTES * spec.params, rows=spec.out_channels)
+    """Return the cost of a layer as it is."""
+    whole = spec.storage.whole
+    size = spec.bytes_of(spec.params) if whole is None else whole
+    return Cost(spec.params, spec.macs, size, rows=spec.out_channels)
 
 
 @dataclass(frozen=True)

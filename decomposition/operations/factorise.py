@@ -18,13 +18,7 @@ from decomposition.formats.factorised import FactorisedLayer
 from decomposition.network.kinds import DecomposableModule
 from decomposition.network.layers import LayerSpec
 from decomposition.network.modes import WeightModes, modes_from_dict
-from decomposition.operations.base import (
-    FLOAT_BYTES,
-    Cost,
-    FittedLayer,
-    LayerOperation,
-    register_operation,
-)
+from decomposition.operations.base import Cost, FittedLayer, LayerOperation, register_operation
 
 
 class ChannelFactors(NamedTuple):
@@ -86,7 +80,7 @@ class Factorise(LayerOperation):
         params = self.tensor_format.params(modes, self.ranks) + bias
         macs = self.tensor_format.macs(spec, modes, self.ranks)
         rows = self.tensor_format.rows(spec, modes, self.ranks)
-        return Cost(params, macs, FLOAT_BYTES * params, rows=rows)
+        return Cost(params, macs, spec.bytes_of(params), rows=rows)
 
     def structure(self, module: nn.Module, spec: LayerSpec) -> FactorisedLayer:
         """Return the factorised layer, its cores not fitted."""

@@ -18,12 +18,11 @@ from decomposition.fit.rounded_stages import equalise, make_up, round_features
 from decomposition.formats.factorised import FactorisedLayer
 from decomposition.formats.staged_layer import StagedLayer
 from decomposition.network.kinds import DecomposableModule, is_decomposable_module, weight_of
-from decomposition.network.layers import LayerSpec
+from decomposition.network.layers import FLOAT_BYTES, LayerSpec
 from decomposition.network.opaque import OPAQUE_KINDS
 from decomposition.network.rounding import REDUCED_BITS, round_activations, round_weights
 from decomposition.network.surgery import copied
 from decomposition.operations.base import (
-    FLOAT_BYTES,
     Cost,
     FittedLayer,
     LayerOperation,

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import torch
 
-from decomposition import CompressionPlan, FitLibrary, LayerSpec
+from decomposition import CompressionPlan, FitLibrary, LayerSpec, Quantise
 from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, settled, warn_unreached
 from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
@@ -76,7 +77,7 @@ class WrittenGraph:
     @cached_property
     def session(self) -> onnxruntime.InferenceSession:
         """The network, open."""
-        return open_session(self.network.model, self.network.source)
+        return open_session(self.network.whole(tensors=True), self.network.source)
 
     @cached_property
     def outputs(self) -> tuple[OutputAgreement, ...]:
@@ -200,7 +201,8 @@ class GraphNetwork:
             path = Path(scratch) / "compressed.onnx"
             choice = self._range_choice if graph.computing else None
             write_graph(graph, path, batches, reduce_range=self.timing.reduce_range, choice=choice)
-            return WrittenGraph(graph, OnnxNetwork.load(path), self._compared)
+            network = self._original.rewritten(OnnxNetwork.load(path).model)
+            return WrittenGraph(graph, network, self._compared)
 
     def write(self, compressed: WrittenGraph, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
         """Write a compressed network, checked against its contracted weights, and time it; see `Network`."""
@@ -211,19 +213,24 @@ class GraphNetwork:
         write_checked(model, path, "the compressed network")
         times = compared_with_original(original, path, self.feed, self.timing)
         numbers = {"runtime": self.timing.runtime}
-        return WrittenFile(verified, times, compressed.outputs, numbers, self._runtimes(path))
+        runtimes = self._runtimes(path)
+        if original.aside:  # both were timed without
+            write_checked(original.aside.put_back(to_proto(model)), path, "the compressed network")
+        return WrittenFile(verified, times, compressed.outputs, numbers, runtimes)
 
     def dense_int8(self) -> dict[str, Any] | None:
         """Return the section `dense_int8` of metrics.json; None if it is not asked for or cannot be made."""
         split, original = self.file.split, self._original
-        if not self.timing.int8 or original.half or any(map(quantises, original.model.graph)):
+        computes_half = self.file.original.half.computes
+        if not self.timing.int8 or computes_half or any(map(quantises, original.model.graph)):
             return None
 
         def measured(path: Path) -> tuple[dict[str, Any], LatencyComparison]:
             plain, reduced = path.with_name("original.onnx"), self.timing.reduce_range
-            original.save(plain)
+            original.without_casts().save(plain)
             quantise_onnx(plain, path, split.calibration, cut=split.axes.parts, reduce_range=reduced)
-            score = self._score_of(open_session(str(path), original.source))
+            whole = original.aside.put_back(onnx.load(path), tensors=True)
+            score = self._score_of(open_session(whole, original.source))
             return {"score": score}, compared_with_original(original, path, self.feed, self.timing)
 
         with tempfile.TemporaryDirectory() as scratch:
@@ -247,7 +254,7 @@ class GraphNetwork:
                 self.feed,
                 split.axes.parts,
             )
-            return runtime_numbers(files, Path(scratch), integers=not self._original.half)
+            return runtime_numbers(files, Path(scratch), integers=not self.file.original.half.computes)
 
     def _score_of(self, session: Any) -> float:
         """Return the user's score of an open file, or its agreement with the original."""
@@ -257,15 +264,12 @@ class GraphNetwork:
 
     def costs_before(self) -> dict[str, int]:
         """Return what the file costs."""
-        costs = dict(self.file.original_totals)
-        if self.file.original.half:  # what searches count is float32
-            costs["bytes"] = network_costs(self._original, self.file.original_sites)["bytes"]
-        return {**costs, "file_bytes": to_proto(self._original.model).ByteSize()}
+        return {**self.file.original_totals, "file_bytes": self._original.whole().ByteSize()}
 
     def costs_after(self, plan: CompressionPlan, compressed: WrittenGraph) -> dict[str, int]:
         """Return what a compressed network costs."""
         costs = plan_costs(self.file.totals, self.file.sites, plan)
-        if self.file.original.half:
+        if not plan.chosen(Quantise):  # then constants alone say what they take
             costs["bytes"] = network_costs(compressed.network, self.file.original_sites)["bytes"]
         return costs
 
@@ -285,7 +289,7 @@ class GraphNetwork:
         def asked(network: WrittenGraph | OnnxNetwork) -> Any:
             if isinstance(network, WrittenGraph):
                 return judge(network.session)
-            return judge(open_session(network.model, network.source))
+            return judge(open_session(network.whole(tensors=True), network.source))
 
         return once_per_network(asked)
 

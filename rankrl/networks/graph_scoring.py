@@ -70,7 +70,7 @@ class ScoringGraph:
         model = network.graph_model()
         self._nodes = {site.name: site for site in nodes}
         self._open = {site.name: open_constants(model, self._nodes[site.name]) for site in self.sites}
-        self._model = to_proto(without_unused(model))
+        self._model = network.aside.put_back(to_proto(without_unused(model)), tensors=True)
         self._constants = {each.name: each for each in self._model.graph.initializer}
         self._known: OrderedDict[tuple[int, int], _Values] = OrderedDict()
         self._bytes = 0
@@ -192,7 +192,9 @@ class OnnxScoring:
         """Return the original's score: the user's, or full agreement."""
         if self.score is None:
             return 1.0
-        return self.of_session(open_session(self.network.model, self.network.source), "the original network")
+        return self.of_session(
+            open_session(self.network.whole(tensors=True), self.network.source), "the original network"
+        )
 
     def losses(self) -> Callable[[Any], float]:
         """Return what says how much of the original's score a network loses that is written.
@@ -205,7 +207,7 @@ class OnnxScoring:
         return lambda written: original - self.of_session(written.session, "the compressed network")
 
     def _lost(self, session: onnxruntime.InferenceSession) -> float:
-        answers = _Remembered.of(self._answers(GraphSession(session, self.network.source), self.feeds))
+        answers = _Remembered.of(self._answers(session, self.feeds))
         losses = []
         for index, output in enumerate(agreement(self._original, answers, self._numbers, self.output_scores)):
             losses.append(1 - output.score)
@@ -239,12 +241,12 @@ class OnnxScoring:
 
     def agreement(self, session: onnxruntime.InferenceSession) -> list[OutputAgreement]:
         """Compare the outputs of an open network with those of the original."""
-        answers = self._answers(GraphSession(session, self.network.source), self.feeds)
+        answers = self._answers(session, self.feeds)
         return agreement(self._original, answers, self._numbers, self.output_scores)
 
     def loss(self, session: onnxruntime.InferenceSession) -> float:
         """Return what an open network loses (`mean_loss`)."""
-        answers = self._answers(GraphSession(session, self.network.source), self.feeds)
+        answers = self._answers(session, self.feeds)
         pairs = ((self._original.run(number), answers.run(number)) for number in self._numbers)
         return mean_loss(self.output_scores, pairs)
 
@@ -269,16 +271,21 @@ class OnnxScoring:
 
     @cached_property
     def _original(self) -> _Remembered:
-        return _Remembered.of(self._answers(self.network.session(), self.feeds))
+        return self._answers_of_original(self.feeds)
 
     @cached_property
     def _known(self) -> _Remembered:
         """The original's answers to all inputs."""
-        others = _Remembered.of(self._answers(self.network.session(), self.others))
+        others = self._answers_of_original(self.others)
         return replace(self._original, answers=[*self._original.answers, *others.answers])
 
-    def _answers(self, session: GraphSession, feeds: Sequence[Feed]) -> NumberedAnswers:
-        return NumberedAnswers(session, feeds, self.network.axes)
+    def _answers_of_original(self, feeds: Sequence[Feed]) -> _Remembered:
+        session = open_session(self.network.model, self.network.source)
+        return _Remembered.of(self._answers(session, feeds))
+
+    def _answers(self, session: onnxruntime.InferenceSession, feeds: Sequence[Feed]) -> NumberedAnswers:
+        opened = GraphSession(session, self.network.source, tensors=True)
+        return NumberedAnswers(opened, feeds, self.network.axes)
 
 
 class OnnxPlanEvaluator(RememberingEvaluator):

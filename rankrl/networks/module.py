@@ -22,8 +22,8 @@ from decomposition import (
 from decomposition.candidates.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.input_specs import InputShape
+from decomposition.network.layers import FLOAT_BYTES
 from decomposition.network.rewriting import Rewrite, rewrites_of
-from decomposition.operations.base import FLOAT_BYTES
 from rankrl.data import Preprocessing
 from rankrl.networks.blocks import block_removals
 from rankrl.networks.candidates import CandidateOptions

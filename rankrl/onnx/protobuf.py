@@ -7,16 +7,20 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from rankrl.onnx.set_aside import set_aside_outputs
 from rankrl.onnx.sparse import store_densely
 
 
 def load_model(path: str | Path) -> ir.Model:
-    """Return the model of a file, with the data that lie next to it; sparse constants are dense.
+    """Return the model of a file, with the data that lie next to it.
+
+    Sparse constants are dense, and it ends at the tensors in front of outputs that are none.
 
     Raises:
         ExportError: A sparse constant is too large.
     """
     model = onnx.load(path)
+    set_aside_outputs(model)
     store_densely(model)
     return ir.from_proto(model)
 

@@ -1,9 +1,10 @@
-"""Sparse constants of a file, turned into dense tensors."""
+"""Sparse constants of a file, turned into dense tensors and back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +17,7 @@ _MOST_BYTES = 2**31 - 1
 """What one protobuf message can hold, a whole network."""
 
 
-def store_densely(model: onnx.ModelProto) -> None:
+def store_densely(model: onnx.ModelProto) -> dict[str, onnx.SparseTensorProto]:
     """Turn sparse constants into dense ones, initializers and those of `Constant` nodes alike.
 
     onnx_ir knows no sparse constants, so this precedes the conversion of a model to it.
@@ -24,9 +25,13 @@ def store_densely(model: onnx.ModelProto) -> None:
     Args:
         model: Changed in place. Names stay.
 
+    Returns:
+        The sparse constants of the main graph, by name.
+
     Raises:
         ExportError: A dense constant is too large for one file with the rest of the model.
     """
+    found: dict[str, onnx.SparseTensorProto] = {}
 
     def densely(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:
         itemsize = helper.tensor_dtype_to_np_dtype(sparse.values.data_type).itemsize
@@ -36,9 +41,13 @@ def store_densely(model: onnx.ModelProto) -> None:
                 f"the sparse constant {name!r} of shape {tuple(sparse.dims)} takes {size:,} bytes when it is "
                 "dense; networks of up to 2 GiB are read"
             )
+        if main:
+            found[name] = onnx.SparseTensorProto()
+            found[name].CopyFrom(sparse)
         return dense(sparse, name)
 
-    for graph in _with_bodies(model.graph):
+    for number, graph in enumerate(_with_bodies(model.graph)):
+        main = number == 0
         for sparse in graph.sparse_initializer:
             graph.initializer.append(densely(sparse, sparse.values.name))
         del graph.sparse_initializer[:]
@@ -48,6 +57,31 @@ def store_densely(model: onnx.ModelProto) -> None:
                     if attribute.name == "sparse_value":
                         value = densely(attribute.sparse_tensor, node.output[0])
                         attribute.CopyFrom(helper.make_attribute("value", value))
+    return found
+
+
+def store_sparsely(model: onnx.ModelProto, constants: Mapping[str, onnx.SparseTensorProto]) -> None:
+    """Turn constants of the main graph that are what they were into sparse ones again, in place."""
+    graph = model.graph
+    for index in reversed(range(len(graph.initializer))):
+        name = graph.initializer[index].name
+        if name in constants and holds(constants[name], numpy_helper.to_array(graph.initializer[index])):
+            del graph.initializer[index]
+            graph.sparse_initializer.append(constants[name])
+    for node in graph.node:
+        if node.op_type == "Constant" and node.output[0] in constants:
+            sparse = helper.make_attribute("sparse_value", constants[node.output[0]])
+            node.attribute[0].CopyFrom(sparse)
+
+
+def holds(constant: onnx.SparseTensorProto, array: np.ndarray[Any, Any]) -> bool:
+    """Tell whether a sparse constant stands for an array."""
+    return np.array_equal(numpy_helper.to_array(dense(constant, "")), array)
+
+
+def sparse_bytes(constant: onnx.SparseTensorProto) -> int:
+    """Count what the numbers of a sparse constant and their places take."""
+    return sum(numpy_helper.to_array(part).nbytes for part in (constant.values, constant.indices))
 
 
 def dense(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.errors import OnnxGraphError
-from rankrl.onnx.graph.network import Feed, GraphSession, open_session
+from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, open_session
 from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.quantised import rounds
 from rankrl.onnx.graph.reading import free_sizes
@@ -38,7 +38,7 @@ def check_as_read(prepared: PreparedFile) -> None:
     source = prepared.original.source
     feed = next(prepared.network.axes.parts(prepared.split.heldout[0], _INPUTS))
     dense = _written_anew(prepared)
-    content = _content(source)
+    content = _content(prepared.original)
     file = GraphSession(open_session(content, source), source)
     plain = GraphSession(open_session(content, source, optimised=False), source)
     floor = COARSE_FLOOR if _rounds(prepared) else FLOOR
@@ -58,10 +58,13 @@ def check_as_read(prepared: PreparedFile) -> None:
     )
 
 
-def _content(source: str) -> ir.Model | str:
-    """Return the path of a file, or its content with free sizes where it has 0, which onnxruntime obeys."""
-    model = load_model(source)
-    return model if free_sizes(model.graph) else source
+def _content(network: OnnxNetwork) -> ir.Model | str:
+    """Return the path of a file, or its content.
+
+    That is changed where sizes are 0, which onnxruntime obeys, and where outputs are no tensors.
+    """
+    model = load_model(network.source)
+    return model if free_sizes(model.graph) or network.aside.outputs else network.source
 
 
 def _written_anew(prepared: PreparedFile) -> ir.Model:

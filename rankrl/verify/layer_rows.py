@@ -17,7 +17,7 @@ from decomposition import (
     factorised_layers,
     inspect_layers,
 )
-from decomposition.operations.base import FLOAT_BYTES
+from decomposition.network.layers import FLOAT_BYTES
 from rankrl.report import LayerRow
 
 

@@ -16,7 +16,9 @@ from rankrl.onnx.protobuf import to_proto
 from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
 
 
-def write_checked(model: ir.Model, path: str | Path, what: str, *, full_check: bool = False) -> int:
+def write_checked(
+    model: ir.Model | onnx.ModelProto, path: str | Path, what: str, *, full_check: bool = False
+) -> int:
     """Write a file that ONNX's checker accepts and onnxruntime loads; another never appears.
 
     Where onnxruntime lacks an operator that the checker knows, the checker decides alone.
@@ -35,7 +37,7 @@ def write_checked(model: ir.Model, path: str | Path, what: str, *, full_check: b
         ExportError: It does not fit into one file.
         StorageError: It cannot be written.
     """
-    proto = to_proto(model)
+    proto = to_proto(model) if isinstance(model, ir.Model) else model
     try:
         data = proto.SerializeToString()
     except Exception as error:  # ValueError or protobuf's own, by its version

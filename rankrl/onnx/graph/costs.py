@@ -12,6 +12,7 @@ from decomposition.plan.layer_plan import without_growth
 from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph.quantised import packed, parameters_of
 from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph.twins import use_counts
 from rankrl.onnx.operators import dequantises, is_standard
 
 
@@ -19,7 +20,8 @@ def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]
     """Count parameters, multiply-accumulates and the bytes of the parameters of a whole network.
 
     Parameters are the elements of all constants in floating point, and of the weights that are stored in
-    integers; multiply-accumulates those of convolutions and products with a weight, for one input.
+    integers; bytes what these constants take as the file stores them; multiply-accumulates those of
+    convolutions and products with a weight, for one input.
     """
     integers = {site.name for site in sites if site.spec.refusal is not None}
     params = size = 0
@@ -32,12 +34,24 @@ def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]
     for name, tensor in tensors:
         if tensor.dtype.is_floating_point() or name in weights:
             params += tensor.size * weights.get(name, 1)
-            size += tensor.nbytes
+            size += network.stored_bytes(name, tensor)
     return {"params": params, "macs": sum(site.spec.macs for site in sites), "bytes": size}
 
 
+def compression_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]:
+    """Count a network as plans change it: a node that is compressed gets a bias of its own.
+
+    Biases that several nodes share count once for each of them, so that no plan takes more than it says.
+    """
+    costs, uses = network_costs(network, sites), use_counts(network.model.graph)
+    for site in sites:
+        if site.spec.refusal is None and site.bias is not None and uses[site.bias_name] > len(site.nodes):
+            costs["bytes"] += site.spec.storage.bias * site.spec.out_channels
+    return costs
+
+
 def plan_costs(totals: Mapping[str, int], sites: Sequence[Site], plan: CompressionPlan) -> dict[str, int]:
-    """Return what a network costs under a plan, counted like `totals` (`network_costs`)."""
+    """Return what a network costs under a plan, counted like `totals` (`compression_costs`)."""
     costs = dict(totals)
     for site in sites:
         if site.spec.refusal is not None:

@@ -17,7 +17,7 @@ from rankrl.onnx.export.range_choice import RangeChoice
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.dynamic_lstm import quantise_lstms
 from rankrl.onnx.graph.errors import OnnxGraphError
-from rankrl.onnx.graph.half import in_half
+from rankrl.onnx.graph.half import in_half, store_narrow
 from rankrl.onnx.graph.network import Feed, GraphSession
 from rankrl.onnx.graph.pivoted import store_pivoted
 from rankrl.onnx.graph.quantised import rounds
@@ -81,7 +81,8 @@ def write_graph(
             )
             model = load_model(scratch)
         quantise_lstms(model, graph.lstms)
-        store_pivoted(model, graph.pivoted)
+        rows = store_pivoted(model, graph.pivoted)
+        store_narrow(model, {rows.get(name, name): kind for name, kind in graph.narrow.items()})
         write_checked(model, path, "the compressed network")
 
 

@@ -3,12 +3,15 @@
 The same graph is compressed in float32, behind inputs of the file's own types. Every value keeps its name, so
 that a changed graph can be narrowed again: known names get their old types, new values those of what
 they are computed from.
+
+Constants that are only stored in another precision, behind a `Cast`, are left as they are: such a file
+computes in float32, and new constants are stored like those whose place they take (`store_narrow`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,12 +21,23 @@ from onnx_ir.passes import common as passes
 from decomposition import CompressionPlan, PlanError, Quantise
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.errors import OnnxGraphError
-from rankrl.onnx.graph_edits import node_of, put_first, values_in
+from rankrl.onnx.graph.quantised import MOVING, constant
+from rankrl.onnx.graph_edits import (
+    depending,
+    free_name,
+    new_constant,
+    node_of,
+    put_first,
+    used_by,
+    values_in,
+    without_unused,
+)
 from rankrl.onnx.operators import is_standard
 
 log = logging.getLogger(__name__)
 
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+HALF_BYTES = 2
 _TYPES = frozenset(("to", "dtype", "output_dtype", "stash_type", "softmax_precision"))
 """Attributes that name a type."""
 _NO_INTEGERS = (
@@ -39,15 +53,17 @@ class HalfValues:
     """The values of a graph that are in half precision in its file.
 
     Attributes:
-        types: The types of values in half precision, by name.
+        types: The types of values in half precision, by name, without constants that are only stored in it.
         names: The names of all values.
         attributes: Attributes that named a type of half precision, by the node's first output and their own
             name.
+        computes: Whether a node computes in half precision; inputs and outputs in it alone need none.
     """
 
     types: Mapping[str, ir.DataType] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
     attributes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    computes: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.types)
@@ -68,12 +84,33 @@ def half_values(model: ir.Model) -> HalfValues:
         for value in node.outputs:  # of foreign operators nothing is inferred
             if guess is not None and not value.dtype:
                 value.type = ir.TensorType(guess)
-        for attribute in node.attributes.values():
-            if is_standard(node) and attribute.name in _TYPES and attribute.value in HALF:
-                attributes[str(node.outputs[0].name), attribute.name] = attribute.as_int()
-    types = {str(value.name): _type(value) for graph in model.graphs() for value in values_in(graph)}
+    values = {str(value.name): value for graph in model.graphs() for value in values_in(graph)}
+    taking_part = _taking_part(model)
+    types = {name: _type(value) for name, value in values.items() if value in taking_part}
     half = {name: kind for name, kind in types.items() if kind in HALF}
-    return HalfValues(half, frozenset(types), attributes)
+    for node in model.graph.all_nodes():
+        named = node.attributes.values() if is_standard(node) and node.outputs[0] in taking_part else ()
+        for attribute in named:
+            if attribute.name in _TYPES and attribute.value in HALF:
+                attributes[str(node.outputs[0].name), attribute.name] = attribute.as_int()
+    computes = any(
+        not is_standard(node, *MOVING)
+        and any(value is not None and value.name in half for value in (*node.inputs, *node.outputs))
+        for node in model.graph.all_nodes()
+    )
+    return HalfValues(half, frozenset(values), attributes, computes)
+
+
+def _taking_part(model: ir.Model) -> set[ir.Value]:
+    """Find the values that depend on inputs, and constants but for those that are only cast to float32."""
+    graph = model.graph
+    found = depending(graph, graph.inputs)
+    found.update(value for body in model.graphs() if body is not graph for value in values_in(body))
+    for node in reversed(graph):
+        widens = is_standard(node, "Cast") and _type(node.outputs[0]) not in HALF
+        if not widens and any(value in found for value in node.outputs):
+            found.update(used_by(node, graph))
+    return found
 
 
 def in_float32(model: ir.Model, half: HalfValues) -> ir.Model:
@@ -85,13 +122,15 @@ def in_float32(model: ir.Model, half: HalfValues) -> ir.Model:
     """
     wide = model.clone()
     for value in [value for graph in wide.graphs() for value in values_in(graph)]:
+        if value.name not in half.types:
+            continue
         if value.const_value is not None:
             value.const_value = _widened(value.const_value)
-        if value.name in half.types and value.type is not None and value not in wide.graph.inputs:
+        if value.type is not None and value not in wide.graph.inputs:
             value.type = ir.TensorType(ir.DataType.FLOAT)
     for node in wide.graph.all_nodes():
         for attribute in list(node.attributes.values()):
-            if attribute.type == ir.AttributeType.TENSOR:
+            if attribute.type == ir.AttributeType.TENSOR and node.outputs[0].name in half.types:
                 node.attributes.add(ir.AttrTensor(attribute.name, _widened(attribute.as_tensor())))
             elif (node.outputs[0].name, attribute.name) in half.attributes:
                 node.attributes.add(ir.AttrInt64(attribute.name, ir.DataType.FLOAT))
@@ -139,6 +178,54 @@ def in_half(model: ir.Model, half: HalfValues, source: str) -> ir.Model:
             elif (name, attribute.name) in half.attributes:
                 node.attributes.add(ir.AttrInt64(attribute.name, half.attributes[name, attribute.name]))
     return narrow
+
+
+def store_narrow(model: ir.Model, kinds: Mapping[str, ir.DataType]) -> None:
+    """Store float32 constants of a graph in half precision, from which it casts them as it runs.
+
+    Args:
+        model: The graph; changed in place.
+        kinds: The types by the names of the constants; others than float32 stay as they are.
+
+    Raises:
+        OnnxGraphError: A number is too large for half precision.
+    """
+    graph, casts = model.graph, []
+    for name, kind in kinds.items():
+        value = graph.initializers.get(name)
+        if value is None or value.const_value is None or value.const_value.dtype != ir.DataType.FLOAT:
+            continue
+        stored = new_constant(graph, f"{name}_half", _narrowed(value.const_value, kind, "a weight").numpy())
+        cast = node_of("Cast", [stored], free_name(graph, f"{name}_Cast"), {"to": int(ir.DataType.FLOAT)})
+        value.replace_all_uses_with(cast.outputs[0])
+        del graph.initializers[name]
+        casts.append(cast)
+    put_first(graph, casts)
+
+
+def without_casts(model: ir.Model, kinds: Collection[ir.DataType]) -> bool:
+    """Store constants in float32 that are cast to it; tell whether there were any.
+
+    Args:
+        model: The graph; changed in place. It computes the same, bit for bit.
+        kinds: From which types.
+    """
+    graph, known = model.graph, dict[ir.Value, ir.Value]()
+    for node in list(graph):
+        value = node.inputs[0] if is_standard(node, "Cast") else None
+        if value is None or node.attributes["to"].as_int() != ir.DataType.FLOAT:
+            continue
+        if node.outputs[0].is_graph_output():
+            continue
+        array = constant(value)
+        if array is None or ir.DataType.from_numpy(array.dtype) not in kinds:
+            continue
+        if value not in known:
+            known[value] = new_constant(graph, f"{value.name}_float", array.astype(np.float32))
+        node.outputs[0].replace_all_uses_with(known[value])
+    if known:
+        without_unused(model)
+    return bool(known)
 
 
 def without_integers(precisions: Sequence[str], source: str) -> tuple[str, ...]:

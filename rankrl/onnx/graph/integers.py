@@ -31,6 +31,7 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
         feed: A batch, the first input of which sets the ranges.
     """
     feed = network.axes.one(feed)
+    network = network.without_casts()
     weights = network.weight_inputs
     taken = [site for site in sites if not site.spread]  # onnxruntime has no such kernel
     runs: list[str] = []
@@ -74,6 +75,7 @@ def chosen_ranges(
         batches: Calibration inputs.
         reduce_range: As in `quantise_onnx`.
     """
+    network = network.without_casts()
     weights = {network.weight_inputs[name] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "plain.onnx"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -16,15 +16,26 @@ from rankrl.onnx.graph.axis_suggestions import axes_in_file
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.graph_input import GraphInput
-from rankrl.onnx.graph.half import HalfValues, half_values, in_float32, in_half
+from rankrl.onnx.graph.half import (
+    HALF,
+    HALF_BYTES,
+    HalfValues,
+    half_values,
+    in_float32,
+    in_half,
+    without_casts,
+)
 from rankrl.onnx.graph.reading import read_graph
 from rankrl.onnx.graph_edits import Array
 from rankrl.onnx.protobuf import save_model, to_proto
 from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
+from rankrl.onnx.set_aside import SetAside
+from rankrl.onnx.sparse import holds, sparse_bytes
 
 Feed = Mapping[str, Array]
 """One array for each input of a network, by name."""
 
+_NOTHING = SetAside()
 _QUIET = onnxruntime.RunOptions()
 _QUIET.log_severity_level = 4  # only what ends the process
 
@@ -38,6 +49,7 @@ class OnnxNetwork:
         axes: Which axes count the inputs of a batch; what the file suggests when omitted.
         half: What of it is in half precision in the file, where `model` has it in float32.
         converted: What to tell of a conversion of its operator set.
+        aside: What was set aside of the file.
     """
 
     def __init__(
@@ -48,8 +60,9 @@ class OnnxNetwork:
         *,
         half: HalfValues | None = None,
         converted: str = "",
+        aside: SetAside = _NOTHING,
     ) -> None:
-        self.model, self.source, self.converted = model, source, converted
+        self.model, self.source, self.converted, self.aside = model, source, converted, aside
         self.half = HalfValues() if half is None else half
         if axes is not None:
             self.axes = axes
@@ -62,16 +75,12 @@ class OnnxNetwork:
             OnnxGraphError: There is no such file, it is no ONNX file, damaged, too old or too large, data
                 next to it are missing, or it has no input that arrays can be given for.
         """
-        model, converted = read_graph(Path(path))
-        network = cls(model, str(path), converted=converted)
+        model, converted, aside = read_graph(Path(path))
+        network = cls(model, str(path), converted=converted, aside=aside)
         if not network.inputs:
             raise OnnxGraphError(f"{path} takes no input, so there is nothing to fit its layers to")
-        other = [value.name for value in model.graph.outputs if not isinstance(value.type, ir.TensorType)]
-        if other:
-            raise OnnxGraphError(
-                f"{path}: the output {other[0]!r} is a sequence or a map; only tensors can be compared. Cut "
-                "the network off before it: onnx.utils.extract_model(FILE, TARGET, INPUTS, OUTPUTS)"
-            )
+        if not model.graph.outputs:
+            raise OnnxGraphError(f"{path} computes no tensor, so there is nothing to compare")
         return network
 
     @cached_property
@@ -79,10 +88,6 @@ class OnnxNetwork:
         """What the network takes."""
         inputs = []
         for entry in self.model.graph.inputs:
-            if not isinstance(entry.type, ir.TensorType):
-                raise OnnxGraphError(
-                    f"{self.source}: the input {entry.name!r} is no tensor; only tensors can be given"
-                )
             axes = () if entry.shape is None else tuple(entry.shape)
             sizes = tuple(axis if isinstance(axis, int) else None for axis in axes)
             names = tuple("" if isinstance(axis, int) else axis.value or "" for axis in axes)
@@ -101,7 +106,7 @@ class OnnxNetwork:
 
     def with_axes(self, axes: BatchAxes) -> OnnxNetwork:
         """Return the same network with these axes for the inputs of a batch."""
-        return OnnxNetwork(self.model, self.source, axes, half=self.half, converted=self.converted)
+        return self._like(self.model, axes=axes)
 
     def in_float32(self) -> OnnxNetwork:
         """Return the network with what is in half precision in float32; itself where nothing is.
@@ -117,18 +122,46 @@ class OnnxNetwork:
                 f"{self.source} is in bfloat16, which onnxruntime does not compute with on a processor, so "
                 "that nothing can be compared; export it in float32 or float16"
             )
-        return OnnxNetwork(in_float32(self.model, half), self.source, half=half, converted=self.converted)
+        return self._like(in_float32(self.model, half), half=half)
 
     def as_in_file(self) -> OnnxNetwork:
         """Return the network in the precision of its file."""
         if not self.half:
             return self
-        narrow = in_half(self.model, self.half, self.source)
-        return OnnxNetwork(narrow, self.source, self.axes, converted=self.converted)
+        return self._like(in_half(self.model, self.half, self.source), half=HalfValues())
 
     def rewritten(self, model: ir.Model) -> OnnxNetwork:
         """Return the same network with another graph."""
-        return OnnxNetwork(model, self.source, self.axes, half=self.half, converted=self.converted)
+        return self._like(model)
+
+    def without_casts(self, kinds: Collection[ir.DataType] = (ir.DataType.DOUBLE, *HALF)) -> OnnxNetwork:
+        """Return the network with constants in float32 that it casts to that from some types."""
+        model = self.graph_model()
+        return self.rewritten(model) if without_casts(model, kinds) else self
+
+    def _like(
+        self, model: ir.Model, *, axes: BatchAxes | None = None, half: HalfValues | None = None
+    ) -> OnnxNetwork:
+        axes = self.__dict__.get("axes") if axes is None else axes  # not yet known while a file is read
+        return OnnxNetwork(
+            model,
+            self.source,
+            axes,
+            half=self.half if half is None else half,
+            converted=self.converted,
+            aside=self.aside,
+        )
+
+    def whole(self, *, tensors: bool = False) -> onnx.ModelProto:
+        """Return the network with what was set aside of its file (`SetAside.put_back`)."""
+        return self.aside.put_back(to_proto(self.model), tensors=tensors)
+
+    def stored_bytes(self, name: str, tensor: ir.TensorProtocol) -> int:
+        """Count what a constant takes in the file."""
+        sparse = self.aside.sparse.get(name)
+        if sparse is not None and holds(sparse, tensor.numpy()):
+            return sparse_bytes(sparse)
+        return tensor.size * HALF_BYTES if name in self.half.types else tensor.nbytes
 
     def graph_model(self) -> ir.Model:
         """Return the model as a graph of its own that can be changed."""
@@ -196,6 +229,7 @@ class GraphSession:
         model: The graph, or a session that it is open in.
         source: Where it is from, for messages.
         threads: Threads that compute an operator.
+        tensors: Whether outputs of other kinds are left out.
 
     Raises:
         OnnxGraphError: onnxruntime cannot run a node of it.
@@ -207,6 +241,7 @@ class GraphSession:
         source: str,
         *,
         threads: int = 1,
+        tensors: bool = False,
     ) -> None:
         self.source = source
         if isinstance(model, ir.Model | onnx.ModelProto):
@@ -214,7 +249,10 @@ class GraphSession:
         else:
             self._session = model
         self.input_names = [entry.name for entry in self._session.get_inputs()]
-        self.output_names = [entry.name for entry in self._session.get_outputs()]
+        outputs = self._session.get_outputs()
+        self.output_names = [
+            entry.name for entry in outputs if entry.type.startswith("tensor") or not tensors
+        ]
 
     def run(self, feed: Feed, *, quiet: bool = False) -> list[Array]:
         """Return all outputs for one batch; inputs that the graph does not need are left out.
@@ -230,7 +268,7 @@ class GraphSession:
             name: np.asarray(value, order="C") for name, value in feed.items() if name in self.input_names
         }
         try:
-            outputs: list[Array] = self._session.run(None, arrays, _QUIET if quiet else None)
+            outputs: list[Array] = self._session.run(self.output_names, arrays, _QUIET if quiet else None)
         except Exception as error:
             shapes = ", ".join(f"{name!r} {value.dtype} {value.shape}" for name, value in arrays.items())
             raise OnnxGraphError(

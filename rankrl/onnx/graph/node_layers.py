@@ -9,7 +9,7 @@ from decomposition.network.kinds import Kind
 from decomposition.network.layers import LayerSpec
 from rankrl.onnx.graph.quantised import constant, rounded_constant
 from rankrl.onnx.graph.recurrent import is_recurrent
-from rankrl.onnx.graph.site import Absorber
+from rankrl.onnx.graph.site import Absorber, Site
 from rankrl.onnx.graph_edits import Array
 from rankrl.onnx.operators import is_standard
 
@@ -126,3 +126,10 @@ def sizes_for_one(shape: tuple[int, ...], spatial: slice, batch: int) -> tuple[i
     """Return the positions that one input of the network has in a shape, pieces of the input in front."""
     pieces = shape[0] // batch if shape[0] % batch == 0 else shape[0]
     return (*((pieces,) if pieces != 1 else ()), *shape[spatial])
+
+
+def absorbing(value: ir.Value, site: Site) -> tuple[ir.Node, int, int]:
+    """Return the node behind a value that takes up a change of its mean, by which input and which sign."""
+    use = next(iter(value.uses()))
+    normalises = site.absorber == "batch_norm"  # its third input is the mean that it takes away
+    return use.node, 3 if normalises else 1 - use.idx, -1 if normalises else 1

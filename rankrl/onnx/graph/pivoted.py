@@ -11,14 +11,18 @@ from rankrl.onnx.graph_edits import Array, add_constant, names_in, new_name, nod
 from rankrl.onnx.operators import is_standard
 
 
-def store_pivoted(model: ir.Model, names: Sequence[str]) -> None:
+def store_pivoted(model: ir.Model, names: Sequence[str]) -> dict[str, str]:
     """Let the graph put together weights of pivoting factorisations, which a runtime does once, on loading.
 
     Args:
         model: The graph; changed in place.
         names: Constants (out, r, 1, ...) with all rows of an identity; of a matrix product they are turned.
+
+    Returns:
+        Names of the constants that hold the other rows, by those of the weights.
     """
     graph, taken = model.graph, names_in(model.graph)
+    others_of: dict[str, str] = {}
     for name in names:
         value = graph.initializers[name]
         array = stored(value)
@@ -38,7 +42,9 @@ def store_pivoted(model: ir.Model, names: Sequence[str]) -> None:
         zeros = node("ConstantOfShape", [constant("sizes", np.array([rank, rank]))])
         zeros.attributes.add(ir.AttrTensor("value", ir.tensor(np.zeros(1, array.dtype))))
         identity = node("EyeLike", [zeros.outputs[0]])
-        rows = node("Concat", [identity.outputs[0], constant("rows", matrix[others])], axis=0)
+        stored_rows = constant("rows", matrix[others])
+        others_of[name] = str(stored_rows.name)
+        rows = node("Concat", [identity.outputs[0], stored_rows], axis=0)
         order = np.concatenate([first, others]).argsort().astype(np.int32)
         nodes = [zeros, identity, rows, node("Gather", [rows.outputs[0], constant("order", order)], axis=0)]
         if turned:
@@ -49,6 +55,7 @@ def store_pivoted(model: ir.Model, names: Sequence[str]) -> None:
         value.replace_all_uses_with(nodes[-1].outputs[0])
         del graph.initializers[name]
         put_first(graph, nodes)
+    return others_of
 
 
 def _identity_rows(matrix: Array) -> Array:

@@ -9,11 +9,12 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 
 from decomposition.network.layers import skipping
 from rankrl.onnx.graph.axis_suggestions import Axes
 from rankrl.onnx.graph.capture import check_gaps
-from rankrl.onnx.graph.costs import network_costs
+from rankrl.onnx.graph.costs import compression_costs, network_costs
 from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph.foreign import foreign_reason, is_foreign
 from rankrl.onnx.graph.image_files import ImagePreprocessing
@@ -37,11 +38,12 @@ class PreparedFile:
 
     Attributes:
         original: The network as the file has it, half precision in float32.
-        network: The network that is compressed: the original with look-ups for products with one-hot codes,
-            perhaps with convolutions that compute several positions at once.
+        network: The network that is compressed: the original with look-ups for products with one-hot codes
+            and constants in float32 that are cast to it, perhaps with convolutions that compute several
+            positions at once.
         split: The inputs.
         sites: Its nodes.
-        totals: What it costs (`network_costs`).
+        totals: What it costs (`compression_costs`).
         several: Which convolutions compute several positions at once.
     """
 
@@ -90,10 +92,11 @@ class PreparedFile:
         split = split_inputs(held, original, batch_axes=batch_axes, heldout=heldout, scored=scored, seed=seed)
         original = original.with_axes(split.axes)
         network = with_look_ups(original) if look_ups else original
+        network = network.without_casts((ir.DataType.DOUBLE,))
         sites = find_sites(network, split.calibration[0])
         specs = skipping([site.spec for site in sites], skip, only)
         sites = [replace(site, spec=spec) for site, spec in zip(sites, specs, strict=True)]
-        file = cls(original, network, split, tuple(sites), network_costs(network, sites))
+        file = cls(original, network, split, tuple(sites), compression_costs(network, sites))
         if file.foreign is not None:
             log.warning("%s: %s", path, file.foreign)
         return file
@@ -113,7 +116,11 @@ class PreparedFile:
             for site in find_sites(network, self.split.calibration[0])
         ]
         return replace(
-            self, network=network, sites=tuple(sites), totals=network_costs(network, sites), several=several
+            self,
+            network=network,
+            sites=tuple(sites),
+            totals=compression_costs(network, sites),
+            several=several,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -16,6 +17,7 @@ from rankrl.onnx.graph.errors import OnnxGraphError
 from rankrl.onnx.graph_edits import values_in
 from rankrl.onnx.operators import STANDARD, opset_of
 from rankrl.onnx.protobuf import to_proto
+from rankrl.onnx.set_aside import SetAside, set_aside_outputs
 from rankrl.onnx.sparse import store_densely
 
 LEAST_OPSET = 13
@@ -27,19 +29,20 @@ _LARGEST_FILE = 2**31 - 1
 """Bytes that one protobuf message can hold, in which onnxruntime is handed changed graphs."""
 
 
-def read_graph(path: Path) -> tuple[ir.Model, str]:
+def read_graph(path: Path) -> tuple[ir.Model, str, SetAside]:
     """Read a file, with the data that lie next to it, and check it.
 
     Returns:
-        The graph, all its data inside, without functions of its own and sparse constants; every node has a
-        name of its own. And what to tell of a conversion of its operator set, empty without one.
+        The graph, all its data inside, without functions of its own, sparse constants, and outputs that are
+        no tensors; every node has a name of its own. What to tell of a conversion of its operator set, empty
+        without one. And what was set aside of the file.
 
     Raises:
         OnnxGraphError: There is no such file, it is no ONNX file, damaged, too old or too large, or data
             next to it are missing.
     """
     proto = _read(path)
-    model = _checked(proto, path)
+    model, aside = _checked(proto, path)
     if passes.RemoveInitializersFromInputsPass()(model).modified:  # old files list them, others cannot go
         model.ir_version = max(model.ir_version, _CONSTANTS_APART)
     free_sizes(model.graph)
@@ -49,7 +52,7 @@ def read_graph(path: Path) -> tuple[ir.Model, str]:
         converted = f"onnx's version converter took it from operator set {opset} to {LEAST_OPSET}"
     unpad_channels(model)
     _name_nodes(model)
-    return model, converted
+    return model, converted, aside
 
 
 def _read(path: Path) -> onnx.ModelProto:
@@ -78,30 +81,40 @@ def _read(path: Path) -> onnx.ModelProto:
     return proto
 
 
-def _checked(proto: onnx.ModelProto, path: Path) -> ir.Model:
-    """Return the graph of a file that ONNX's checker accepts, without functions and sparse constants.
+def _checked(proto: onnx.ModelProto, path: Path) -> tuple[ir.Model, SetAside]:
+    """Return the graph of a file that ONNX's checker accepts, without what is set aside, and that.
 
     Nodes are put in order, as onnxruntime does where converters append them at the end.
     """
+    for entry in proto.graph.input:
+        if entry.type.WhichOneof("value") != "tensor_type":
+            raise OnnxGraphError(
+                f"{path}: the input {entry.name!r} is no tensor; only tensors can be given. Cut the network "
+                "off behind it: onnx.utils.extract_model(FILE, TARGET, INPUTS, OUTPUTS)"
+            )
+    functions = bool(proto.functions)
+    aside = SetAside() if functions else set_aside_outputs(proto)
+    sparse = {}
     try:
         try:
             onnx.checker.check_model(proto)
         except onnx.checker.ValidationError:
-            store_densely(proto)
+            sparse = store_densely(proto)
             model = ir.from_proto(proto)
             model.graph.sort()
             proto = to_proto(model)
             onnx.checker.check_model(proto)
-        store_densely(proto)
+        sparse |= store_densely(proto)
     except ExportError as error:
         raise OnnxGraphError(f"{path}: {error}") from error
     except Exception as error:  # the checker's, and those of what cannot be put in order
         raise OnnxGraphError(
             f"{path} is damaged, ONNX's own checker says: {error}. Fetch or export it again"
         ) from error
-    if proto.functions:
+    if functions:
         proto = inliner.inline_local_functions(proto, convert_version=True)
-    return ir.from_proto(proto)
+        aside = set_aside_outputs(proto)
+    return ir.from_proto(proto), replace(aside, sparse=sparse)
 
 
 def _converted(model: ir.Model, path: Path, opset: int) -> ir.Model:

@@ -56,6 +56,7 @@ class CompressedGraph:
         errors: Relative output error of each node, those before it included, by name.
         replaced: The nodes in whose place something else stands.
         half: What is to be in half precision in the file.
+        narrow: Types of half precision that constants are stored in and cast from, by name.
         axes: The axes that count inputs, None where they are the first.
     """
 
@@ -69,13 +70,19 @@ class CompressedGraph:
     errors: dict[str, float] = field(default_factory=dict)
     replaced: list[Site] = field(default_factory=list)
     half: HalfValues = field(default_factory=HalfValues)
+    narrow: dict[str, ir.DataType] = field(default_factory=dict)
     axes: BatchAxes | None = None
 
     def put(self, site: Site, layer: nn.Module, plan: Sequence[object], shift: torch.Tensor | None) -> None:
         """Put a layer in the place of a node and note what becomes of its weights."""
         layer = without_rounding(layer)
         layers = [layer, *(_of_twin(layer, twin, plan) for twin in site.twins)]
-        weights = replace_node(self.model, site, layers, shift)
+        written = replace_node(self.model, site, layers, shift)
+        names = {key: str(value.name) for key, value in written.items()}
+        weights = [name for key, name in names.items() if key.endswith("weight")]
+        if not any(isinstance(operation, Quantise) for operation in plan):
+            kinds = {name: site.narrow.get(key.split()[-1]) for key, name in names.items()}
+            self.narrow |= {name: kind for name, kind in kinds.items() if kind is not None}
         self.replaced += site.nodes
         if isinstance(layer, PivotedLayer):
             self.pivoted += weights[-1:]
@@ -170,7 +177,8 @@ def refitted_graph(
 
     Each is fitted to give on the inputs that it receives in the compressed graph what the original gives on
     its own (`decomposition.fit`, here without running both in one pass). Nodes that stay dense are solved for
-    anew, too, and make up for the errors of those before them. Up to the first node that is factorised, or
+    anew, too, and make up for the errors of those before them, unless new weights would take more bytes than
+    the file does with theirs, as sparse ones do. Up to the first node that is factorised, or
     whose weights keep fewer than 8 bits, there is nothing to make up for.
 
     Args:
@@ -201,7 +209,7 @@ def refitted_graph(
         touched = touched or any(map(_loses, entry.layer_operations))
         if entry.layer_operations and not touched:
             graph.put(site, site.module(MARKED), entry.layer_operations, None)
-        elif touched:
+        elif touched and (entry.layer_operations or site.spec.storage.whole is None):
             arriving = _arriving_patches(before, after, site, sizes, patches, seed)
             if len(arriving[0]):
                 refit = _refit(site, entry, sensitivities.get(site.name), options)

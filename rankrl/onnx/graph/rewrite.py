@@ -15,6 +15,7 @@ from torch import nn
 from decomposition import TensorFormat, compressible_layers, get_format, list_formats
 from decomposition.formats.factorised import FactorisedLayer, plain_layers
 from rankrl.errors import ConfigError
+from rankrl.onnx.graph.node_layers import absorbing
 from rankrl.onnx.graph.quantised import constant
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, free_name, new_constant, put_in_place
@@ -72,7 +73,7 @@ def check_formats(names: Sequence[str]) -> None:
 
 def replace_node(
     model: ir.Model, site: Site, layers: Sequence[nn.Module], shift: torch.Tensor | None
-) -> list[str]:
+) -> dict[str, ir.Value]:
     """Put a layer in the place of a node, and of all that share its weight.
 
     Args:
@@ -84,12 +85,12 @@ def replace_node(
         shift: What the mean output lacks (out,), for what takes it up; `None` where nothing does.
 
     Returns:
-        Names of the weights that were written.
+        The constants that were written; the last word of their keys says what they are (`Site.narrow`).
     """
     constants: dict[str, ir.Value] = {}
     for node, layer in zip(site.nodes, layers, strict=True):
         _replace_one(model.graph, node, layer, shift, constants)
-    return [str(value.name) for key, value in constants.items() if key.endswith("weight")]
+    return constants
 
 
 def _replace_one(
@@ -105,7 +106,7 @@ def _replace_one(
     x, old = node.inputs[0], node.outputs[0]
     assert x is not None
     if shift is not None and site.absorber in ("add", "batch_norm"):
-        _shift_behind(graph, old, site, shift)
+        constants["shifted"] = _shift_behind(graph, old, site, shift)
     nodes: list[ir.Node] = []
     for number, stage in enumerate(stages):
         last = number == len(stages) - 1
@@ -174,7 +175,7 @@ def open_constants(model: ir.Model, site: Site) -> OpenConstants:
         known, sign = site.bias, 1
         users = [(nodes[twin.name], 2) for twin in site.nodes]
     else:
-        behind, index, sign = _absorbing(node.outputs[0], site)
+        behind, index, sign = absorbing(node.outputs[0], site)
         array = constant(behind.inputs[index])
         assert array is not None
         known, users = torch.from_numpy(np.array(array)), [(behind, index)]
@@ -245,18 +246,13 @@ def _stage_node(
     return node
 
 
-def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Tensor) -> None:
+def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Tensor) -> ir.Value:
     """Let the addition or the batch normalisation behind a node take up a change of its mean."""
-    behind, index, sign = _absorbing(value, site)
+    behind, index, sign = absorbing(value, site)
     known = constant(behind.inputs[index])
     assert known is not None
     moved: Array = known + sign * shift.numpy().reshape(known.shape)
     tensor = torch.from_numpy(np.ascontiguousarray(moved.astype(known.dtype)))
-    behind.replace_input_with(index, new_constant(graph, f"{site.name}.shifted", tensor))
-
-
-def _absorbing(value: ir.Value, site: Site) -> tuple[ir.Node, int, int]:
-    """Return the node behind a value that takes up a change of its mean, by which input and which sign."""
-    use = next(iter(value.uses()))
-    normalises = site.absorber == "batch_norm"  # its third input is the mean that it takes away
-    return use.node, 3 if normalises else 1 - use.idx, -1 if normalises else 1
+    moved_constant = new_constant(graph, f"{site.name}.shifted", tensor)
+    behind.replace_input_with(index, moved_constant)
+    return moved_constant

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from torch import nn
 
@@ -41,6 +42,8 @@ class Site:
             others. Such a node is fitted as a 1x1 convolution from its input channels to output channels
             times kernel positions, whose outputs are added up where they overlap. `spec`, `weight` and
             `module` are those of that convolution, without the bias, which stays where it is.
+        narrow: The types of half precision that the file keeps its constants in, which it casts to float32,
+            by what they are: `weight`, `bias` and `shifted`, the constant that the absorber adds or takes.
         hidden: Numbers in the state of an LSTM, 0 for others. Its `weight` has the rows of both directions on
             the inputs, and below them those on the state, filled up with zeros to one width.
     """
@@ -60,6 +63,7 @@ class Site:
     twins: tuple[Site, ...] = ()
     spread: tuple[int, ...] = ()
     hidden: int = 0
+    narrow: Mapping[str, ir.DataType] = field(default_factory=dict)
 
     @property
     def nodes(self) -> tuple[Site, ...]:

@@ -10,13 +10,15 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from decomposition.network.layers import LayerSpec
+from decomposition.network.layers import FLOAT_BYTES, LayerSpec, Storage
 from decomposition.network.opaque import OPAQUE_KINDS
 from rankrl.onnx.graph.foreign import foreign_reason, foreign_weight
+from rankrl.onnx.graph.half import HALF, HALF_BYTES
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.node_layers import (
     PRODUCTS,
     absorber_of,
+    absorbing,
     layer_spec,
     padding_of,
     refusal_of,
@@ -38,7 +40,7 @@ from rankrl.onnx.graph.recurrent import (
     recurrent_weight,
 )
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx.graph.twins import constant_name, use_counts, with_twins
+from rankrl.onnx.graph.twins import constant_name, constant_root, use_counts, with_twins
 from rankrl.onnx.graph_edits import Array, depending, until
 from rankrl.onnx.operators import is_standard
 
@@ -86,7 +88,40 @@ def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
             site = _site(node, len(sites), seen)
             if site is not None:
                 sites.append(_counted(site, seen))
-    return with_twins(sites, use_counts(model.graph))
+    nodes = {node.name: node for node in model.graph}
+    return [
+        site if site.spec.refusal is not None else _as_stored(site, nodes[site.name], network)
+        for site in with_twins(sites, use_counts(model.graph))
+    ]
+
+
+def _as_stored(site: Site, node: ir.Node, network: OnnxNetwork) -> Site:
+    """Return a node with what is known of how the file keeps its constants."""
+    places = {"weight": (1, 2) if site.hidden else (1,), "bias": (2,) if site.bias is not None else ()}
+    stored: dict[str, list[ir.Value]] = {
+        kind: [root for index in indices if (root := constant_root(node.inputs[index])) is not None]
+        for kind, indices in places.items()
+    }
+    if site.absorber in ("add", "batch_norm"):
+        behind, index, _ = absorbing(node.outputs[0], site)
+        stored["shifted"] = [root for root in [constant_root(behind.inputs[index])] if root is not None]
+    narrow, sizes, whole = dict[str, ir.DataType](), dict[str, int](), 0
+    for kind, roots in stored.items():
+        for root in roots:
+            tensor = ir.convenience.get_const_tensor(root)
+            assert tensor is not None
+            if tensor.dtype in HALF:
+                narrow[kind] = tensor.dtype
+            if tensor.dtype in HALF or root.name in network.half.types:
+                sizes[kind] = HALF_BYTES
+            if kind == "weight":
+                whole += network.stored_bytes(str(root.name), tensor)
+    storage = Storage(sizes.get("weight", FLOAT_BYTES), sizes.get("bias", FLOAT_BYTES))
+    spec = replace(site.spec, storage=storage)
+    biases = storage.bias * (site.spec.out_channels if site.spec.bias else 0)
+    if whole + biases != spec.bytes_of(spec.params):
+        spec = replace(spec, storage=replace(storage, whole=whole + biases))
+    return replace(site, spec=spec, narrow=narrow)
 
 
 def _shapes(model: ir.Model, network: OnnxNetwork, feed: Feed) -> Shapes:

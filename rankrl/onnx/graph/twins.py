@@ -64,7 +64,7 @@ def use_counts(graph: ir.Graph) -> Counter[str]:
     """Count how often every value is used; a constant that is turned on its way counts by its own name."""
     counts: Counter[str] = Counter()
     for node in ir.traversal.RecursiveGraphIterator(graph):
-        if is_standard(node, *MOVING) and _constant_root(node.inputs[0]) is not None:
+        if is_standard(node, *MOVING) and constant_root(node.inputs[0]) is not None:
             continue
         counts.update(constant_name(value) for value in node.inputs if value is not None)
     counts.update(constant_name(value) for value in graph.outputs)
@@ -73,10 +73,10 @@ def use_counts(graph: ir.Graph) -> Counter[str]:
 
 def constant_name(value: ir.Value) -> str:
     """Return the name of the constant behind a value, or of the value itself."""
-    return str((_constant_root(value) or value).name)
+    return str((constant_root(value) or value).name)
 
 
-def _constant_root(value: ir.Value | None) -> ir.Value | None:
+def constant_root(value: ir.Value | None) -> ir.Value | None:
     """Return the constant that a value is, turned or reshaped perhaps; None where it is none."""
     while value is not None and ir.convenience.get_const_tensor(value) is None:
         producer = value.producer()

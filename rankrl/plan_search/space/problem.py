@@ -21,10 +21,9 @@ from decomposition.choose.reachable import check_reachable
 from decomposition.network.cost import count_macs, count_parameters
 from decomposition.network.input_specs import InputShape, shape_to_json
 from decomposition.network.inputs import ExampleInputs, input_shape_of
-from decomposition.network.layers import LayerSpec, inspect_layers
+from decomposition.network.layers import FLOAT_BYTES, LayerSpec, inspect_layers
 from decomposition.network.rewriting import Rewrite, rewrites_of
 from decomposition.operations import Cost
-from decomposition.operations.base import FLOAT_BYTES
 from decomposition.plan.plan import CompressionPlan, fingerprint
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels

@@ -134,13 +134,3 @@ def test_a_node_that_onnxruntime_does_not_know_is_named(tmp_path: Path) -> None:
     model.opset_import.append(helper.make_opsetid("nobody.knows", 1))
     with pytest.raises(OnnxGraphError, match=r"cannot run .*Magic"):
         network_of(model, tmp_path).session()
-
-
-def test_an_output_that_is_no_tensor_is_named(tmp_path: Path) -> None:
-    model = convolutions()
-    model.graph.node.append(helper.make_node("SequenceConstruct", ["y"], ["several"], "several"))
-    model.graph.output.append(
-        helper.make_tensor_sequence_value_info("several", onnx.TensorProto.FLOAT, ["n", 5])
-    )
-    with pytest.raises(OnnxGraphError, match="the output 'several' is a sequence or a map"):
-        network_of(model, tmp_path)
