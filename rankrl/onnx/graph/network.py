@@ -88,6 +88,7 @@ class OnnxNetwork:
         """What the network takes."""
         inputs = []
         for entry in self.model.graph.inputs:
+            assert isinstance(entry.type, ir.TensorType)  # others are refused where the file is read
             axes = () if entry.shape is None else tuple(entry.shape)
             sizes = tuple(axis if isinstance(axis, int) else None for axis in axes)
             names = tuple("" if isinstance(axis, int) else axis.value or "" for axis in axes)
