@@ -5,13 +5,31 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from decomposition.errors import StorageError
+
+_watchers: list[Callable[[Path], None]] = []
+
+
+@contextmanager
+def watching_writes(watch: Callable[[Path], None]) -> Iterator[None]:
+    """Call `watch` with the path of every file, in whatever thread, before it is written within the block."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
+
+
+def announce_write(path: Path) -> None:
+    """Tell those who watch that a file is about to be written, where that is not done by `replacing`."""
+    for watch in tuple(_watchers):
+        watch(path)
 
 
 @contextmanager
@@ -30,6 +48,7 @@ def replacing(path: Path) -> Iterator[Path]:
         StorageError: The system refused something in the block or afterwards (full disk, unwritable folder);
             `path` is as it was before.
     """
+    announce_write(path)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
     try:
         mode = _mode_of_new_files(temporary)

@@ -49,7 +49,6 @@ from rankrl.renamed import renamed_arguments
 from rankrl.request import Request, opened_session
 from rankrl.result import Compression, ModuleCompression
 from rankrl.runs.run_folder import RunFolder
-from rankrl.runs.run_lock import locked
 from rankrl.training import Loss
 
 __all__ = ["apply_plan", "compress", "load_compressed", "search", "timing_kit"]
@@ -335,7 +334,7 @@ def search(
     options = _decomposition(network, decomposition)
     request = Request(goal, options, selector, selector_options or {}, seed, _path(cache), progress)
     request = request.timed_in(request.cache, _path(folder))
-    with nullcontext() if folder is None else locked(Path(folder)):
+    with nullcontext() if folder is None else RunFolder(Path(folder)).held():
         if file is not None:
             source = FileSource(file, inputs, images, batch_axes, heldout, score, _term(search))
             session = FileSearch.of(source, request).session()
@@ -548,7 +547,7 @@ def _run_folder(target: Path, folder: Path | None) -> Iterator[Path | None]:
         if folder is not None:
             raise ConfigError(f"target={target} is the folder of the run already; leave folder= out")
         folder = target
-    with nullcontext() if folder is None else locked(folder):
+    with nullcontext() if folder is None else RunFolder(folder).held():
         try:
             yield folder
         except Exception:

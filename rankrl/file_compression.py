@@ -12,6 +12,7 @@ import torch
 
 from decomposition import CompressionPlan, list_heuristics
 from decomposition.cache import digest
+from decomposition.files import announce_write
 from decomposition.plan.layer_plan import LayerPlan
 from decomposition.plan.plan import fingerprint
 from rankrl.errors import ConfigError
@@ -223,6 +224,7 @@ def compress_file_in(source: FileSource, folder: Path | None, request: Request, 
     run.claim(record, (), resume=True)
     result = compress_file(source, run.state / "model.onnx", request, folder=folder)
     run.remove_results()
+    announce_write(run.onnx)
     os.replace(result.path, run.onnx)
     result.plan.save(run.plan)
     result = replace(result, path=run.onnx)

@@ -37,7 +37,6 @@ from rankrl.cli.config.tasks import TASKS
 from rankrl.cli.config.values import check_values
 from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError
 from rankrl.runs.run_folder import RunFolder, RunNotes
-from rankrl.runs.run_lock import locked
 from rankrl.runs.sweeps import run_sweep_job
 from rankrl.runs.sweeps.devices import runs_in_pool
 from rankrl.runs.tracking import start_tracking
@@ -70,7 +69,7 @@ def _run(config: DictConfig) -> None:
                 explain=lambda error: str(_for_users(error, folder) or f"{type(error).__name__}: {error}"),
             )
         else:
-            with locked(folder.path):
+            with folder.held():
                 notes = _run_alone(config, plain, overrides, folder)
             if notes.collapsed is not None:
                 _leave(RankrlError(f"the run is finished, but {notes.collapsed}."), COLLAPSED)

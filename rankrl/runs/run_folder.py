@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,21 @@ from typing import Any
 from rankrl.errors import ConfigError, StorageError
 from rankrl.files import write_json
 from rankrl.runs.configurations import as_recorded, changed_options, with_effect
-from rankrl.runs.previous import PREVIOUS, bring_back, remove_previous, set_aside
-from rankrl.runs.run_lock import LOCK_FILE
+from rankrl.runs.run_lock import LOCK_FILE, locked
 from rankrl.runs.tracking import NOT_TRACKED, Tracking
+from rankrl.runs.written_files import (
+    METRICS,
+    PREVIOUS,
+    RECORD,
+    RESULTS,
+    bring_back,
+    check_own,
+    recording,
+    remove_previous,
+    remove_written,
+    set_aside,
+    written_files,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +44,6 @@ _ANOTHER_FOLDER = (
 )
 _LONGEST_NAME = 200
 _BEGAN = time.time()  # when this process did, or a little later
-# What a run folder holds before there is anything to keep: records of the configuration, trackers' files.
-_WRITTEN_BEFORE = (".hydra", "state", "tensorboard", "tracking", "wandb", LOCK_FILE)
-
-# What runs write, the mark that one has ended first.
-_OWN = (
-    *("metrics.json", "state", "plan.json", "model.safetensors", "model.onnx", "report.html", "plots"),
-    *("episodes.csv", "search.safetensors", "candidates.json", "dense.safetensors", "optimizer_step.onnx"),
-    *("error.json", "searches", "kit", ".hydra", "tensorboard", "tracking", "wandb"),
-)
 
 
 @dataclass
@@ -98,7 +101,7 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         """The numbers; their presence marks the run as finished."""
-        return self.path / "metrics.json"
+        return self.path / METRICS
 
     @property
     def model(self) -> Path:
@@ -143,7 +146,7 @@ class RunFolder:
     @property
     def record(self) -> Path:
         """The configuration that the results in the folder belong to, and its overrides."""
-        return self.state / "configuration.json"
+        return self.path / RECORD
 
     @property
     def progress(self) -> Path:
@@ -160,7 +163,23 @@ class RunFolder:
         """Whether a run has ended here, or has got far enough to go on."""
         files = (self.metrics, self.plan, self.path / "episodes.csv")
         states = (*self.state.rglob("*.safetensors"), *self.searches.rglob("*"))
-        return any(file.is_file() for file in (*files, *states))
+        return any(file.is_file() and self._wrote(file) for file in (*files, *states))
+
+    def _wrote(self, file: Path) -> bool:
+        """Whether a run wrote a file; that is taken for granted where it kept no list."""
+        written = written_files(self.path)
+        return written is None or file.relative_to(self.path).as_posix() in written
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep every other run out of the folder, and list what is written into it.
+
+        Raises:
+            FolderInUseError: Another run holds it; the message says which.
+            StorageError: The folder cannot be written, or a file would be replaced that no run wrote.
+        """
+        with locked(self.path), recording(self.path):
+            yield
 
     def claim(
         self,
@@ -185,15 +204,16 @@ class RunFolder:
         write_json(self.record, {"config": with_effect(as_recorded(config)), "overrides": list(overrides)})
 
     def check(self, config: Mapping[str, Any], *, advice: str = _ANOTHER_FOLDER) -> None:
-        """Refuse a folder with results of another configuration; nothing is written.
+        """Refuse a folder with results of another configuration, or files of others; nothing is written.
 
         Args:
             config: The run's configuration, plain values.
             advice: What to do instead.
 
         Raises:
-            ConfigError: It does; the options that differ are named.
+            ConfigError: It does; the options that differ are named, or the file.
         """
+        check_own(self.path)
         difference = self.difference(config)
         if difference is not None:
             raise ConfigError(f"{self.path} holds a run {difference}; {advice}")
@@ -203,19 +223,28 @@ class RunFolder:
 
         Args:
             config: The run's configuration, plain values.
+
+        Raises:
+            ConfigError: There is a file that no run wrote, or no list of those that one wrote.
         """
         difference = self.difference(config)
         if difference is not None:
             log.warning("%s held a run %s; it is overwritten", self.path, difference)
             self.begin_anew()
+        check_own(self.path)
 
     def begin_anew(self) -> None:
-        """Set a run's results and its state aside, and no other file, until the next run here has ended."""
-        set_aside(self.path, _OWN)
+        """Set a run's files aside, and no other file, until the next run here has ended.
+
+        Raises:
+            ConfigError: As `replace`.
+        """
+        check_own(self.path)
+        set_aside(self.path)
 
     def bring_back(self) -> bool:
         """Bring back what `begin_anew` set aside, unless there are new results; return whether it did."""
-        return not self.holds_results and bring_back(self.path, _OWN)
+        return not self.holds_results and bring_back(self.path)
 
     def finish(self, metrics: Mapping[str, Any]) -> None:
         """Write `metrics.json`, the mark that the run has ended, and remove what it replaces.
@@ -252,9 +281,7 @@ class RunFolder:
 
     def remove_results(self) -> None:
         """Remove the files that a run ends with, `metrics.json` first, before another run writes its own."""
-        for path in (self.metrics, self.plan, self.model, self.onnx, self.path / "report.html"):
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self.path / "plots", ignore_errors=True)
+        remove_written(self.path, [name for name in RESULTS if self._wrote(self.path / name)])
 
     def recorded(self) -> dict[str, Any] | None:
         """Return the recorded configuration, or None where there is none that can be read."""
@@ -265,17 +292,17 @@ class RunFolder:
         return config if isinstance(config, dict) else None
 
     def discard(self) -> None:
-        """Remove the folder of a run that was refused, unless it holds results or anything of someone else's.
+        """Remove what a refused run wrote, unless the folder holds results, and the folder if that is all.
 
         What was there before this process began is someone else's. Folders above it that are empty then go
         with it, up to the current one.
         """
         if self.holds_results or not self.path.is_dir() or self.bring_back():
             return
+        remove_written(self.path)
         for path in self.path.rglob("*"):
-            inside = path.relative_to(self.path)
-            known = inside.parts[0] in _WRITTEN_BEFORE or inside.suffix == ".log"
-            if path.is_file() and not (known and path.stat().st_mtime >= _BEGAN):
+            known = path.name == LOCK_FILE or (path.suffix == ".log" and path.stat().st_mtime >= _BEGAN)
+            if path.is_file() and not known:
                 return
         shutil.rmtree(self.path, ignore_errors=True)
         here = Path.cwd()

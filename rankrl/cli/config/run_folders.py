@@ -19,6 +19,7 @@ from rankrl.errors import ConfigError
 from rankrl.files import write_atomically
 from rankrl.runs.run_folder import RunFolder, check_writable
 from rankrl.runs.run_lock import check_free
+from rankrl.runs.written_files import check_own
 
 
 def check_folders(arguments: Sequence[str]) -> Path | None:
@@ -66,7 +67,7 @@ def refuse_used_folder(folder: RunFolder, config: Mapping[str, Any]) -> None:
     """Refuse a folder in which a run has got somewhere already, and say how its options differ from these.
 
     Raises:
-        ConfigError: It has.
+        ConfigError: It has, or there is a file of someone else's in the run's way.
     """
     if folder.holds_results:
         state = folder.difference(config) or "already"
@@ -74,6 +75,7 @@ def refuse_used_folder(folder: RunFolder, config: Mapping[str, Any]) -> None:
             f"{folder.path} holds a run {state}; `rankrl resume={folder.path}` goes on with it; for a new "
             "run choose another folder with hydra.run.dir=FOLDER, or overwrite=true to remove that one"
         )
+    check_own(folder.path)
 
 
 def _check_reused(folder: str | None) -> None:

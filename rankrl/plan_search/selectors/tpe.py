@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from decomposition.files import announce_write
 from rankrl.errors import StorageError
 from rankrl.options.selectors import StepOptions
 from rankrl.plan_search.envs.actions import ImportanceMap, check_action
@@ -123,6 +124,7 @@ class TPESelector(Selector):
 
     def _make_mirror(self, path: Path) -> Any:
         """Make the study on disk, with the trials told so far; one that is there already is replaced."""
+        announce_write(path)
         try:
             path.unlink(missing_ok=True)
         except OSError as error:

@@ -11,11 +11,11 @@ from typing import Any
 from rankrl.errors import RunStoppedError
 from rankrl.progress import listening
 from rankrl.runs.run_folder import RunFolder
-from rankrl.runs.run_lock import locked
 from rankrl.runs.sweeps.devices import runs_in_pool, take_one_gpu
 from rankrl.runs.sweeps.failures import sweep_identifier, write_failure
 from rankrl.runs.sweeps.known_jobs import job_folder
 from rankrl.runs.sweeps.progress import JobProgress
+from rankrl.runs.written_files import recording
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def run_sweep_job(
     """
     try:
         folder = job_folder(folder, config, sweep_folder)
-        with locked(folder.path):
+        with folder.held():
             folder.prepare()
             folder.error.unlink(missing_ok=True)
             if config.get("overwrite"):
@@ -69,4 +69,5 @@ def run_sweep_job(
         folder.bring_back()
         paragraph = " ".join(explain(error).split())
         print(f"rankrl: {folder.path}: {paragraph}", file=sys.stderr)
-        write_failure(folder.path, error, paragraph, overrides, sweep_identifier(sweep_folder))
+        with recording(folder.path):
+            write_failure(folder.path, error, paragraph, overrides, sweep_identifier(sweep_folder))

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Mapping
 from typing import Any
 
+from decomposition.files import announce_write
 from rankrl.runs.tracking.base import Tracker
 from rankrl.runs.tracking.registry import register_tracker
 
@@ -20,11 +21,13 @@ class CsvTracker(Tracker):
 
     def result(self, values: Mapping[str, float]) -> None:
         """Write `result.csv` anew."""
+        announce_write(self.folder / "tracking" / "result.csv")
         (self.folder / "tracking" / "result.csv").unlink(missing_ok=True)
         self._append("result", ["name", "value"], list(values.items()))
 
     def _append(self, name: str, columns: list[str], rows: list[Any]) -> None:
         path = self.folder / "tracking" / f"{name}.csv"
+        announce_write(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from rankrl.files import write_atomically
 from rankrl.runs.tracking.base import Tracker
 from rankrl.runs.tracking.registry import import_optional, register_tracker
 
@@ -40,8 +41,7 @@ class MlflowTracker(Tracker):
         earlier = self._client.get_experiment_by_name(experiment)
         identifier = self._client.create_experiment(experiment) if earlier is None else earlier.experiment_id
         self._run = self._client.create_run(identifier, run_name=folder.name).info.run_id
-        known.parent.mkdir(parents=True, exist_ok=True)
-        known.write_text(self._run, encoding="utf-8")
+        write_atomically(known, self._run)
 
     def configuration(self, values: Mapping[str, str]) -> None:
         """Log it as parameters; MLflow refuses long values, which are cut."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rankrl.errors import RankrlError
 from rankrl.runs.tracking.base import Tracker
 from rankrl.runs.tracking.registry import create_tracker
+from rankrl.runs.written_files import recording_entries
 
 if TYPE_CHECKING:
     from rankrl.plan_search.scores.history import EpisodeRow
@@ -114,7 +115,8 @@ def _trackers(name: str, folder: Path, options: Mapping[str, Any]) -> list[Track
     trackers = [create_tracker("csv", folder)]
     if name != "csv":
         try:
-            trackers.append(create_tracker(name, folder, **options))
+            with recording_entries(folder, name):
+                trackers.append(create_tracker(name, folder, **options))
         except RankrlError:
             raise
         except Exception as error:  # a server that does not answer, a folder that cannot be written

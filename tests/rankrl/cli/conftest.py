@@ -11,6 +11,7 @@ import pytest
 from command_line import BUDGET, QUICK, call, workplace
 from matplotlib.figure import Figure
 
+from rankrl.files import write_atomically
 from rankrl.report import comparison_page, write
 from rankrl.runs.run_folder import RunFolder
 
@@ -30,8 +31,7 @@ def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_figure(_: Figure, path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.touch()
+    write_atomically(path, b"")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from rankrl.errors import ConfigError
 from rankrl.runs.configurations import with_effect
 from rankrl.runs.run_lock import locked
+from rankrl.runs.written_files import FILE_LIST, written_files
 
 Command = Callable[..., None]
 Refused = Callable[..., str]
@@ -116,3 +117,26 @@ def test_a_run_that_overwrites_and_fails_leaves_the_other(
     rankrl(*options, "seed=1", "overwrite=true")
     assert read_json(Path("runs/a/metrics.json"))["seed"] == 1
     assert not Path("runs/a/.previous").exists()
+
+
+THEIRS = ("plots/fig.png", ".hydra/old.yaml", "state/mine.json", "tracking/mine.csv", "searches/mine.txt")
+
+
+def test_a_run_among_a_users_files_removes_its_own_alone(
+    rankrl: Command, refused: Refused, tmp_path: Path
+) -> None:
+    """The folder is the current one, with folders of our names in it before the first run."""
+    options = (*small_network(tmp_path), "task=evaluate", "hydra.run.dir=.")
+    for name in THEIRS:
+        Path(name).parent.mkdir()
+        Path(name).write_text("mine")
+    before = content(tmp_path)
+    rankrl(*options)
+    rankrl(*options, "seed=1", "overwrite=true")
+    assert read_json(Path("metrics.json"))["seed"] == 1
+    assert before.items() <= content(tmp_path).items()
+    listed = {path for path in content(tmp_path).keys() - before.keys() if path.suffix != ".log"}
+    assert {tmp_path / name for name in written_files(tmp_path) or ()} | {tmp_path / FILE_LIST} == listed
+    Path("metrics.json").unlink()
+    shutil.rmtree("state")
+    assert "report.html, which no run wrote" in refused(*options, "overwrite=true")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankrl.errors import ConfigError
+from rankrl.files import write_atomically
 from rankrl.runs import run_folder
 from rankrl.runs.run_folder import RunFolder
 
@@ -22,17 +23,23 @@ RESULTS = (
 
 
 def written(folder: Path, name: str) -> RunFolder:
-    file = folder / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("")
-    return RunFolder(folder)
+    run = RunFolder(folder)
+    with run.held():
+        write_atomically(folder / name, "")
+    return run
+
+
+def claimed(folder: Path, seed: int) -> RunFolder:
+    run = RunFolder(folder)
+    with run.held():
+        run.prepare()
+        run.claim({"seed": seed}, [])
+    return run
 
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_folder_with_results_belongs_to_its_configuration(name: str, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.prepare()
-    folder.claim({"seed": 0}, [])
+    folder = claimed(tmp_path, 0)
     assert written(tmp_path, name).holds_results
     folder.claim({"seed": 0}, [])
     folder.claim({"seed": 1}, [], resume=True)
@@ -42,25 +49,21 @@ def test_a_folder_with_results_belongs_to_its_configuration(name: str, tmp_path:
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_beginning_anew_leaves_what_is_no_runs(name: str, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.prepare()
-    folder.claim({"seed": 0}, [])
+    folder = claimed(tmp_path, 0)
     written(tmp_path, name)
-    written(tmp_path, "notes.txt")
+    (tmp_path / "notes.txt").touch()
     folder.replace({"seed": 0})
     assert folder.holds_results, "the same configuration goes on"
     folder.replace({"seed": 1})
     assert not folder.holds_results
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["notes.txt"]
-    folder.prepare()
-    folder.claim({"seed": 1}, [])
+    claimed(tmp_path, 1)
 
 
 def ended(folder: Path, seed: int) -> RunFolder:
-    run = RunFolder(folder)
-    run.prepare()
-    run.claim({"seed": seed}, [])
-    run.finish({"seed": seed})
+    run = claimed(folder, seed)
+    with run.held():
+        run.finish({"seed": seed})
     return run
 
 
@@ -68,14 +71,14 @@ def test_results_stay_until_those_that_replace_them_are_there(tmp_path: Path) ->
     run = ended(tmp_path, 0)
     for new in (1, 2):  # the first one is killed, and replaced by the second
         run.begin_anew()
-        run.prepare()
-        run.claim({"seed": new}, [])
+        claimed(tmp_path, new)
         written(tmp_path, "state/search.safetensors")
         assert not run.finished
         assert not run.bring_back(), "there are new results"
         assert json.loads((tmp_path / ".previous" / "metrics.json").read_text()) == {"seed": 0}
         assert list(RunFolder.below(tmp_path)) == [run]
-    run.finish({"seed": 2})
+    with run.held():
+        run.finish({"seed": 2})
     assert not (tmp_path / ".previous").exists()
 
 
@@ -83,9 +86,7 @@ def test_a_run_that_gets_nowhere_replaces_nothing(tmp_path: Path) -> None:
     run = ended(tmp_path, 0)
     written(tmp_path, "plots/front.png")
     run.begin_anew()
-    run.prepare()
-    run.claim({"seed": 1}, [])
-    run.discard()
+    claimed(tmp_path, 1).discard()
     assert json.loads(run.metrics.read_text()) == run.recorded() == {"seed": 0}
     assert (tmp_path / "plots" / "front.png").exists()
     assert not (tmp_path / ".previous").exists()
@@ -99,9 +100,9 @@ def test_a_folder_that_has_got_nowhere_is_free(name: str, tmp_path: Path) -> Non
 def test_a_refused_run_takes_its_folder_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "runs" / "first"
-    for name in (".hydra/config.yaml", "state/configuration.json", "rankrl.log"):
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text("")
+    for name in (".hydra/config.yaml", "state/configuration.json"):
+        written(path, name)
+    (path / "rankrl.log").touch()
     RunFolder(path).discard()
     assert list(tmp_path.iterdir()) == []
 
