@@ -56,6 +56,15 @@ def check_setup(path: Path, what: str, before: Mapping[str, Any], now: Mapping[s
             )
 
 
+def damaged_state(path: Path, what: str, error: Exception) -> CheckpointError:
+    """The refusal of a state that cannot be read: whoever finds none begins that part anew."""
+    reason = f"{type(error).__name__}: {error}"
+    return CheckpointError(
+        f"{path} is damaged or no {what} ({reason}); remove that file: the same call, or `rankrl resume=`, "
+        "then begins that part anew and goes on with the rest"
+    )
+
+
 def read_state(path: Path, version: int, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what `write_state` wrote.
 
@@ -79,7 +88,7 @@ def read_state(path: Path, version: int, what: str) -> tuple[dict[str, Tensor], 
         content: dict[str, Any] = json.loads(metadata["rankrl"])
         written = content["version"]
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged or no {what}: {error}") from error
+        raise damaged_state(path, what, error) from error
     if written != version:
         raise CheckpointError(
             f"{path} has the version {written}, this program reads version {version}; start without resuming"

@@ -26,6 +26,7 @@ from rankrl.cli.config.hydra_errors import COMPLETE_ERRORS, raised_errors
 from rankrl.cli.config.input_files import check_input_files, options_of_run
 from rankrl.cli.config.overrides import check_overrides
 from rankrl.cli.config.parsing import in_words
+from rankrl.cli.config.paths import named_paths
 from rankrl.cli.config.plugins import load_plugins, named_plugins
 from rankrl.cli.config.quoting import readable_arguments
 from rankrl.cli.config.resuming import check_resumed, finished_run, resumed_arguments
@@ -64,6 +65,7 @@ def _run(config: DictConfig) -> None:
                 number=int(hydra_config.job.num),
                 config=plain,
                 overrides=overrides,
+                paths=lambda: _paths(plain),
                 record=lambda folder: write_record(config, folder.path),
                 sweep_folder=Path(hydra_config.sweep.dir),
                 explain=lambda error: str(_for_users(error, folder) or f"{type(error).__name__}: {error}"),
@@ -103,7 +105,7 @@ def _run_alone(
             _show_finished(folder.path)
             return RunNotes()
         folder.prepare()
-        folder.claim(plain, overrides, resume=True)
+        folder.claim(plain, overrides, resume=True, paths=_paths(plain))
         write_record(config, folder.path)
         notes = _run_task(plain, folder)
     except Exception as error:
@@ -112,6 +114,13 @@ def _run_alone(
         raise
     folder.error.unlink(missing_ok=True)  # of an earlier attempt, as the job of a sweep
     return notes
+
+
+def _paths(plain: dict[str, Any]) -> dict[str, list[str]]:
+    """The paths that a checked configuration names."""
+    load_plugins(plain["plugins"])
+    check_values(plain)
+    return named_paths(plain)
 
 
 def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:

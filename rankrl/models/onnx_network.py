@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
 
 from rankrl.errors import ConfigError
@@ -9,7 +11,7 @@ from rankrl.models.registry import register_model
 
 
 @register_model("onnx", "a network in an ONNX file: model.path=net.onnx, with dataset=inputs")
-def onnx(input_shape: tuple[int, int, int], num_classes: int, /, *, path: str) -> nn.Module:
+def onnx(input_shape: tuple[int, int, int], num_classes: int, /, *, path: str | Path) -> nn.Module:
     """Refuse to build a PyTorch network.
 
     Args:

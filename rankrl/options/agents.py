@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from rankrl.errors import ConfigError
@@ -40,7 +41,7 @@ class AgentOptions:
         plans_per_step: Plans proposed at once, for parallel scoring; the agent learns after all of them.
     """
 
-    policy: str | None = None
+    policy: str | Path | None = None
     action: ActionKind | None = None
     features: tuple[Feature, ...] = ("macs", "curve")
     hidden: tuple[int, ...] = (64, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class ModelOptions:
             that holds one; None trains the network first.
     """
 
-    checkpoint: str | None = None
+    checkpoint: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class CustomOptions(ModelOptions):
 class OnnxOptions(ModelOptions):
     """Options of `onnx`."""
 
-    path: str
+    path: str | Path
 
 
 MODELS: dict[str, type] = {

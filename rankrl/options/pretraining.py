@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rankrl.errors import ConfigError
@@ -116,7 +117,7 @@ class PretrainOptions(PretrainingOptions, EpisodeOptions):
 
     networks: tuple[Mapping[str, Any], ...] = ()
     formats: tuple[str, ...] | None = None
-    add: tuple[str, ...] = ()
+    add: tuple[str | Path, ...] = ()
 
     def __post_init__(self) -> None:
         EpisodeOptions.__post_init__(self)

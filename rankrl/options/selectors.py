@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rankrl.errors import ConfigError
 from rankrl.options.agents import ActionKind, AgentOptions
@@ -96,7 +97,7 @@ class BayesOptions:
         plans_per_step: Plans proposed at once, for parallel scoring.
     """
 
-    policy: str | None = AUTO
+    policy: str | Path | None = AUTO
     action: ActionKind | None = None
     warmup_episodes: int = 15
     step: float = 0.3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rankrl.errors import ConfigError
@@ -85,7 +86,7 @@ class TimingOptions:
             times of whole networks correct those of layers. None times on this machine.
     """
 
-    table: str | tuple[str, ...] | None = None
+    table: str | Path | tuple[str | Path, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rankrl.errors import ConfigError
@@ -113,7 +114,7 @@ class FineTuningOptions(RecipeOptions):
     rates: Mapping[str, float] = field(
         default_factory=lambda: {"onnx_adam": 1e-4, "onnx_adagrad": 1e-2, "sgd": 1e-2}
     )
-    teacher: str | tuple[str, ...] | None = None
+    teacher: str | Path | tuple[str | Path, ...] | None = None
     teacher_model: str | tuple[str, ...] | None = None
     teacher_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -154,8 +155,8 @@ class TrainingOptions(RecipeOptions):
     optim: OptimizerOptions = field(default_factory=lambda: OptimizerOptions("sgd"))
 
 
-def _listed(names: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names or ())
+def _listed(names: str | Path | Sequence[str | Path] | None) -> tuple[str, ...]:
+    return (str(names),) if isinstance(names, str | Path) else tuple(map(str, names or ()))
 
 
 def check_whole(name: str, value: object, least: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rankrl.errors import CheckpointError
 from rankrl.plan_search.scores.history import EpisodeRow
-from rankrl.state_file import read_state, write_state
+from rankrl.state_file import damaged_state, read_state, write_state
 
 STATE_FILE = "search.safetensors"
 _VERSION = 1
@@ -72,7 +72,7 @@ class SearchState:
                 content["values"],
             )
         except (KeyError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{path} is damaged or no search state: {error}") from error
+            raise damaged_state(path, "search state", error) from error
 
     def check(self, identity: Mapping[str, Any], path: Path) -> None:
         """Refuse to go on with a search that is not the one of `identity`.

@@ -42,6 +42,7 @@ SAME_CALL = (
 _ANOTHER_FOLDER = (
     "`rankrl resume=FOLDER` goes on with it; choose another folder for a new run, or overwrite=true"
 )
+_BEGIN_ANEW = "begin anew with overwrite=True (overwrite=true at the command line), or choose another folder"
 _LONGEST_NAME = 200
 _BEGAN = time.time()  # when this process did, or a little later
 
@@ -155,8 +156,11 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether a run has ended here."""
-        return self.metrics.exists()
+        """Whether a run has ended here; numbers that are damaged are written again."""
+        try:
+            return isinstance(json.loads(self.metrics.read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError):
+            return False
 
     @property
     def holds_results(self) -> bool:
@@ -187,6 +191,7 @@ class RunFolder:
         overrides: Sequence[str],
         *,
         resume: bool = False,
+        paths: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """Record the configuration whose results the folder is about to hold.
 
@@ -194,6 +199,7 @@ class RunFolder:
             config: The run's configuration, plain values.
             overrides: The overrides that it was composed from, for `resume=`.
             resume: Whether the user asked to go on here.
+            paths: Paths that lead from here to what the run needs, by option.
 
         Raises:
             ConfigError: As `check`, unless `resume` is on.
@@ -201,7 +207,12 @@ class RunFolder:
         """
         if not resume:
             self.check(config)
-        write_json(self.record, {"config": with_effect(as_recorded(config)), "overrides": list(overrides)})
+        places = {
+            option: {text: [os.path.abspath(text), _relative(text, self.path)] for text in texts}
+            for option, texts in (paths or {}).items()
+        }
+        configuration = with_effect(as_recorded(config))
+        write_json(self.record, {"config": configuration, "overrides": list(overrides), "paths": places})
 
     def check(self, config: Mapping[str, Any], *, advice: str = _ANOTHER_FOLDER) -> None:
         """Refuse a folder with results of another configuration, or files of others; nothing is written.
@@ -216,7 +227,8 @@ class RunFolder:
         check_own(self.path)
         difference = self.difference(config)
         if difference is not None:
-            raise ConfigError(f"{self.path} holds a run {difference}; {advice}")
+            known = self.recorded() is not None
+            raise ConfigError(f"{self.path} holds a run {difference}; {advice if known else _BEGIN_ANEW}")
 
     def replace(self, config: Mapping[str, Any]) -> None:
         """Begin anew where the folder holds results of another configuration; the same one's stay.
@@ -275,7 +287,8 @@ class RunFolder:
             return None
         before = self.recorded()
         if before is None:
-            return "of unknown configuration"
+            damaged = self.record.is_file()
+            return f"whose record {self.record} is damaged" if damaged else "of unknown configuration"
         changes = changed_options(with_effect(before), with_effect(as_recorded(config)))
         return f"with another configuration ({changes})" if changes else None
 
@@ -330,6 +343,14 @@ class RunFolder:
                 f"the run folder {self.path} cannot be written ({error.strerror}); "
                 "choose another one with hydra.run.dir=FOLDER"
             ) from error
+
+
+def _relative(text: str, folder: Path) -> str:
+    """The path from a folder, or from the root where there is none, as between drives."""
+    try:
+        return os.path.relpath(text, folder)
+    except ValueError:
+        return os.path.abspath(text)
 
 
 def check_writable(folder: Path, option: str) -> None:

@@ -16,9 +16,11 @@ from torch import nn
 import rankrl
 from decomposition import CompressionPlan, LatencyTable
 from rankrl.cli.config.resuming import resumed_arguments
-from rankrl.errors import ConfigError, FolderInUseError
+from rankrl.errors import CheckpointError, ConfigError, FolderInUseError
+from rankrl.files import write_atomically
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.runs.run_lock import locked
+from rankrl.runs.written_files import FILE_LIST, recording
 from rankrl.timing.latency import RelativeTime
 from rankrl.timing.network_timer import NetworkTimer
 
@@ -138,7 +140,8 @@ def test_another_call_leaves_every_byte_alone(folder: Path, changes: dict[str, A
 
 def test_a_call_that_overwrites_begins_anew(folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
-    (folder / "state" / "left.txt").write_text("of the call before")
+    with recording(folder):
+        write_atomically(folder / "state" / "left.txt", "of the call before")
     with pytest.raises(ConfigError, match="there is no selector"):
         rankrl.compress(network(), IMAGES, folder, params=0.5, selector="nothing", overwrite=True)
     assert (folder / "metrics.json").is_file(), "a call that is refused removes nothing"
@@ -154,6 +157,46 @@ def test_a_call_that_overwrites_begins_anew(folder: Path) -> None:
     assert (folder / "notes.txt").read_text() == "mine"
     record = json.loads((folder / "state" / "configuration.json").read_text())
     assert record["config"]["params"] == 0.5
+
+
+def test_what_a_message_says_of_a_damaged_file_helps(folder: Path) -> None:
+    """A search's state is removed, as it says; a damaged record is overwritten; a list is not needed."""
+
+    def again(**changes: Any) -> CompressionPlan:
+        return rankrl.compress(network(), IMAGES, folder, params=0.5, **grouped(**QUICK), **changes).plan
+
+    plan = CompressionPlan.load(folder / "plan.json")
+    for name, error, says in (
+        (
+            "search.safetensors",
+            CheckpointError,
+            r"search\.safetensors is damaged .* remove that file",
+        ),
+        ("state/configuration.json", ConfigError, r"json is damaged; begin anew with overwrite=True"),
+    ):
+        for half in (True, False):
+            path = folder / name
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if half else b"")
+            with pytest.raises(error, match=says):
+                again()
+            if error is CheckpointError:
+                path.unlink()
+            assert again(overwrite=error is ConfigError) == plan
+    (folder / FILE_LIST).write_text('{"fil')
+    assert again() == plan
+    with pytest.raises(ConfigError, match=r"files\.json, is missing or damaged"):
+        rankrl.compress(network(), IMAGES, folder, params=0.4, overwrite=True, **grouped(**QUICK))
+    assert again() == plan
+
+
+def test_a_folder_with_the_network_itself_in_a_runs_way_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "model.onnx"
+    rankrl.export_onnx(network(), source, IMAGES[:2])
+    before = source.read_bytes()
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"holds model\.onnx, which no run wrote"):
+            rankrl.compress(source, IMAGES.numpy(), tmp_path, params=0.5, overwrite=overwrite)
+    assert source.read_bytes() == before
 
 
 def test_a_file_needs_no_overwriting(tmp_path: Path) -> None:

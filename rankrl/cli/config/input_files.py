@@ -11,6 +11,7 @@ from hydra.core.override_parser.types import Override
 
 from rankrl.cli.config.composition import parsed_flags
 from rankrl.cli.config.parsing import parsed_overrides
+from rankrl.cli.config.paths import path_from_here, take_surroundings
 from rankrl.cli.config.quoting import quoted
 from rankrl.cli.config.tables import TABLES
 from rankrl.errors import ConfigError, StorageError
@@ -88,20 +89,31 @@ def options_of_run(arguments: Sequence[str]) -> list[str]:
     task = _text(set_here, "task") or "pipeline"
     if taken and task in _OF_TASK:
         folder = RunFolder(Path(taken))
-        recorded = _recorded(folder, _OF_TASK[task])
-        if recorded is None:
+        record = _record(folder)
+        recorded = _recorded(folder, record, _OF_TASK[task])
+        if record is None or recorded is None:
             raise ConfigError(f"run={taken}: there is no run of the command line in that folder; name one")
         recorded += _files_of(folder, task, taken)
     elif named and "experiment" not in set_here:
-        recorded = _recorded(RunFolder(Path(named).parent), _OF_NETWORK) or []
+        folder = RunFolder(Path(named).parent)
+        record = _record(folder)
+        recorded = _recorded(folder, record, _OF_NETWORK)
     else:
+        return []
+    if record is None or recorded is None:
         return []
     groups = {group for group in _OF_TASK["finetune"] if group in set_here}
     if "experiment" in set_here:  # which chooses them
         groups = {*_OF_NETWORK}
-    return [
-        text for option, text in recorded if option not in set_here and option.partition(".")[0] not in groups
-    ]
+    left = {
+        option: text
+        for option, text in recorded
+        if option not in set_here and option.partition(".")[0] not in groups
+    }
+    if task == "apply" and taken and _CHECKPOINT not in {*set_here, *left} and "model" not in groups:
+        _refuse_other_network(folder, record)
+    take_surroundings(record, folder)
+    return [path_from_here(option, text, record, folder) for option, text in left.items()]
 
 
 def _text(overrides: Mapping[str, Override], option: str) -> str:
@@ -112,13 +124,20 @@ def _text(overrides: Mapping[str, Override], option: str) -> str:
     return str(override.value())
 
 
-def _recorded(folder: RunFolder, groups: Sequence[str]) -> list[tuple[str, str]] | None:
+def _record(folder: RunFolder) -> Any:
+    """Return the content of a run's record; None where there is none that can be read."""
+    try:
+        return json.loads(folder.record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _recorded(folder: RunFolder, record: Any, groups: Sequence[str]) -> list[tuple[str, str]] | None:
     """Return the options of groups that a run had, each with its override; None where there is no record."""
     try:
-        record = json.loads(folder.record.read_text(encoding="utf-8"))
         overrides, config = parsed_overrides([str(each) for each in record["overrides"]]), record["config"]
         return [each for group in groups for each in _of_group(group, overrides, config, folder)]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return None
 
 
@@ -133,9 +152,18 @@ def _of_group(
         if option.partition(".")[0] == group and option not in (_CHECKPOINT, _EPOCHS):
             yield option, text
     if group == "model":
-        checkpoint = Path(config[group].get("checkpoint") or run.dense)
-        if checkpoint.is_file():
+        checkpoint = config[group].get("checkpoint") or (run.dense if run.dense.is_file() else None)
+        if checkpoint:
             yield _CHECKPOINT, quoted(_CHECKPOINT, str(checkpoint))
+
+
+def _refuse_other_network(run: RunFolder, record: Mapping[str, Any]) -> None:
+    """Refuse a run whose dense network is gone: one that is trained here would be another."""
+    if record["config"]["model"].get("architecture") != "onnx":
+        raise ConfigError(
+            f"run={run.path} has no {run.dense.name}, the network that its plan is for; put it back, or give "
+            f"{_CHECKPOINT}=PATH"
+        )
 
 
 def _files_of(folder: RunFolder, task: str, name: str) -> list[tuple[str, str]]:

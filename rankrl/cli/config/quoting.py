@@ -6,11 +6,13 @@ File names have both, so what cannot be anything but text is quoted here.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.utils import get_args_parser  # Hydra has no public way to tell flags from overrides
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -56,6 +58,15 @@ def _flags_with_values() -> frozenset[str]:
 def quoted(key: str, value: str) -> str:
     """Return an override whose value Hydra takes as it is, whatever characters it has."""
     return f"{key}={_in_quotes(value)}"
+
+
+def in_hydra(value: Any) -> str:
+    """Return a plain value as Hydra reads it."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{in_hydra(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(in_hydra, value))}]"
+    return _in_quotes(value) if isinstance(value, str) else json.dumps(value)
 
 
 def quoting_advice(argument: str) -> str:

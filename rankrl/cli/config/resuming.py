@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from rankrl.cli.config.composition import composing, parsed_flags
 from rankrl.cli.config.overrides import composed
 from rankrl.cli.config.parsing import parsed_overrides
+from rankrl.cli.config.paths import path_from_here, recorded_options, take_surroundings
 from rankrl.cli.config.quoting import quoted
 from rankrl.errors import ConfigError
 from rankrl.runs.configurations import changed_options, with_effect
@@ -44,8 +48,8 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
             f"resume={folder} goes on with a run, and overwrite=true begins anew; leave one of them out"
         )
     arguments = _without_run_folder(arguments, folder)
-    before = _recorded_overrides(folder)
-    new = {argument.partition("=")[0] for argument in arguments}
+    new = {argument.partition("=")[0]: argument for argument in arguments}
+    before = _recorded_overrides(folder, new)
     kept = [override for override in before if override.partition("=")[0] not in new]
     resume, run_folder = (quoted(key, str(folder)) for key in ("resume", "hydra.run.dir"))
     return [*kept, run_folder, *(resume if each.startswith("resume=") else each for each in arguments)]
@@ -79,23 +83,44 @@ def finished_run(arguments: Sequence[str]) -> Path | None:
         return None
 
 
-def _recorded_overrides(folder: Path) -> list[str]:
-    """Return the overrides of the run in a folder: its own record's, or Hydra's.
+def _recorded_overrides(folder: Path, new: Mapping[str, str]) -> list[str]:
+    """Return the overrides of the run in a folder: its own record's, or Hydra's; paths lead from here.
+
+    Of files that are gone the new overrides say where they are.
 
     Hydra writes its record before a job can refuse a folder that is another run's, so ours comes first.
     """
-    record = RunFolder(folder).record
-    path = record if record.is_file() else folder / ".hydra" / "overrides.yaml"
+    run = RunFolder(folder)
+    path = run.record if run.recorded() is not None else folder / ".hydra" / "overrides.yaml"
     if not path.is_file():
-        raise ConfigError(f"resume={folder}: there is no rankrl run in that folder (no {path})")
-    content = OmegaConf.to_container(OmegaConf.load(path))
+        damaged = f"its record {run.record} is damaged, and there is" if run.record.is_file() else "there is"
+        raise ConfigError(
+            f"resume={folder}: {damaged} no {path}; give the folder of a run, or begin a new one"
+        )
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        content = None
     overrides = content.get("overrides") if isinstance(content, dict) else content
     config = content.get("config") if isinstance(content, dict) else None
     if isinstance(config, dict) and config.get("task") == COMPRESS:
         raise ConfigError(f"resume={folder}: that is the folder of a call of {COMPRESS}; {SAME_CALL}")
     if not isinstance(overrides, list):
-        raise ConfigError(f"resume={folder}: {path} is damaged; restore it or start anew")
-    return [str(override) for override in overrides]
+        raise ConfigError(f"resume={folder}: {path} is damaged; begin a new run in another folder")
+    before = {str(each).lstrip("+").partition("=")[0]: str(each) for each in overrides}
+    if not isinstance(config, dict):
+        return list(before.values())
+    take_surroundings(content, run)
+    for option in recorded_options(content):
+        try:
+            text = path_from_here(option, before.get(option, ""), content, run)
+        except ConfigError:
+            if option not in new:
+                raise
+            text = new[option]
+        if text:
+            before[option] = text
+    return list(before.values())
 
 
 def check_resumed(arguments: Sequence[str]) -> Path | None:
@@ -118,7 +143,8 @@ def check_resumed(arguments: Sequence[str]) -> Path | None:
     check_free(folder)
     finished = RunFolder(folder).finished
     with composing(flags):
-        before, now = composed(_recorded_overrides(folder)), composed(flags.overrides)
+        new = {each.partition("=")[0]: each for each in flags.overrides}
+        before, now = composed(_recorded_overrides(folder, new)), composed(flags.overrides)
     if before:  # else one of its options is unknown by now
         changes = changed_options(with_effect(before), with_effect(now))
         if changes and finished:

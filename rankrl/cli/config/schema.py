@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -56,14 +57,14 @@ class AppConfig:
 
     task: str = "pipeline"
     seed: int = 0
-    resume: str | None = None
-    reuse: str | None = None
+    resume: str | Path | None = None
+    reuse: str | Path | None = None
     overwrite: bool = False
-    run: str | None = None
-    plan: str | None = None
-    weights: str | None = None
+    run: str | Path | None = None
+    plan: str | Path | None = None
+    weights: str | Path | None = None
     plugins: tuple[str, ...] = ()
-    runs: str | None = None
+    runs: str | Path | None = None
     model: Choice = field(default_factory=dict)
     dataset: Choice = field(default_factory=dict)
     decomposition: DecompositionOptions = field(default_factory=DecompositionOptions)

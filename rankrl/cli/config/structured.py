@@ -100,7 +100,7 @@ def _annotation(hint: Any) -> Any:
     """Return an annotation in OmegaConf's terms."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        members = [_annotation(each) for each in arguments if each is not type(None)]
+        members = list(dict.fromkeys(_annotation(each) for each in arguments if each is not type(None)))
         if len(members) > 1:  # which OmegaConf knows of plain types alone; `values` checks them
             return Any
         return members[0] | None if type(None) in arguments else members[0]

@@ -115,6 +115,31 @@ def _owned_type(option: str, config: Mapping[str, Any]) -> Any:
     return None
 
 
+def typed_options(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield every option with its value and its type, those of networks to pretrain on under the list's name.
+
+    Raises:
+        ConfigError: A choice of a group is unknown.
+    """
+    yield from _typed(AppConfig, config, "")
+    owned = list(_owned(config))
+    for network in config["pretrain"]["networks"]:
+        owned += [("model", "", _name("pretrain.networks", network, TABLES["model"]), network)]
+    for group, prefix, name, options in owned:
+        types, _ = TABLES[group].types(name)
+        for key, value in options.items():
+            yield f"{prefix}.{key}" if prefix else "pretrain.networks", value, types.get(key, Any)
+
+
+def _typed(section: type, values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    hints = typing.get_type_hints(section)
+    for name in (each.name for each in option_fields(section)):
+        if dataclasses.is_dataclass(hints[name]):
+            yield from _typed(typing.cast(type, hints[name]), values[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", values[name], hints[name]
+
+
 def _check_typed(section: type, values: Mapping[str, Any], prefix: str) -> None:
     hints = typing.get_type_hints(section)
     for key, hint in ((each.name, hints[each.name]) for each in option_fields(section)):

@@ -41,7 +41,7 @@ def verify_kit(config: AppConfig, folder: RunFolder) -> None:
     show(write_verify_kit([*files, *finished], inputs.numpy(), folder.kit, export), then="")
 
 
-def finished_files(runs: str | None) -> tuple[list[FinishedFile], dict[str, float | None]]:
+def finished_files(runs: str | Path | None) -> tuple[list[FinishedFile], dict[str, float | None]]:
     """Return the files of finished runs, and the scores of the dense network in float32 and in integers.
 
     Args:

@@ -27,6 +27,7 @@ def run_sweep_job(
     number: int,
     config: Mapping[str, Any],
     overrides: Sequence[str],
+    paths: Callable[[], Mapping[str, Sequence[str]]],
     record: Callable[[RunFolder], object],
     sweep_folder: Path,
     explain: Callable[[Exception], str],
@@ -39,6 +40,7 @@ def run_sweep_job(
         number: The job's number in the sweep.
         config: The job's configuration, plain values; results in the folder must be of the same.
         overrides: The overrides that it was composed from.
+        paths: Returns the paths that it needs, by option.
         record: Writes `.hydra` into the job's folder; called once the folder is known to be this job's.
         sweep_folder: The sweep's folder.
         explain: Turns an error into one paragraph.
@@ -54,7 +56,7 @@ def run_sweep_job(
             if config.get("overwrite"):
                 folder.replace(config)
                 folder.prepare()
-            folder.claim(config, overrides)
+            folder.claim(config, overrides, paths=paths())
             if folder.finished:
                 log.info("finished already: %s", folder.path)
                 return

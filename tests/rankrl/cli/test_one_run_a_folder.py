@@ -90,6 +90,30 @@ def test_a_run_goes_on_to_the_results_of_its_own_options_alone(
     assert not (unfinished / "run.lock").exists()
 
 
+@pytest.mark.parametrize("name", ["metrics.json", "state/configuration.json", "state/files.json"])
+def test_a_resumed_run_makes_up_for_a_damaged_file(rankrl: Command, finished: Path, name: str) -> None:
+    path = finished / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    if name != "metrics.json":
+        (finished / "metrics.json").unlink()
+    rankrl("resume=runs/train", "tracking=csv")
+    assert read_json(finished / "metrics.json")["baseline"]
+    assert read_json(finished / "state" / "configuration.json")["config"]["task"] == "train"
+
+
+def test_a_damaged_state_of_a_training_is_named_and_can_be_removed(
+    rankrl: Command, refused: Refused, unfinished: Path
+) -> None:
+    state = unfinished / "state" / "train.safetensors"
+    state.write_bytes(state.read_bytes()[:1000])
+    message = refused("resume=runs/train")
+    assert f"{state} is damaged or no training state" in message
+    assert "remove that file: the same call, or `rankrl resume=`, then begins that part anew" in message
+    state.unlink()
+    rankrl("resume=runs/train", "tracking=csv")
+    assert read_json(unfinished / "metrics.json")["baseline"]
+
+
 def test_the_record_of_a_run_is_hydras(finished: Path) -> None:
     config = OmegaConf.load(finished / ".hydra" / "config.yaml")
     recorded = json.loads((finished / "state" / "configuration.json").read_text())
