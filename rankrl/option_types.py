@@ -147,7 +147,7 @@ def _word(wanted: Any) -> str:
 
 def _plural(wanted: Any) -> str:
     words: dict[Any, str] = {bool: "truth values", int: "whole numbers", float: "numbers", str: "names"}
-    return words.get(wanted, described(wanted))
+    return words.get(wanted, "paths" if Path in _members(wanted) else described(wanted))
 
 
 def _members(wanted: Any) -> tuple[Any, ...]:

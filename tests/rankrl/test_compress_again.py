@@ -163,7 +163,7 @@ def test_what_a_message_says_of_a_damaged_file_helps(folder: Path) -> None:
     """A search's state is removed, as it says; a damaged record is overwritten; a list is not needed."""
 
     def again(**changes: Any) -> CompressionPlan:
-        return rankrl.compress(network(), IMAGES, folder, params=0.5, **grouped(**QUICK), **changes).plan
+        return rankrl.compress(network(), IMAGES, folder, params=0.6, **grouped(**QUICK), **changes).plan
 
     plan = CompressionPlan.load(folder / "plan.json")
     for name, error, says in (

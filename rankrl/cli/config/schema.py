@@ -42,7 +42,8 @@ class AppConfig:
         reuse: A folder whose finished runs a sweep takes for its jobs with the same options, as it does
             those in its own folder.
         overwrite: Whether a run starts over in a folder that holds another one, instead of being refused; the
-            other's files are removed when it has ended. Finished jobs of a sweep with the same options stay.
+            files that the other wrote, and no others, are removed when it has ended. Finished jobs of a sweep
+            with the same options stay.
         run: The folder of a run that task=evaluate, finetune, export and apply take network, data, seed and
             weights or plan from, each unless it is set; task=finetune continues its fine-tuning, to
             finetune.epochs in all.

@@ -152,7 +152,7 @@ def test_a_teacher_that_cannot_teach_is_refused(
 
 
 def test_a_teacher_is_a_file_or_a_list_of_them() -> None:
-    assert "finetune.teacher must be text, a list of names or null" in refusal("finetune.teacher=7")
+    assert "finetune.teacher must be text, a list of paths or null" in refusal("finetune.teacher=7")
 
 
 def test_a_missing_file_is_refused_before_anything_takes_time(tmp_path: Path) -> None:
