@@ -30,7 +30,8 @@ class OnnxAdagrad(OnnxOptimizer):
     Args:
         params: Parameters, named parameters or param groups, float32 or float64; for half-precision training
             keep float32 masters (torch.autocast does).
-        lr: Learning rate R, >= 0; as a tensor of one element a scheduler changes it without recompiling.
+        lr: Learning rate R, >= 0; as a tensor of one element, of which every group takes a copy, a scheduler
+            changes it without recompiling.
         decay_factor: The learning rate is divided by 1 + T * decay_factor, >= 0.
         epsilon: Added to sqrt(H), >= 0. The default is that of the operator's schema, 1e-6 as a float32 (the
             ONNX documentation prints it rounded, as 0.0). With 0, an element that never had a gradient

@@ -29,7 +29,8 @@ class OnnxAdam(OnnxOptimizer):
     Args:
         params: Parameters, named parameters or param groups, float32 or float64; for half-precision training
             keep float32 masters (torch.autocast does).
-        lr: Learning rate R, >= 0; as a tensor of one element a scheduler changes it without recompiling.
+        lr: Learning rate R, >= 0; as a tensor of one element, of which every group takes a copy, a scheduler
+            changes it without recompiling.
         alpha: Decay of the accumulated gradient V, in [0, 1).
         beta: Decay of the accumulated squared gradient H, in [0, 1).
         epsilon: Added to sqrt(H), >= 0.

@@ -15,12 +15,17 @@ from optim.kernels import foreach_increase_
 from optim.rates import Count
 from optim.validation import SparseGradientError, check_keys, check_params, check_rate, check_update_count
 
+# Options that states saved without them leave as they are.
+_ADDED = {"maximize": False, "foreach": None, "capturable": False}
+
 
 class OnnxOptimizer(Optimizer):
     """A torch optimizer that does the arithmetic of one operator of ai.onnx.preview.training.
 
     The state of a parameter holds `step`, the number of updates done (int32, no dimension, on the CPU unless
     `capturable`), and the operator's accumulators under the names of its inputs (`V`, `H`).
+
+    Every group holds a learning rate of its own, of a tensor a copy: torch's schedulers change it in place.
 
     Args:
         params: Parameters, named parameters or param groups, float32 or float64.
@@ -57,7 +62,7 @@ class OnnxOptimizer(Optimizer):
             TypeError: If a parameter is not dense float32 or float64, or an option not a number.
             ValueError: If an option is outside its range or a parameter is in another group already.
         """
-        super().add_param_group(self._checked(param_group))
+        super().add_param_group(self._checked({**self.defaults, **param_group}))
         try:
             check_params("params", self.param_groups[-1]["params"])
         except TypeError:
@@ -69,14 +74,22 @@ class OnnxOptimizer(Optimizer):
 
         Args:
             state_dict: What `state_dict()` of an optimizer of the same class and parameter shapes returned.
+                `maximize`, `foreach` and `capturable` stay as they are here where a group of it lacks them.
 
         Raises:
-            ValueError: If groups, options or shapes do not match this optimizer.
+            TypeError: If an option or an update count is not a number.
+            ValueError: If groups, options or shapes do not match this optimizer, or a count is negative.
         """
-        super().load_state_dict(deepcopy(state_dict))
+        own = deepcopy(state_dict)
+        for saved, group in zip(own["param_groups"], self.param_groups, strict=False):  # torch compares them
+            for name in _ADDED:
+                saved.setdefault(name, group[name])
+        super().load_state_dict(own)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for index, group in enumerate(state["param_groups"]):
+            for name, default in _ADDED.items():  # of an optimizer that was pickled whole
+                group.setdefault(name, default)
             check_keys(
                 f"param group {index} of the state", group, ["lr", "first_update_count", *self.attributes]
             )
@@ -88,7 +101,7 @@ class OnnxOptimizer(Optimizer):
 
     def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options with those that are numbers checked, the attributes as float32 values."""
-        checks = {"lr": check_rate, "first_update_count": check_update_count, **self.attributes}
+        checks = {"lr": _own_rate, "first_update_count": check_update_count, **self.attributes}
         return {
             name: checks[name](name, value) if name in checks else value for name, value in options.items()
         }
@@ -104,6 +117,7 @@ class OnnxOptimizer(Optimizer):
                 )
         # torch casts the step of capturable optimizers to float32, which stops counting at 2^24
         state["step"] = torch.as_tensor(state["step"]).to(torch.int32)
+        check_update_count(f"the state's step of a parameter in group {group}", int(state["step"]))
 
     # torch.compile runs a method of this name instead of tracing it: it must only fill the lists it is given.
     def _init_group(
@@ -147,6 +161,11 @@ class OnnxOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient, once.
 
+        The first step of all, where every learning rate and every gradient is zero, makes the state and
+        leaves parameters and update counts alone: so torch asks for state that is missing
+        (`torch.distributed.checkpoint.state_dict`). By the operators `norm_coefficient_post` and
+        `norm_coefficient` would act on it; they act exactly as defined in every other step.
+
         Args:
             closure: Computes the gradients anew and returns the loss.
 
@@ -160,6 +179,8 @@ class OnnxOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._only_makes_state():
+            return loss
         for group in self.param_groups:
             params: list[Tensor] = []
             grads: list[Tensor] = []
@@ -185,3 +206,21 @@ class OnnxOptimizer(Optimizer):
             )
             foreach_increase_(steps, 1)
         return loss
+
+    def _only_makes_state(self) -> bool:
+        """Make the state of a fresh optimizer whose rates are zero; whether all gradients are zero, too."""
+        if self.state or torch.compiler.is_compiling():
+            return False
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return False
+        if any(float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        grads: list[Tensor] = []
+        for group in self.param_groups:
+            self._init_group(group, [], grads, [], *([] for _ in self.accumulators))
+        return not any(bool(grad.any()) for grad in grads)
+
+
+def _own_rate(name: str, value: object) -> float | Tensor:
+    rate = check_rate(name, value)
+    return rate.detach().clone() if isinstance(rate, Tensor) else rate

@@ -36,7 +36,7 @@ def check_rate(name: str, value: object) -> float | Tensor:
         value: A finite number >= 0, or a tensor of one such element.
 
     Returns:
-        A Python float, or the tensor itself, so that a scheduler may go on changing it in place.
+        A Python float, or the tensor itself.
 
     Raises:
         TypeError: If it is not a real number or a floating-point tensor.

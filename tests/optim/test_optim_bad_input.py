@@ -161,3 +161,15 @@ def test_a_state_of_another_optimizer_or_model_is_refused(cls: type[OnnxOptimize
     with pytest.raises(ValueError, match="has shape"):
         optimizer.load_state_dict(saved.state_dict())
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_state_of_a_negative_count_is_refused(cls: type[OnnxOptimizer]) -> None:
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    optimizer = cls([param])
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["step"] = -3
+    with pytest.raises(ValueError, match="step of a parameter in group 0 is -3"):
+        optimizer.load_state_dict(state)

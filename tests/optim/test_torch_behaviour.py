@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from optim import create_optimizer, list_optimizers
@@ -270,6 +272,100 @@ def test_a_capturable_state_is_restored_as_it_was(
     assert restored.state[copies[0]]["step"].dtype == torch.int32  # torch would count in float32
     run(optimizer, 2)
     run(restored, 2)
+    assert_same(params, copies)
+
+
+def taught(name: str, **options: Any) -> tuple[nn.Linear, Optimizer]:
+    """A layer and its optimizer, with coefficients that act without a gradient."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    coefficients = {"norm_coefficient": 0.1}
+    if name == "onnx_adam":
+        coefficients["norm_coefficient_post"] = 0.1
+    return model, create_optimizer(name, model.parameters(), **{"lr": 0.1, **coefficients, **options})
+
+
+@onnx_optimizers
+@pytest.mark.parametrize("options", [{}, {"lr": torch.tensor(0.1)}, {"capturable": True}], ids=str)
+def test_torchs_checkpoint_helpers_change_neither_parameters_nor_later_steps(
+    name: str, options: dict[str, Any]
+) -> None:
+    asked, optimizer = taught(name, **options)
+    untouched, other = taught(name, **options)
+    state = get_optimizer_state_dict(asked, optimizer)
+    assert_same(list(asked.parameters()), list(untouched.parameters()))
+    set_optimizer_state_dict(untouched, other, copy.deepcopy(state))
+    assert_same(list(asked.parameters()), list(untouched.parameters()))
+    plain, alone = taught(name, **options)
+    for each in (optimizer, other, alone):
+        run(each, 3)
+    assert_same(list(asked.parameters()), list(plain.parameters()))
+    assert_same(list(untouched.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.parametrize("lr", [0.0, 0.1])
+def test_coefficients_act_as_defined_in_a_step_of_zero_gradients(lr: float) -> None:
+    """But for the first step at a rate of zero: here a first one at another, or a second."""
+    model, optimizer = taught("onnx_adam", lr=lr, norm_coefficient=0.0)
+    if lr == 0:
+        run(optimizer, 1)
+    before = [param.detach().clone() for param in model.parameters()]
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert_close([x * 0.9 for x in before], list(model.parameters()))
+
+
+@onnx_optimizers
+def test_groups_share_no_tensor_of_a_rate(name: str, make_params: Callable, clone_params: Callable) -> None:
+    params, rate = make_params(SHAPES), torch.tensor(0.1)
+    optimizer = create_optimizer(name, [{"params": [param]} for param in params[:3]], lr=rate)
+    optimizer.add_param_group({"params": params[3:], "lr": rate})
+    expected = create_optimizer(name, [{"params": [param]} for param in clone_params(params)], lr=0.1)
+    factors: list[Callable[[int], float]] = [
+        lambda step, factor=factor: factor**step for factor in (1.0, 0.5, 0.1, 0.9)
+    ]
+    scheduler, wanted = (torch.optim.lr_scheduler.LambdaLR(each, factors) for each in (optimizer, expected))
+    for _ in range(3):
+        run(optimizer, 1)
+        run(expected, 1)
+        scheduler.step()
+        wanted.step()
+        rates = [[float(group["lr"]) for group in each.param_groups] for each in (optimizer, expected)]
+        assert rates[0] == pytest.approx(rates[1])
+    again = create_optimizer(name, [{"params": [param]} for param in params], lr=rate)
+    again.load_state_dict({**optimizer.state_dict(), "param_groups": [
+        {**group, "lr": rate} for group in optimizer.state_dict()["param_groups"]
+    ]})  # fmt: skip
+    assert len({id(group["lr"]) for group in again.param_groups} | {id(rate)}) == len(params) + 1
+    assert rate == 0.1
+
+
+@onnx_optimizers
+@pytest.mark.parametrize("option", [{"maximize": True}, {"foreach": False}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("whole", [False, True], ids=["state", "optimizer"])
+def test_a_state_saved_before_an_option_existed_is_continued(
+    name: str, option: dict[str, Any], whole: bool, make_params: Callable, clone_params: Callable
+) -> None:
+    params = make_params(SHAPES)
+    options = {} if whole else option  # an optimizer pickled whole says nothing of what it did not know
+    optimizer = create_optimizer(name, params, lr=0.1, **options)
+    run(optimizer, 3)
+    saved = optimizer.__getstate__() if whole else optimizer.state_dict()
+    saved = copy.deepcopy(saved)
+    for group in saved["param_groups"]:
+        for added in option:
+            del group[added]
+    if whole:
+        restored = type(optimizer).__new__(type(optimizer))
+        restored.__setstate__(saved)
+        copies = [param for group in restored.param_groups for param in group["params"]]
+    else:
+        copies = clone_params(params)
+        restored = create_optimizer(name, copies, lr=0.7, **option)
+        restored.load_state_dict(saved)
+    run(optimizer, 3, seed=4)
+    run(restored, 3, seed=4)
     assert_same(params, copies)
 
 
