@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from pruning.copies import copied, fresh_input, plain_network
 from pruning.errors import PruningError
+from pruning.public_calls import public_call
 from pruning.registry import register_pruner
 
 Cost = Callable[[nn.Module], float]
@@ -42,6 +43,7 @@ class ResidualBlock:
     layers: tuple[str, ...]
 
 
+@public_call
 def residual_blocks(model: nn.Module, example_input: torch.Tensor) -> list[ResidualBlock]:
     """Return the blocks that can be removed: those whose output is their input and something added to it.
 
@@ -67,6 +69,7 @@ def residual_blocks(model: nn.Module, example_input: torch.Tensor) -> list[Resid
     return sorted(blocks, key=lambda block: order[block.name])
 
 
+@public_call
 def remove_blocks(model: nn.Module, names: Iterable[str]) -> nn.Module:
     """Return a copy of a network in which these blocks hand their input on."""
     smaller = copied(plain_network(model))
@@ -133,6 +136,7 @@ def least_needed_blocks(
     return gone
 
 
+@public_call
 def require_blocks_suffice(
     model: nn.Module, blocks: Sequence[ResidualBlock], cost: Cost, fraction: float
 ) -> None:

@@ -42,7 +42,7 @@ def random(
     generator: torch.Generator | None,
 ) -> Scores:
     """Score units at random, uniform on [0, 1), from `generator` (torch's default one if None)."""
-    return {group.name: torch.rand(group.units, generator=generator) for group in groups}
+    return {group.name: torch.rand(group.units, generator=generator, dtype=torch.float32) for group in groups}
 
 
 @register_pruner("magnitude", "remove the filters with the smallest L1 norm")
@@ -132,7 +132,7 @@ def _mean_norms(model: nn.Module, group: ChannelGroup) -> torch.Tensor:
 
 def _mean_by_unit(count: int, rows: list[tuple[tuple[int, ...], torch.Tensor]]) -> torch.Tensor:
     """Average values given per channel over the channels of each unit; a unit of -1 is another group's."""
-    total, seen = torch.zeros(count + 1), torch.zeros(count + 1)
+    total, seen = torch.zeros(2, count + 1, dtype=torch.float32)
     for units, values in rows:
         # Position -1 is the extra last place, where channels of other groups are gathered and dropped.
         index = torch.tensor(units) % (count + 1)

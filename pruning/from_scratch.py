@@ -7,8 +7,10 @@ from torch import nn
 
 from pruning.copies import copied, plain_network
 from pruning.errors import PruningError
+from pruning.public_calls import public_call
 
 
+@public_call
 def untrained_copy(network: nn.Module, seed: int = 0) -> nn.Module:
     """Return a copy with all weights drawn anew, for training from scratch (Liu et al. 2019).
 

@@ -31,7 +31,7 @@ class GroupLassoMask(ChannelMask):
 
     def __init__(self, units: int, initial: float = 1.0) -> None:
         super().__init__(units)
-        self.weight = nn.Parameter(torch.full((units,), float(initial)))
+        self.weight = nn.Parameter(torch.full((units,), float(initial), dtype=torch.float32))
 
     def deterministic_gates(self) -> torch.Tensor:
         """Return beta, shape (units,), zero where closed."""

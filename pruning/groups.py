@@ -11,6 +11,7 @@ from torch import nn
 from pruning.channel_walk import ChannelWalk
 from pruning.errors import PruningError
 from pruning.labels import Labels
+from pruning.public_calls import public_call
 from pruning.tracing import walk_channels
 
 KeptChannels = dict[str, list[int]]
@@ -90,6 +91,7 @@ class ChannelGroup:
         return f"{self.units} units of {layers}; read by {', '.join(self.readers) or 'nothing'}{state}"
 
 
+@public_call
 def channel_groups(model: nn.Module, example_input: torch.Tensor) -> list[ChannelGroup]:
     """Return every channel group of a network, in order of execution, removable or not.
 
@@ -142,6 +144,7 @@ def _rows_of(units: Mapping[int, int], roots: Mapping[str, Labels]) -> dict[str,
     }
 
 
+@public_call
 def removable_groups(
     groups: Sequence[ChannelGroup], layers: Sequence[str] | None = None
 ) -> list[ChannelGroup]:

@@ -72,7 +72,7 @@ class HardConcreteMask(ChannelMask):
         self.learning_rate = 0.05 if parametrisation == "log_alpha" else 0.2
         self.register_buffer("frozen", torch.tensor(False))
         start = initial_log_alpha if parametrisation == "log_alpha" else math.exp(initial_log_alpha)
-        self.location = nn.Parameter(torch.full((units,), float(start)))
+        self.location = nn.Parameter(torch.full((units,), float(start), dtype=torch.float32))
 
     def set_temperature(self, temperature: float) -> None:
         """Set the temperature of the concrete distribution.

@@ -16,6 +16,7 @@ from pruning.groups import ChannelGroup, KeptChannels, groups_of_walk, removable
 from pruning.hard_concrete import HardConcreteMask
 from pruning.masks import ChannelMask, scale_channels
 from pruning.operations import channel_axis
+from pruning.public_calls import check_values, own_modes, public_call
 from pruning.removal import cut_in_place, validate_kept
 from pruning.tracing import walk_channels
 
@@ -56,23 +57,27 @@ class MaskedNetwork(nn.Module):
         layers: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self.network = copied(plain_network(model))
-        self._walk = walk_channels(self.network, example_input)
-        self._every_group = groups_of_walk(self._walk)
-        self.groups: list[ChannelGroup] = removable_groups(self._every_group, layers)
-        self.masks = nn.ModuleList(mask(group.units) for group in self.groups).to(example_input.device)
-        self.example_input = example_input
-        self.radii: torch.Tensor | None = None
-        self._readers: dict[str, _ReaderGate] = {}
-        for number, (name, index) in enumerate(self._gate_indices("readers").items()):
-            self.register_buffer(f"_index_{number}", index.to(example_input.device), persistent=False)
-            gate = _ReaderGate()
-            self.network.get_submodule(name).register_forward_pre_hook(gate)
-            self._readers[name] = gate
-        self._norms: dict[str, GatedForward] = {}
-        for number, (name, index) in enumerate(self._gate_indices("norms").items()):
-            self.register_buffer(f"_norm_index_{number}", index.to(example_input.device), persistent=False)
-            self._norms[name] = GatedForward(self.network.get_submodule(name))
+        check_values(model)
+        with own_modes():
+            self.network = copied(plain_network(model))
+            self._walk = walk_channels(self.network, example_input)
+            self._every_group = groups_of_walk(self._walk)
+            self.groups: list[ChannelGroup] = removable_groups(self._every_group, layers)
+            self.masks = nn.ModuleList(mask(group.units) for group in self.groups).to(example_input.device)
+            self.example_input = example_input
+            self.radii: torch.Tensor | None = None
+            self._readers: dict[str, _ReaderGate] = {}
+            for number, (name, index) in enumerate(self._gate_indices("readers").items()):
+                self.register_buffer(f"_index_{number}", index.to(example_input.device), persistent=False)
+                gate = _ReaderGate()
+                self.network.get_submodule(name).register_forward_pre_hook(gate)
+                self._readers[name] = gate
+            self._norms: dict[str, GatedForward] = {}
+            for number, (name, index) in enumerate(self._gate_indices("norms").items()):
+                self.register_buffer(
+                    f"_norm_index_{number}", index.to(example_input.device), persistent=False
+                )
+                self._norms[name] = GatedForward(self.network.get_submodule(name))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Run the network with the gates of this pass, one draw for all readers of a group."""
@@ -246,6 +251,7 @@ class MaskedNetwork(nn.Module):
             kept.update(group.kept(opened[group.name]))
         return kept
 
+    @public_call
     def folded(self) -> nn.Module:
         """Return a plain copy of the network with the deterministic gates folded into the reading weights.
 
@@ -262,6 +268,7 @@ class MaskedNetwork(nn.Module):
         self._scale_readers(plain, gates)
         return plain
 
+    @public_call
     def removed(self) -> nn.Module:
         """Return the plain network with the gates folded in and the closed channels cut out.
 

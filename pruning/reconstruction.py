@@ -157,7 +157,9 @@ def _collect(
                 reached = [y for y in tree_leaves(outputs) if isinstance(y, torch.Tensor) and y.requires_grad]
                 if not reached:
                     raise RuntimeError("its output does not depend on its input in a differentiable way")
-                directions = [torch.randn(y.shape, generator=generator).to(y) for y in reached]
+                directions = [
+                    torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y) for y in reached
+                ]
                 torch.autograd.backward(reached, directions)
     except RuntimeError as error:
         raise PruningError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from pruning.errors import PruningError
 
@@ -53,6 +53,8 @@ def register_pruner(
 ) -> Callable[[Definition], Definition]:
     """Register the decorated mask class or criterion under `name`.
 
+    A criterion computes in the modes of torch that public calls do (`pruning.public_calls`).
+
     Raises:
         PruningError: if the name is taken.
     """
@@ -62,6 +64,10 @@ def register_pruner(
             _register_ours()  # whose names are taken
         if name in _PRUNERS:
             raise PruningError(f"a pruner named {name!r} is registered already")
+        if not isinstance(definition, type):
+            from pruning.public_calls import public_call  # imports torch
+
+            definition = cast("Definition", public_call(definition))
         _PRUNERS[name] = Pruner(name, description, definition, scope, unit)
         return definition
 

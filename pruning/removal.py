@@ -15,9 +15,11 @@ from pruning.gated_norms import GatedForward
 from pruning.groups import ChannelGroup, KeptChannels, find_group, groups_of_walk
 from pruning.labels import Labels
 from pruning.operations import pad_arguments
+from pruning.public_calls import public_call
 from pruning.tracing import walk_channels
 
 
+@public_call
 def remove_channels(
     model: nn.Module, kept: Mapping[str, Sequence[int]], example_input: torch.Tensor
 ) -> nn.Module:
@@ -44,6 +46,7 @@ def remove_channels(
     return cut(model, walk, validate_kept(kept, groups_of_walk(walk)))
 
 
+@public_call
 def kept_inputs(
     model: nn.Module, kept: Mapping[str, Sequence[int]], example_input: torch.Tensor
 ) -> dict[str, torch.Tensor]:
@@ -66,6 +69,7 @@ def kept_inputs(
     return {name: mask for name, mask in staying.items() if not mask.all()}
 
 
+@public_call
 def kept_norms(
     model: nn.Module, kept: Mapping[str, Sequence[int]], example_input: torch.Tensor
 ) -> dict[str, nn.Module]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup, KeptChannels, groups_of_walk
+from pruning.public_calls import public_call
 from pruning.removal import cut, remove_channels, validate_kept
 from pruning.tracing import walk_channels
 
@@ -21,6 +22,7 @@ Cost = Callable[[nn.Module], float]
 """The cost of a network, such as its parameters or its MACs; it must shrink as channels go."""
 
 
+@public_call
 def keep_share(
     groups: Sequence[ChannelGroup],
     scores: Mapping[str, torch.Tensor],
@@ -60,6 +62,7 @@ def keep_share(
     return kept
 
 
+@public_call
 def keep_within(
     model: nn.Module,
     example_input: torch.Tensor,
@@ -140,7 +143,7 @@ def require_reachable(
 
 def _fewest(groups: Sequence[ChannelGroup], multiple: int) -> KeptChannels:
     """Return the channels to keep for the smallest network: the fewest for each layer."""
-    scores = {group.name: torch.zeros(group.units) for group in groups}
+    scores = {group.name: torch.zeros(group.units, dtype=torch.float32) for group in groups}
     return keep_share(groups, scores, 0.0, multiple=multiple)
 
 

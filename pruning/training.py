@@ -14,6 +14,7 @@ from pruning.errors import PruningError
 from pruning.hard_concrete import HardConcreteMask
 from pruning.masked_network import MaskedNetwork
 from pruning.masks import ChannelMask
+from pruning.public_calls import public_call
 from pruning.schedule import StrengthController, linear
 from pruning.selection import Cost, keep_within, require_reachable
 from pruning.training_options import MaskEpoch, MaskTrainingOptions, MaskTrainingResult, QualityJump
@@ -51,6 +52,7 @@ def adam(learning_rate: float) -> MakeOptimizer:
     return lambda parameters: torch.optim.Adam(parameters, lr=learning_rate)
 
 
+@public_call
 def train_masks(
     masked: MaskedNetwork,
     batches: Batches,

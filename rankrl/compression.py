@@ -50,6 +50,7 @@ from rankrl.request import Request, opened_session
 from rankrl.result import Compression, ModuleCompression
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training import Loss
+from rankrl.verbs import verb
 
 __all__ = ["apply_plan", "compress", "load_compressed", "search", "timing_kit"]
 
@@ -93,6 +94,7 @@ def _decomposition(
     without=("network", "inputs", "score", "heldout", "test", "finetune", "teacher", "batch_axes")
 )
 @storage_errors()
+@verb()
 def compress(
     network: nn.Module | str | Path,
     inputs: Any,
@@ -253,6 +255,7 @@ def compress(
 @renamed_arguments(_decomposition)
 @checked_arguments(without=("network", "inputs", "score", "batch_axes"))
 @storage_errors()
+@verb()
 def search(
     network: nn.Module | str | Path,
     inputs: Any,
@@ -368,6 +371,7 @@ def search(
             )
 
 
+@verb()
 def apply_plan(
     network: nn.Module | str | Path,
     plan: CompressionPlan,
@@ -437,6 +441,7 @@ def _applied_to_file(
 
 @checked_arguments(without=("network", "inputs", "heldout", "batch_axes"))
 @storage_errors()
+@verb()
 def timing_kit(
     network: nn.Module | str | Path,
     inputs: Any,

@@ -34,8 +34,10 @@ from decomposition.operations.base import FINAL
 from decomposition.plan.layer_plan import LayerPlan, without_growth
 from decomposition.plan.plan import CompressionPlan
 from decomposition.progress import Progress, ProgressBar, progress_bar
+from decomposition.public_calls import public_call
 
 
+@public_call()
 def apply_plan(
     model: nn.Module,
     plan: CompressionPlan,
@@ -102,6 +104,7 @@ def apply_plan(
         return _apply_to_layers(model, entries, images, apply_options, bar)
 
 
+@public_call(values=False)
 def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
     """Return a copy of `model` with the plan's layers in place, without setting their values.
 

@@ -23,8 +23,10 @@ from decomposition.operations import Factorise
 from decomposition.operations.factorise import factors_of
 from decomposition.plan.layer_plan import LayerPlan, without_growth
 from decomposition.plan.plan import CompressionPlan, fingerprint
+from decomposition.public_calls import public_call
 
 
+@public_call()
 def from_tensorly(tensor: Any, layer: DecomposableModule, *, tensor_format: str | None = None) -> Fit:
     """Read factors that tensorly computed of a layer's weight.
 
@@ -75,6 +77,7 @@ def as_operation(fit: Fit) -> Factorise:
     return Factorise(fit.tensor_format.name, fit.ranks, factors_of(fit.modes))
 
 
+@public_call()
 def apply_fits(
     model: nn.Module, input_shape: ExampleInputs, fits: Mapping[str, Fit], *, chosen_by: str = "user"
 ) -> tuple[nn.Module, CompressionPlan]:

@@ -14,8 +14,10 @@ from decomposition.network.rounding import without_rounding
 from decomposition.network.surgery import copied, replace_module
 from decomposition.network.wrappers import unwrapped
 from decomposition.plan.plan import CompressionPlan
+from decomposition.public_calls import public_call
 
 
+@public_call()
 def contracted(model: nn.Module, only: Collection[str] | None = None) -> nn.Module:
     """Return a copy of a compressed model whose layers contract their cores to the dense weight.
 

@@ -22,11 +22,13 @@ from decomposition.network.outputs import tensors_in
 from decomposition.network.wrappers import unwrapped
 from decomposition.operations import Factorise
 from decomposition.plan.plan import CompressionPlan
+from decomposition.public_calls import public_call
 
 _NOT_FINITE = "holds NaN or infinite values; its training diverged: train at a lower learning rate"
 _PLAN_KEY = "rankrl.plan"
 
 
+@public_call()
 def save_compressed(
     model: nn.Module,
     plan: CompressionPlan,
@@ -67,6 +69,7 @@ def save_compressed(
         _compare(model, loaded, plan.input_shape, path)
 
 
+@public_call()
 def load_compressed(
     model: nn.Module, path: str | Path, plan: CompressionPlan | None = None
 ) -> tuple[nn.Module, CompressionPlan]:

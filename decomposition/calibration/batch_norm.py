@@ -11,6 +11,7 @@ from decomposition.calibration.input_check import checked_batches
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import run_model
 from decomposition.network.kinds import BatchNorm
+from decomposition.public_calls import public_call
 
 
 def tracked_batch_norms(model: nn.Module) -> list[BatchNorm]:
@@ -18,6 +19,7 @@ def tracked_batch_norms(model: nn.Module) -> list[BatchNorm]:
     return [m for m in model.modules() if isinstance(m, BatchNorm) and m.running_mean is not None]
 
 
+@public_call()
 def reestimate_batch_norm(model: nn.Module, calibration: CalibrationInputs) -> None:
     """Replace the running statistics of every batch norm by those on the calibration set, in place.
 

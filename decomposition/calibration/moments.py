@@ -28,6 +28,7 @@ from decomposition.network.kinds import DecomposableModule
 from decomposition.network.layers import LayerSpec
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from decomposition.network.wrappers import unwrapped
+from decomposition.public_calls import public_call
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +149,7 @@ class MomentAccumulator:
         return InputMoments(mean, covariance, self._count, self._spread.shrinkage(covariance))
 
 
+@public_call()
 def collect_moments(
     model: nn.Module,
     specs: Sequence[LayerSpec],

@@ -41,6 +41,7 @@ from decomposition.network.layers import LayerSpec
 from decomposition.network.outputs import tensors_in
 from decomposition.network.patches import labels_of_batch
 from decomposition.network.wrappers import unwrapped
+from decomposition.public_calls import public_call
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ _SUM_TOLERANCE, _LEAST_PROBABILITY = 1e-2, 1e-12
 """How far class probabilities are off 1 together, rounded as they are, and the least that is told from 0."""
 
 
+@public_call()
 def collect_sensitivities(
     model: nn.Module,
     specs: Sequence[LayerSpec],

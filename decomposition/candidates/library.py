@@ -45,6 +45,7 @@ from decomposition.operations import (
     Quantise,
 )
 from decomposition.operations.quantise import ACTIVATION_NOISE
+from decomposition.public_calls import public_call
 
 
 class FitLibrary:
@@ -119,6 +120,7 @@ class FitLibrary:
         return self.lister.modes(name, tensor_format)
 
     @classmethod
+    @public_call()
     def calibrated(
         cls,
         model: nn.Module,
@@ -163,6 +165,7 @@ class FitLibrary:
                 options["sensitivities"] = collect_sensitivities(model, specs, batches, seed=seed)
         return cls(model, specs, formats, **options)
 
+    @public_call()
     def fit(self, name: str, operation: Factorise) -> Fit:
         """Return the fit of layer `name`, from memory, disk or computed now.
 
@@ -184,6 +187,7 @@ class FitLibrary:
             selections.update({(name, number): selection for number, selection in by_count.items()})
         return selections[name, count]
 
+    @public_call()
     def weight(
         self, name: str, operations: Sequence[Operation], reads: Sequence[int] | None = None
     ) -> torch.Tensor:
@@ -214,6 +218,7 @@ class FitLibrary:
         cores = list(self.rounded(name, operations, reads)) if rounds else self.fit(name, factors).cores
         return factors.tensor_format.reconstruct(cores, factors.modes(self.specs[name]))
 
+    @public_call()
     def rounded(
         self, name: str, operations: Sequence[Operation], reads: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, ...]:
@@ -286,10 +291,12 @@ class FitLibrary:
             squared += ACTIVATION_NOISE**2 * (1 + sum(self._noise(name, operation) for operation in factors))
         return squared**0.5
 
+    @public_call()
     def candidates(self, name: str, *, limit: int = 16) -> CandidateSet:
         """Fit the candidates of a layer, `limit` a format at most, and return them, the dense layer last."""
         return self.fitted(self.unfitted(name, limit=limit))
 
+    @public_call()
     def all_candidates(
         self,
         *,
@@ -334,6 +341,7 @@ class FitLibrary:
         part.cache = self.cache.of(name)
         return part
 
+    @public_call()
     def fit_all(
         self,
         unfitted: Iterable[CandidateSet],
@@ -361,6 +369,7 @@ class FitLibrary:
             jobs = ((name, sites[name]) for name in largest_first(self.specs) if name in sites)
             fit_side_by_side(self, jobs, workers, finish)
 
+    @public_call()
     def fitted(self, unfitted: CandidateSet) -> CandidateSet:
         """Fit candidates and return them with their errors."""
         name = unfitted.name

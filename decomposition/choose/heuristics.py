@@ -32,6 +32,7 @@ from decomposition.network.wrappers import unwrapped
 from decomposition.operations import Factorise
 from decomposition.plan.plan import CompressionPlan
 from decomposition.progress import Progress, progress_bar
+from decomposition.public_calls import public_call
 from decomposition.registry import Registry
 
 Choose = Callable[[FitLibrary, Sequence[CandidateSet], Budget], np.ndarray]
@@ -133,6 +134,7 @@ def greedy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -
     return allocate(sites, budget)
 
 
+@public_call()
 def plan_by_heuristic(
     model: nn.Module,
     input_shape: ExampleInputs,

@@ -16,8 +16,10 @@ from decomposition.network.kinds import weight_of
 from decomposition.network.layers import inspect_layers
 from decomposition.network.surgery import copied
 from decomposition.network.wrappers import unwrapped
+from decomposition.public_calls import public_call
 
 
+@public_call()
 def compensate(
     model: nn.Module,
     present: Mapping[str, torch.Tensor],

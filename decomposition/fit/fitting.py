@@ -28,6 +28,7 @@ from decomposition.fit.low_rank import LowRank
 from decomposition.fit.search import LARGEST_AMPLIFICATION, best_cores, bounded_cores
 from decomposition.formats import Cores, Ranks, TensorFormat
 from decomposition.network.modes import WeightModes
+from decomposition.public_calls import public_call
 
 _COLUMNS_WORTH_THREADS = 1024
 
@@ -227,6 +228,7 @@ class Fitter:
         return problem.unscale(best), max(0.0, float(problem.squared_error(best))) ** 0.5
 
 
+@public_call()
 def fit_weight(
     tensor_format: TensorFormat,
     weight: torch.Tensor,

@@ -15,9 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decomposition.network.inputs import ExampleInputs, example_batch, run_model
 from decomposition.network.wrappers import unwrapped
+from decomposition.public_calls import ProcessSetting, public_call
 
 _PRODUCTS = {torch.ops.aten.addmm: 1, torch.ops.aten.mm: 0}
 """Products of two matrices, and where among the arguments the first of them is."""
+_FAST_PATH = ProcessSetting(
+    torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, value=False
+)
 
 
 @contextmanager
@@ -28,14 +32,11 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     operation without calling the modules inside, so nothing could be watched, counted or replaced.
     """
     training = {module: module.training for module in model.modules()}
-    fast_path = torch.backends.mha.get_fastpath_enabled()
     model.eval()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad():
+        with _FAST_PATH.held(), torch.no_grad():
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, mode in training.items():
             module.training = mode
 
@@ -45,6 +46,7 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@public_call(values=False)
 def count_macs(model: nn.Module, input_shape: ExampleInputs) -> int:
     """Count the multiply-accumulates of convolutions and linear layers for one input.
 

@@ -29,6 +29,7 @@ from decomposition.network.layer_trace import LayerTrace
 from decomposition.network.opaque import OpaqueModule, opaque
 from decomposition.network.permanent_weights import computes_weights
 from decomposition.network.wrappers import unwrapped
+from decomposition.public_calls import public_call
 from decomposition.registry import did_you_mean
 
 FLOAT_BYTES = 4
@@ -138,6 +139,7 @@ class LayerSpec:
         return sum(math.prod(size) for size in self.output_sizes)
 
 
+@public_call(values=False)
 def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSpec]:
     """Describe every layer of `model` that multiplies with weights, decomposable or not, in forward order.
 
@@ -177,6 +179,7 @@ def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSp
     ]
 
 
+@public_call(values=False)
 def compressible_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSpec]:
     """Return the layers of `model` that tensor formats can replace, in forward order.
 

@@ -13,11 +13,13 @@ from decomposition.network.rewriting import rewritten
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied, remove_parametrizations
 from decomposition.network.wrappers import unwrapped
+from decomposition.public_calls import public_call
 
 Module = TypeVar("Module", bound=nn.Module)
 _HOOKS = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
 
 
+@public_call(values=False)
 def plain_weights(model: Module) -> Module:
     """Return a copy of a model whose weights are parameters, which plans may replace.
 

@@ -25,6 +25,7 @@ from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import Inputs, run_model
 from decomposition.network.surgery import remove_parametrizations
 from decomposition.network.unrounded import TRACING_HOOKS, marked, settled, taken
+from decomposition.public_calls import public_call
 
 _LARGEST_ACTIVATION = 255
 _FOLLOWED = 0.05
@@ -208,6 +209,7 @@ def rounded_parameters(model: nn.Module) -> dict[str, int]:
     return bits_by_name
 
 
+@public_call()
 def calibrate_ranges(model: nn.Module, batches: Iterable[Inputs], *, inside: str = "") -> None:
     """Set the ranges of all activations to the values on some inputs, with only the weights rounded.
 
@@ -268,6 +270,7 @@ def reduce_weight_range(model: nn.Module) -> nn.Module:
     return model
 
 
+@public_call()
 def without_rounding(model: nn.Module) -> nn.Module:
     """Make rounded weights plain parameters of the rounded values and let activations pass, in place.
 

@@ -16,8 +16,10 @@ from decomposition.operations import Factorise
 from decomposition.operations.factorise import factors_of
 from decomposition.plan.layer_plan import LayerPlan, without_growth
 from decomposition.plan.plan import CompressionPlan, fingerprint
+from decomposition.public_calls import public_call
 
 
+@public_call(values=False)
 def make_plan(
     model: nn.Module,
     input_shape: ExampleInputs,

@@ -12,6 +12,7 @@ from decomposition.errors import DecompositionError
 from decomposition.network.rewriting import rewritten
 from decomposition.network.surgery import copied
 from decomposition.network.wrappers import unwrapped
+from decomposition.public_calls import public_call
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -99,6 +100,7 @@ class PlainAttention(nn.Module):
         return mask
 
 
+@public_call(values=False)
 def plain_attention(model: Module) -> Module:
     """Return a copy of a model whose attention projects with linear layers, which plans may decompose.
 

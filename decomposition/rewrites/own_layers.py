@@ -17,6 +17,7 @@ from decomposition.network.kinds import DecomposableModule, is_decomposable_modu
 from decomposition.network.rewriting import rewritten
 from decomposition.network.surgery import copied
 from decomposition.network.wrappers import unwrapped
+from decomposition.public_calls import public_call
 from decomposition.registry import did_you_mean
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -28,6 +29,7 @@ _CALLS = 4
 """Calls of a layer that are compared at most."""
 
 
+@public_call(values=False)
 def plain_layers(model: Module, layers: Sequence[str], inputs: ExampleInputs) -> Module:
     """Return a copy of a model with plain layers in place of subclasses that compute the same.
 

@@ -21,6 +21,7 @@ from decomposition.network.rewriting import rewritten
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied
 from decomposition.network.wrappers import unwrapped
+from decomposition.public_calls import public_call
 
 Module = TypeVar("Module", bound=nn.Module)
 _KINDS = (nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -145,6 +146,7 @@ class PlainTransposed(nn.Module):
         return result
 
 
+@public_call(values=False)
 def plain_transposed(model: Module) -> Module:
     """Return a copy of a model whose transposed convolutions multiply in 1x1 convolutions.
 

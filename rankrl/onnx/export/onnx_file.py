@@ -36,6 +36,7 @@ from rankrl.onnx.export.subsampling import convolve_subsampling
 from rankrl.onnx.export.tracing import convert, inference_copy, trace
 from rankrl.onnx.operators import opset_of
 from rankrl.progress import Progress, progress_bar
+from rankrl.verbs import verb
 
 OLDEST_OPSET = 18
 """The oldest operator set that torch's exporter translates to without a down-conversion."""
@@ -61,6 +62,7 @@ class ExportResult:
     operators: Mapping[str, int]
 
 
+@verb()
 def export_onnx(
     model: nn.Module,
     path: str | Path,

@@ -7,7 +7,6 @@ import inspect
 import io
 import logging
 import re
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -28,7 +27,6 @@ _ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FAILED_NODE = re.compile(r"Error when translating node %(\w+)")
 _CAUSE_LENGTH = 300
 _TRANSLATIONS: dict[tuple[Any, ...], Any] = {}
-_TRANSLATING = threading.Lock()
 
 
 def inference_copy(model: nn.Module) -> nn.Module:
@@ -175,7 +173,6 @@ def _operators_listed_once() -> Iterator[None]:
     kept for later exports, the list is not: a program may load operators of its own in between.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_TRANSLATING)  # in another thread, too
         stack.enter_context(_translations_kept())
         stack.enter_context(_list_kept())
         yield

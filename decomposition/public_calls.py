@@ -1,0 +1,139 @@
+"""The modes of torch that public calls compute in, whatever their caller switched on."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Generic, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from decomposition.errors import DecompositionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+_SECONDS = 2.0  # calls shorter than that are waited for without a word
+
+
+class ProcessSetting(Generic[T]):
+    """A setting of the whole process, held at one value while any thread needs it and then put back.
+
+    Args:
+        read: Returns the setting.
+        write: Changes it.
+        value: What it is held at.
+    """
+
+    def __init__(self, read: Callable[[], T], write: Callable[[T], object], value: T) -> None:
+        self._read, self._write, self._value = read, write, value
+        self._lock, self._holders, self._own = threading.Lock(), 0, value
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the setting while the block runs."""
+        with self._lock:
+            if not self._holders:
+                self._own = self._read()
+                self._write(self._value)
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._write(self._own)
+
+
+_DEFAULT_TYPE = ProcessSetting(torch.get_default_dtype, torch.set_default_dtype, torch.float32)
+
+
+@contextmanager
+def own_modes() -> Iterator[None]:
+    """Compute with gradients, in the types of the tensors, new ones in float32 on the CPU; then as before."""
+    with ExitStack() as stack:
+        stack.enter_context(_DEFAULT_TYPE.held())
+        stack.enter_context(torch.inference_mode(mode=False))
+        stack.enter_context(torch.enable_grad())
+        for device in filter(torch.is_autocast_enabled, _AUTOCAST):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device() != torch.device("cpu"):
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+class PublicCalls:
+    """A decorator of functions that users call: in `own_modes`, one at a time in all threads.
+
+    Attributes:
+        lock: What a call holds.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def __call__(self, *, values: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Decorate a function that reads the values of networks, or, without `values`, their shapes alone."""
+
+        def decorated(function: Callable[P, R]) -> Callable[P, R]:
+            @functools.wraps(function)
+            def call(*args: P.args, **options: P.kwargs) -> R:
+                for value in (*args, *options.values()):
+                    if isinstance(value, nn.Module):
+                        check_values(value, shapes_do=not values)
+                with self._alone(function.__name__), own_modes():
+                    return function(*args, **options)
+
+            return call
+
+        return decorated
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        if not self.lock.acquire(timeout=_SECONDS):
+            log.warning("%s waits until a call in another thread is done", name)
+            self.lock.acquire()
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+
+def check_values(network: nn.Module, *, shapes_do: bool = False) -> None:
+    """Refuse a network whose tensors are not there yet: lazy ones, or those on the device `meta`.
+
+    Args:
+        network: The network.
+        shapes_do: Let networks pass that are wholly on `meta`.
+
+    Raises:
+        DecompositionError: Naming the first such tensor and what to do.
+    """
+    tensors = [*network.named_parameters(), *network.named_buffers()]
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            raise DecompositionError(
+                f"{name} of the {type(network).__name__} has no shape yet, as a lazy layer's that was never "
+                "called; call the network once on real inputs, and load its trained weights, before this"
+            )
+    missing = [name for name, tensor in tensors if tensor.is_meta]
+    if missing and not (shapes_do and len(missing) == len(tensors)):
+        raise DecompositionError(
+            f"{missing[0]} of the {type(network).__name__} is on the device meta and has no values "
+            f"({len(missing)} of {len(tensors)} tensors); load its weights first, with "
+            "network.to_empty(device='cpu') and network.load_state_dict(weights)"
+        )
+
+
+public_call = PublicCalls()
+"""The decorator of this package's own functions."""
