@@ -122,6 +122,7 @@ def export_onnx(
     Raises:
         ExportError: The model cannot be traced or translated (the layer is named), the options contradict one
             another, or it does not fit into one file.
+        DecompositionError: A tensor of the model has no values: a lazy layer's, or one on the device `meta`.
         DefectError: The graph is damaged, by no fault of the user's.
         StorageError: The file cannot be written.
     """
