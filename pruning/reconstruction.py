@@ -97,12 +97,15 @@ class _ReadStatistics:
         self.index = torch.tensor(
             [features + [len(row)] * (depth - len(features)) for features in positions.values()]
         ).T
-        self.rows = 0
+        self.rows, self.centre = 0, torch.zeros(())
         self.sum = torch.zeros(len(positions), dtype=torch.float64)
         self.products = self.gradients = torch.zeros(len(positions), len(positions), dtype=torch.float64)
 
     def add_values(self, features: torch.Tensor) -> None:
         values = self._by_unit(features)
+        if self.rows == 0:
+            self.centre = values.mean(0)
+        values = values - self.centre  # products in float32 of values far from zero hold no variance
         self.rows += len(values)
         self.sum = self.sum + values.sum(0).double().cpu()
         self.products = self.products + (values.T @ values).double().cpu()

@@ -6,10 +6,16 @@ memory; but it is calibrated on fewer inputs n than that, and F'F with F (n, D) 
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from decomposition.errors import DecompositionError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,11 @@ class RowFactor:
 
 
 _COLUMNS_TO_HALVE = 256
+# Numbers of patches that are copied at a time, in float64 or without their mean.
+_COPIED = 2**24
+# Shares of a matrix's mean power that are added to its diagonal, one after the other, until it has a root:
+# rounding takes the first ones, the last is what compensated rounding adds to every matrix.
+_JITTERS = (0.0, 1e-12, 1e-9, 1e-6, 1e-4, 1e-2)
 
 Metric = torch.Tensor | RowFactor
 """E[x x'], shape (D, D), float64."""
@@ -51,6 +62,67 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
         products[first:, here] = rows[:, first:].T @ rows[:, here]
         products[here, behind] = products[behind, here].T
     return products
+
+
+def mean_of(rows: torch.Tensor) -> torch.Tensor:
+    """Return the mean of rows (n, D), float64, on the CPU."""
+    return torch.stack([part.double().sum(0) for part in _parts(rows)]).sum(0).cpu() / len(rows)
+
+
+def covariance(
+    rows: torch.Tensor,
+    mean: torch.Tensor,
+    others: torch.Tensor | None = None,
+    others_mean: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return E[(r - mean) (o - others_mean)'], float64 on the CPU, of rows (n, D) and others (n, E), or rows.
+
+    Means are subtracted before anything is multiplied: of features that vary by a thousandth of their mean,
+    products in float32 hold nothing else.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    if others is None or others_mean is None:
+        for part in _parts(rows):
+            total = total + gram(part - mean.to(part)).double().cpu()
+    else:
+        for part, other in zip(_parts(rows), others.split(_rows_at_a_time(rows)), strict=True):
+            total = total + ((part - mean.to(part)).T @ (other - others_mean.to(other))).double().cpu()
+    return total / len(rows)
+
+
+def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield from rows.split(_rows_at_a_time(rows))
+
+
+def _rows_at_a_time(rows: torch.Tensor) -> int:
+    return max(1, _COPIED // rows.shape[1])
+
+
+def cholesky(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the lower triangular root of a symmetric matrix, or of several, that rounding may have spoilt.
+
+    What it lacks to be positive is added to its diagonal, with a warning.
+
+    Raises:
+        DecompositionError: A hundredth of its mean power does not make it positive.
+    """
+    power = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    for share in _JITTERS:
+        factor, failed = torch.linalg.cholesky_ex(matrix + share * power * identity if share else matrix)
+        if not bool(failed.any()):
+            if share:
+                log.warning(
+                    "second moments of %d features were not positive; %g of their mean power was added to "
+                    "each. Give features of similar size that are not far from zero",
+                    matrix.shape[-1],
+                    share,
+                )
+            return factor
+    raise DecompositionError(
+        f"second moments of {matrix.shape[-1]} features are not positive, nor with {_JITTERS[-1]:g} of their "
+        "mean power added to each; check that weights and calibration inputs are finite, and normalise them"
+    )
 
 
 def columns(metric: Metric) -> int:

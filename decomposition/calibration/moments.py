@@ -14,8 +14,9 @@ from decomposition.calibration.input_check import checked_batches, refusal
 from decomposition.calibration.metric import (
     Metric,
     RowFactor,
-    gram,
+    covariance,
     is_finite,
+    mean_of,
     shrunk,
     with_mean,
     worth_factoring,
@@ -106,7 +107,7 @@ def settled(moments: dict[str, InputMoments]) -> dict[str, InputMoments]:
 
 
 class MomentAccumulator:
-    """Sums of patches and their products, in float64; the patches themselves while they are few."""
+    """Sums of patches and of their products about the first ones' mean, in float64; the patches while few."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -128,25 +129,26 @@ class MomentAccumulator:
             self._sum = torch.zeros(patches.shape[1], dtype=torch.float64)
             self._centre = patches.mean(0)  # stands in for the mean of all, which is not known yet
         self._spread.add(patches, labels, self._centre)
-        self._sum += patches.sum(0).double().cpu()
+        self._sum += mean_of(patches) * len(patches)
         self._count += patches.shape[0]
         if self._products is None:
             self._rows.append(patches.cpu())
             if worth_factoring(self._count, patches.shape[1]):
                 return
             patches, self._rows = torch.cat(self._rows), []
-            self._products = torch.zeros(patches.shape[1], patches.shape[1], dtype=torch.float64)
-        self._products += gram(patches).double().cpu()
+            self._products = torch.zeros((), dtype=torch.float64)
+        self._products = self._products + covariance(patches, self._centre) * len(patches)
 
     def moments(self) -> InputMoments:
         """Return the moments of everything added."""
         mean = self._sum / self._count
-        covariance: Metric
+        matrix: Metric
         if self._products is None:
-            covariance = RowFactor((torch.cat(self._rows).double() - mean) / self._count**0.5)
+            matrix = RowFactor((torch.cat(self._rows).double() - mean) / self._count**0.5)
         else:
-            covariance = (self._products / self._count).sub_(torch.outer(mean, mean))
-        return InputMoments(mean, covariance, self._count, self._spread.shrinkage(covariance))
+            offset = mean - self._centre.double().cpu()
+            matrix = (self._products / self._count).sub_(torch.outer(offset, offset))
+        return InputMoments(mean, matrix, self._count, self._spread.shrinkage(matrix))
 
 
 @public_call()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from decomposition.calibration.metric import cholesky
+
 # Share of its mean power that every output direction keeps at least.
 _FLOOR = 0.01
 
@@ -35,4 +37,4 @@ def triangular_root(matrix: torch.Tensor) -> torch.Tensor:
 
     It costs a tenth of the symmetric root, and serves as well where only R' R counts.
     """
-    return torch.linalg.cholesky(matrix).T
+    return cholesky(matrix).T

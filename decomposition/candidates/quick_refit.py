@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from decomposition.calibration.batch_norm import tracked_batch_norms
-from decomposition.calibration.metric import Metric, RowFactor, gram, worth_factoring
+from decomposition.calibration.metric import Metric, RowFactor, covariance, mean_of, worth_factoring
 from decomposition.calibration.shrinkage import labels_or_single, shrinkage
 from decomposition.candidates.library import FitLibrary
 from decomposition.errors import DecompositionError
@@ -170,12 +170,12 @@ class QuickRefit:
         if name in self._dense or not is_decomposable_module(layer):
             return
         patches, labels = self._patches(name, layer, x)
-        weight, mean = weight_of(layer).flatten(1), patches.mean(0).double().cpu()
+        weight, mean = weight_of(layer).flatten(1), mean_of(patches)
         centre = mean.to(patches)
         moments: Metric = (
             RowFactor((patches - centre).double().cpu() * len(patches) ** -0.5)
             if worth_factoring(*patches.shape)
-            else _covariance(patches, patches, mean, mean)
+            else covariance(patches, mean)
         )
         share = shrinkage(patches, labels, moments, centre)
         outputs = patches @ weight.T.to(patches)
@@ -185,7 +185,7 @@ class QuickRefit:
         """Give a layer the best weight for the inputs that arrive."""
         dense, spec, layer = self._dense[name], self._library.specs[name], self._modules[name]
         patches, _ = self._patches(name, dense.layer, x)
-        mean = patches.mean(0).double().cpu()
+        mean = mean_of(patches)
         matrix, metric = self._problem(
             dense, patches, mean, centred=absorbs_mean(spec, correct_batch_norm=True)
         )
@@ -221,8 +221,8 @@ class QuickRefit:
             return target_and_row_metric(dense.weight, dense.outputs, patches, *known, centred=centred)
         return target_and_metric(
             dense.weight,
-            _covariance(patches, patches, mean, mean),
-            _covariance(dense.outputs, patches, dense.outputs_mean, mean),
+            covariance(patches, mean),
+            covariance(patches, mean, dense.outputs, dense.outputs_mean).T,
             *known,
             centred=centred,
         )
@@ -235,14 +235,6 @@ class QuickRefit:
         before = self._arrived[place]
         if before is not None:
             _running_mean(self._norms[place]).copy_(self._means[place] + _mean(x) - before)
-
-
-def _covariance(
-    rows: torch.Tensor, others: torch.Tensor, mean: torch.Tensor, other_mean: torch.Tensor
-) -> torch.Tensor:
-    """Return E[r o'] - E[r] E[o]', float64, of rows (n, D) and others (n, E)."""
-    products = gram(rows) if others is rows else rows.T @ others
-    return products.double().cpu() / len(rows) - torch.outer(mean, other_mean)
 
 
 def _running_mean(norm: BatchNorm) -> torch.Tensor:

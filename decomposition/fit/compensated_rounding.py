@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from decomposition.calibration.metric import Metric, RowFactor, whole
+from decomposition.calibration.metric import Metric, RowFactor, cholesky, whole
 from decomposition.network.rounding import largest_integer, rounded_weight
 
 # Share of the inputs' mean power that is added to each: GPTQ's own choice.
@@ -61,9 +61,11 @@ def _compensated(weight: torch.Tensor, moments: torch.Tensor, bits: int) -> torc
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     fixed = weight.abs() == weight.abs().amax(1, keepdim=True)
     damping = (_DAMPING * diagonal.mean(-1)).clamp_min(1e-30)
-    damped = moments + damping[..., None, None] * torch.eye(columns, dtype=moments.dtype)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    upper = torch.linalg.cholesky(inverse, upper=True)
+    identity = torch.eye(columns, dtype=moments.dtype)
+    damped = moments + damping[..., None, None] * identity
+    # U is the inverse of the upper triangular R with R R' = H, a lower one from the last column to the first.
+    root = cholesky(damped.flip(-2, -1)).flip(-2, -1)
+    upper = torch.linalg.solve_triangular(root, identity, upper=True)
     moved, rounded = weight.clone(), torch.empty_like(weight)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)

@@ -19,10 +19,7 @@ import torch
 from torch import nn
 
 from decomposition.calibration.batch_norm import tracked_batch_norms
-from decomposition.calibration.metric import (
-    Metric,
-    worth_factoring,
-)
+from decomposition.calibration.metric import Metric, mean_of, worth_factoring
 from decomposition.calibration.shrinkage import labels_or_single
 from decomposition.errors import DecompositionError
 from decomposition.fit.stand_ins import NormPair, RemovedBlock, StandIn, Substituted
@@ -124,7 +121,7 @@ def refit_to_patches(
     matrix = weight.flatten(1)
     # Second moments in half precision are no longer positive, or overflow.
     dense_patches, arriving = (x.float() if x.element_size() < 4 else x for x in (dense_patches, arriving))
-    dense_mean, mean = (x.mean(0).double().cpu() for x in (dense_patches, arriving))
+    dense_mean, mean = mean_of(dense_patches), mean_of(arriving)
     if len(arriving) > 1:
         solve = from_few_patches if worth_factoring(*arriving.shape) else from_many_patches
         target, metric = solve(

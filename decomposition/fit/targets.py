@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from decomposition.calibration.metric import Metric, RowFactor, gram, shrunk_matrix, shrunk_rows, trace
+from decomposition.calibration.metric import (
+    Metric,
+    RowFactor,
+    cholesky,
+    covariance,
+    shrunk_matrix,
+    shrunk_rows,
+    trace,
+)
 from decomposition.calibration.shrinkage import shrinkage
 
 # Refits shrink towards the original weight by this fraction of the inputs' mean power at least.
@@ -25,13 +33,12 @@ def from_many_patches(
 
     With the labels of the inputs that patches are from, both are shrunk.
     """
-    count = len(arriving)
-    covariance = gram(arriving).double().cpu() / count - torch.outer(mean, mean)
+    moments = covariance(arriving, mean)
     # W C_xy by way of the outputs W x: they are far fewer than the inputs.
-    outputs = dense @ weight.T.to(dense)
-    cross = (outputs.T @ arriving).double().cpu() / count - torch.outer(weight @ dense_mean, mean)
-    share = 0.0 if labels is None else shrinkage(arriving, labels, covariance, mean.to(arriving))
-    return target_and_metric(weight, covariance, cross, weight @ dense_mean, mean, share, centred=centred)
+    outputs_mean = weight @ dense_mean
+    cross = covariance(arriving, mean, dense @ weight.T.to(dense), outputs_mean).T
+    share = 0.0 if labels is None else shrinkage(arriving, labels, moments, mean.to(arriving))
+    return target_and_metric(weight, moments, cross, outputs_mean, mean, share, centred=centred)
 
 
 def target_and_metric(
@@ -63,7 +70,7 @@ def target_and_metric(
     ridge = RIDGE * metric.diagonal().mean().clamp_min(1e-30)
     regularised = metric.clone()
     regularised.diagonal().add_(ridge)
-    return _solved(regularised, (cross + ridge * weight).T).T, metric
+    return torch.cholesky_solve((cross + ridge * weight).T, cholesky(regularised)).T, metric
 
 
 def target_and_row_metric(
@@ -99,13 +106,8 @@ def target_and_row_metric(
     ridge = metric.ridge + max(RIDGE * trace(metric) / rows.shape[1], 1e-30)
     regularised = rows @ rows.T
     regularised.diagonal().add_(ridge)
-    return weight + _solved(regularised, expected - rows @ weight.T).T @ rows, metric
-
-
-def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return matrix^-1 right for a symmetric matrix that is positive but for rounding."""
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    return torch.linalg.solve(matrix, right) if failed.item() else torch.cholesky_solve(right, factor)
+    change = torch.cholesky_solve(expected - rows @ weight.T, cholesky(regularised))
+    return weight + change.T @ rows, metric
 
 
 def from_few_patches(

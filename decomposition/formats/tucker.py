@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from decomposition.calibration.metric import Metric, RowFactor, channel_moments, times, whole
+from decomposition.calibration.metric import Metric, RowFactor, channel_moments, cholesky, times, whole
 from decomposition.formats.algebra import leading_left_vectors, product
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
 from decomposition.formats.factorised import FactorisedLayer
@@ -207,7 +207,7 @@ class _InMetric:
         columns = inputs * self.modes.kernel
         gram, cross = self.moments[:columns, :columns].clone(), self.cross[:, :columns]
         gram.diagonal().add_(1e-10 * gram.diagonal().mean() + 1e-300)
-        factor = torch.linalg.cholesky(gram)
+        factor = cholesky(gram)
         white = torch.linalg.solve_triangular(factor, cross.T, upper=False)
         output = leading_left_vectors(white.T, outputs)
         core = torch.linalg.solve_triangular(factor.T, white @ output, upper=True).T

@@ -48,6 +48,16 @@ def test_what_is_constant_or_never_read_costs_nothing() -> None:
     assert scores[[2, 4]].max() < 0.01 * scores[[0, 1, 3]].min()
 
 
+def test_scores_do_not_depend_on_how_far_from_zero_the_units_are() -> None:
+    network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    images, scores = torch.randn(500, 6), []
+    for far in (30.0, 3000.0):  # no unit is ever cut off
+        with torch.no_grad():
+            network[0].bias.fill_(far)
+        scores.append(scores_of(network, images)["0"])
+    torch.testing.assert_close(scores[1], scores[0], rtol=0.01, atol=0.0)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_scores_are_the_errors_of_the_best_combinations_of_what_stays(seed: int) -> None:
     """With one linear output the change is w'e; every step is checked by solving for the combination anew."""

@@ -178,8 +178,8 @@ def refitted_graph(
     Each is fitted to give on the inputs that it receives in the compressed graph what the original gives on
     its own (`decomposition.fit`, here without running both in one pass). Nodes that stay dense are solved for
     anew, too, and make up for the errors of those before them, unless new weights would take more bytes than
-    the file does with theirs, as sparse ones do. Up to the first node that is factorised, or
-    whose weights keep fewer than 8 bits, there is nothing to make up for.
+    the file does with theirs, as sparse ones do. Up to the first node that is factorised, or whose weights
+    keep fewer than 8 bits, there is nothing to make up for, but what stored integers lose.
 
     Args:
         network: The network.
@@ -207,9 +207,8 @@ def refitted_graph(
         entry = without_growth(plan[site.name], site.spec)
         # What stays as it is and receives what it always did needs no fit.
         touched = touched or any(map(_loses, entry.layer_operations))
-        if entry.layer_operations and not touched:
-            graph.put(site, site.module(MARKED), entry.layer_operations, None)
-        elif touched and (entry.layer_operations or site.spec.storage.whole is None):
+        fitted = touched and (bool(entry.layer_operations) or site.spec.storage.whole is None)
+        if fitted or any(map(_stores, entry.layer_operations)):
             arriving = _arriving_patches(before, after, site, sizes, patches, seed)
             if len(arriving[0]):
                 refit = _refit(site, entry, sensitivities.get(site.name), options)
@@ -222,6 +221,8 @@ def refitted_graph(
                     f"the plan changes {site.name!r} of {network.source}, and {UNREACHED}; give inputs that "
                     "do, or leave its operations empty"
                 )
+        elif entry.layer_operations:
+            graph.put(site, site.module(MARKED), entry.layer_operations, None)
         if progress is not None:
             progress(site.name)
     without_unused(graph.model)
@@ -233,6 +234,15 @@ def refitted_graph(
 def _loses(operation: object) -> bool:
     """Tell whether an operation changes what a node gives by more than a rounding to 8 bits does."""
     return not isinstance(operation, Quantise) or operation.weight_bits < REDUCED_BITS
+
+
+def _stores(operation: object) -> bool:
+    """Tell whether weights are rounded and computed with in float32.
+
+    What rounding takes from them is multiplied with the inputs' mean, which the bias has to take up; where
+    inputs are rounded too the quantiser corrects it (`rankrl.onnx.export.bias_correction`).
+    """
+    return isinstance(operation, Quantise) and not operation.integer
 
 
 def structured_graph(

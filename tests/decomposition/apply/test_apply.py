@@ -20,6 +20,7 @@ from decomposition import (
     Factorise,
     LayerPlan,
     PlanError,
+    Quantise,
     apply_plan,
     build_structure,
     contracted,
@@ -535,3 +536,33 @@ def test_network_may_ask_its_layers_for_their_description_and_weight(images: tor
         assert layer.extra_repr()
     expected = small(images)
     torch.testing.assert_close(contracted(small)(images), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("kind", ["rows of a table", "temperatures in time"])
+def test_inputs_far_from_zero_are_fitted_as_well_as_centred_ones(kind: str, sequential: bool) -> None:
+    """The bias takes up what their mean makes of an error; what is left to fit is the same."""
+    torch.manual_seed(0)
+    layers: list[nn.Module]
+    if kind == "rows of a table":
+        layers = [nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3)]
+        x, far = torch.randn(300, 12) @ torch.randn(12, 12) / 3, 1000 * torch.linspace(0.5, 2, 12)
+    else:
+        layers = [nn.Conv1d(8, 12, 3), nn.Tanh(), nn.Flatten(), nn.Linear(84, 3)]
+        x, far = (
+            torch.einsum("nct,cd->ndt", torch.randn(300, 8, 9), torch.randn(8, 8) / 3),
+            torch.tensor(2900.0),
+        )
+    network = nn.Sequential(*layers)
+    moved = copy.deepcopy(network)
+    with torch.no_grad():
+        weight = network[0].weight.double().reshape(len(network[0].weight), -1)
+        moved[0].bias -= (weight * far.double()).sum(1).float()
+    rounding = Quantise(activations="float32")
+    losses = []
+    for model, inputs in ((network, x), (moved, x + far)):
+        plan = make_plan(model, tuple(x.shape[1:]), "tucker", ranks={"0": 5})
+        first, *others = plan.layers
+        plan = replace(plan, layers=(replace(first, operations=(*first.operations, rounding)), *others))
+        losses.append(relative_error(model, apply_plan(model, plan, inputs, sequential=sequential), inputs))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)

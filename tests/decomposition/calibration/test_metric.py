@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,8 +11,11 @@ from decomposition import apply_plan, collect_moments, compressible_layers, fit_
 from decomposition.calibration.metric import (
     RowFactor,
     channel_moments,
+    cholesky,
+    covariance,
     gram,
     is_finite,
+    mean_of,
     scaled,
     shrunk,
     squared_norm,
@@ -19,6 +23,7 @@ from decomposition.calibration.metric import (
     trace,
     with_mean,
 )
+from decomposition.errors import DecompositionError
 from decomposition.fit.targets import from_few_patches, from_many_patches
 from decomposition.network.modes import WeightModes
 
@@ -99,3 +104,36 @@ def test_a_layer_with_a_great_many_inputs_fits_into_memory(sequential: bool) -> 
     small = apply_plan(model, plan, x, sequential=sequential)
     assert small[0].error < 0.9
     assert small(x).shape == (24, 5)
+
+
+def test_covariances_are_summed_about_their_means_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decomposition.calibration.metric._COPIED", 100)
+    rows = normal(70, 5).float() + 3000 * torch.linspace(-1, 1, 5)
+    others = rows[:, :2] - normal(70, 2, seed=1).float()
+    means = mean_of(rows), mean_of(others)
+    both = np.cov(np.concatenate([rows, others], 1).astype(np.float64).T, bias=True)
+    np.testing.assert_allclose(covariance(rows, means[0]), both[:5, :5], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        covariance(rows, means[0], others, means[1]), both[:5, 5:], rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("lacking", [0.0, 1e-10, 1e-5])
+def test_what_rounding_took_from_moments_is_added_with_a_word(
+    lacking: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    vectors = torch.linalg.qr(normal(4, 4)).Q
+    matrices = torch.stack(
+        [normal(4, 4) @ normal(4, 4).T, (vectors * torch.tensor([3, 2, 1, -lacking])) @ vectors.T]
+    )
+    if not lacking:
+        matrices[1] += torch.eye(4)
+    root = cholesky(matrices)
+    torch.testing.assert_close(root @ root.mT, matrices, rtol=1e-3, atol=1e-3)
+    assert ("not positive" in caplog.text) == bool(lacking)
+
+
+def test_moments_that_nothing_makes_positive_are_refused() -> None:
+    for matrix in (-torch.eye(3), torch.full((3, 3), torch.nan)):
+        with pytest.raises(DecompositionError, match="second moments of 3 features are not positive"):
+            cholesky(matrix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,3 +112,13 @@ def test_a_layer_whose_inputs_overflow_is_named(small_net: nn.Module, images: to
         small_net[1].weight.fill_(float("inf"))
     with pytest.raises(DecompositionError, match="layer '3': its inputs are not finite"):
         collect(small_net, images)
+
+
+def test_features_that_vary_by_a_thousandth_of_their_mean_keep_their_covariance() -> None:
+    rows = torch.randn(300, 6, generator=torch.Generator().manual_seed(0)) @ torch.randn(6, 6)
+    rows = (rows + 1000 * torch.linspace(-2, 2, 6)) * torch.logspace(0, 2, 6)
+    model = nn.Sequential(nn.Linear(6, 4))
+    found = collect_moments(model, compressible_layers(model, (6,)), rows.sort(0).values.split(70))["0"]
+    expected = np.cov(rows.sort(0).values.double().numpy().T, bias=True)
+    np.testing.assert_allclose(found.covariance, expected, rtol=1e-4, atol=1e-5 * expected.max())
+    np.testing.assert_allclose(found.mean, rows.double().numpy().mean(0), rtol=1e-9)

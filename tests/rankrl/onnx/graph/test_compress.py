@@ -283,3 +283,27 @@ def test_a_file_that_is_slower_than_the_original_is_said_to_be(
     with caplog.at_level(logging.WARNING):
         compressed(convolutions(), images(30), tmp_path, params=0.6, selector="greedy")
     assert ("the file takes 1.250 of the original's time" in caplog.text) == (ratio < 1)
+
+
+def test_features_far_from_zero_lose_no_more_than_centred_ones(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    weights = [random.standard_normal(shape).astype(np.float32) / 4 for shape in ((16, 24), (24, 4))]
+    table = (random.standard_normal((200, 16)) @ random.standard_normal((16, 16)) / 4).astype(np.float32)
+    scores = []
+    for mean in (np.zeros(16, np.float32), np.linspace(-2000, 3000, 16, dtype=np.float32)):
+        bias = (-mean.astype(np.float64) @ weights[0]).astype(np.float32)
+        model = model_of(
+            [
+                helper.make_node("Gemm", ["x", "W0", "b0"], ["a"], "first"),
+                helper.make_node("Relu", ["a"], ["r"], "relu"),
+                helper.make_node("MatMul", ["r", "W1"], ["y"], "last"),
+            ],
+            {"W0": weights[0], "b0": bias, "W1": weights[1]},
+            {"x": ["n", 16]},
+            {"y": ["n", 4]},
+        )
+        result = compressed(model, {"x": table + mean}, tmp_path, bytes=0.5, precisions=("int8_weights",))
+        scores.append(result.score)
+        assert any(layer.operation(Quantise) is not None for layer in result.plan)
+        (tmp_path / "small.onnx").unlink()
+    assert scores[1] == pytest.approx(scores[0], abs=0.01)
