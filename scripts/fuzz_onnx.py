@@ -265,6 +265,44 @@ def _more_outputs(draw: random.Random, model: ModelProto, path: Path) -> str:
 
 
 @_change
+def _wide(draw: random.Random, model: ModelProto, path: Path) -> str:
+    """A layer with so many inputs or outputs that no matrix of their products fits into memory."""
+    graph, width = model.graph, draw.choice((9_000, 40_000))
+    del graph.node[4:]
+    rng, way = np.random.default_rng(2), draw.choice(("products", "kernel"))
+    if way == "products":
+        low = rng.standard_normal((_RANK, width)).astype(np.float32)
+        shapes = {
+            "V1": rng.standard_normal((32, _RANK)) @ low / 32,
+            "V2": low.T @ rng.standard_normal((_RANK, 10)),
+        }
+        nodes = [
+            helper.make_node("GlobalAveragePool", ["r2"], ["p"], "gap"),
+            helper.make_node("Flatten", ["p"], ["f"], "flat"),
+            helper.make_node("MatMul", ["f", "V1"], ["wide"], "widens"),
+            helper.make_node("Tanh", ["wide"], ["t"], "tanh"),
+            helper.make_node("MatMul", ["t", "V2"], ["y"], "narrows"),
+        ]
+    else:
+        channels = width // 25 // 32 * 32
+        kernel = rng.standard_normal((10, _RANK)) @ rng.standard_normal((_RANK, channels * 25))
+        shapes = {"V": kernel.reshape(10, channels, 5, 5)}
+        times = numpy_helper.from_array(np.array([1, channels // 32, 1, 1]), "times")
+        graph.initializer.append(times)
+        nodes = [
+            helper.make_node("Tile", ["r2", "times"], ["wide"], "tile"),
+            helper.make_node("Conv", ["wide", "V"], ["a3"], "c3", pads=[2] * 4),
+            helper.make_node("GlobalAveragePool", ["a3"], ["p"], "gap"),
+            helper.make_node("Flatten", ["p"], ["y"], "flat"),
+        ]
+    for name, value in shapes.items():
+        scaled = (value * 2 / np.sqrt(_RANK * width)).astype(np.float32)
+        graph.initializer.append(numpy_helper.from_array(scaled, name))
+    graph.node.extend(nodes)
+    return f"{way} of {width}"
+
+
+@_change
 def _subgraph(draw: random.Random, model: ModelProto, path: Path) -> str:
     """A choice between two branches, which capture a value before a ReLU and compute with a weight."""
     graph, name = model.graph, draw.choice(("a1", "a2", "r1", "r2"))

@@ -1,7 +1,8 @@
 """Second-moment matrices E[x x'] of inputs: whole, or as few rows whose products they are.
 
 A linear layer behind a flattened map has tens of thousands of inputs D, and a matrix D x D would not fit into
-memory; but it is calibrated on fewer inputs n than that, and F'F with F (n, D) is the same matrix.
+memory; but it is calibrated on fewer inputs n than that, and F'F with F (n, D) is the same matrix. Where
+there are more, as behind a kernel of many positions, a sample of them serves.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class RowFactor:
     ridge: float = 0.0
 
 
+WIDEST = 8192
+"""Columns of the largest matrix of second moments that is made, in float64 half a GiB, of which a fit holds
+several. Wider layers are known by rows of so many numbers together, and no sensitivity matrix is larger."""
+
 _COLUMNS_TO_HALVE = 256
 # Numbers of patches that are copied at a time, in float64 or without their mean.
 _COPIED = 2**24
@@ -42,9 +47,14 @@ Metric = torch.Tensor | RowFactor
 """E[x x'], shape (D, D), float64."""
 
 
+def most_rows(columns: int, wanted: int) -> int:
+    """Return how many rows of so many columns are looked at, of those wanted."""
+    return wanted if columns <= WIDEST else max(1, min(wanted, WIDEST**2 // columns))
+
+
 def worth_factoring(count: int, columns: int) -> bool:
     """Tell whether `count` rows take less memory and time than the matrix (columns, columns)."""
-    return 2 * count < columns
+    return 2 * count < columns or columns > WIDEST
 
 
 def gram(rows: torch.Tensor) -> torch.Tensor:

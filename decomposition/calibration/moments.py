@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,14 @@ from decomposition.calibration.metric import (
     covariance,
     is_finite,
     mean_of,
+    most_rows,
     shrunk,
     with_mean,
     worth_factoring,
 )
 from decomposition.calibration.shrinkage import Spread, labels_or_single
 from decomposition.errors import DecompositionError
+from decomposition.memory import check_room
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import count_inputs, run_model
 from decomposition.network.kinds import DecomposableModule
@@ -144,11 +147,30 @@ class MomentAccumulator:
         mean = self._sum / self._count
         matrix: Metric
         if self._products is None:
-            matrix = RowFactor((torch.cat(self._rows).double() - mean) / self._count**0.5)
+            rows = torch.cat(self._rows).double()
+            matrix = RowFactor(rows.sub_(mean).div_(self._count**0.5))
         else:
             offset = mean - self._centre.double().cpu()
             matrix = (self._products / self._count).sub_(torch.outer(offset, offset))
         return InputMoments(mean, matrix, self._count, self._spread.shrinkage(matrix))
+
+
+def check_memory(sizes: Sequence[tuple[int, int]]) -> None:
+    """Refuse to collect moments that do not fit into memory.
+
+    Args:
+        sizes: Numbers in a patch and patches of each layer.
+
+    Raises:
+        DecompositionError: They and two more of the largest, while it is made, take more than half of what is
+            free.
+    """
+    numbers = [columns * min(columns, most_rows(columns, patches)) for columns, patches in sizes]
+    check_room(
+        8 * (sum(numbers) + 2 * max(numbers, default=0)),
+        f"second moments of the inputs of {len(sizes)} layers",
+        "leave wide layers as they are (skip), give fewer inputs, or take a machine with more memory",
+    )
 
 
 @public_call()
@@ -171,7 +193,8 @@ def collect_moments(
         specs: Layers to watch.
         calibration: Batches of model inputs, or one batch (`decomposition.network`); labels are left away.
         max_patches: Patches a layer at most, all batches together; several times in * kernel of them are
-            needed for a well-determined moment matrix.
+            needed for a well-determined moment matrix. Of layers with more than 8,192 inputs, kernel
+            included, so many as hold 67 million numbers.
         seed: Seed of the patch positions.
         unreached: Takes the names of layers that no input reaches, or with nothing in it, which have no
             moments then; None refuses them.
@@ -181,21 +204,27 @@ def collect_moments(
 
     Raises:
         DecompositionError: If the calibration set is empty, not finite or nothing that the model takes, or a
-            layer's input is not finite or never arrives.
+            layer's input is not finite or never arrives, or there is not enough memory.
     """
     model = unwrapped(model)
     batches = checked_batches(calibration, model, [spec.name for spec in specs])
     modules = dict(model.named_modules())
     accumulators = {spec.name: MomentAccumulator() for spec in specs}
     generator = torch.Generator().manual_seed(seed)
-    per_batch = max(1, max_patches // len(batches))
     batch, total = batches[0], sum(map(count_inputs, batches))
+    check_memory(
+        [
+            (math.prod(spec.weight_shape[1:]), min(max_patches, total * spec.output_positions))
+            for spec in specs
+        ]
+    )
 
     def watch(name: str, module: DecomposableModule, calls: int) -> torch.utils.hooks.RemovableHandle:
         def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             if inputs[0].numel() == 0:  # an expert that was chosen for no input, a past of no steps
                 return
-            share = max(1, per_batch // calls)
+            most = most_rows(module.weight[0].numel(), max_patches)
+            share = max(1, most // len(batches) // calls)
             (patches,), labels = sample_labelled_patches(module, [inputs[0]], share, generator)
             labels = labels_of_batch(labels, len(inputs[0]), count_inputs(batch))
             accumulators[name].add(patches, labels_or_single(labels, total))

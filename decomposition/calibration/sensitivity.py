@@ -22,7 +22,7 @@ from torch import nn
 
 from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.calibration.input_check import checked_batches
-from decomposition.calibration.metric import gram, shrunk_matrix
+from decomposition.calibration.metric import WIDEST, gram, shrunk_matrix
 from decomposition.calibration.shrinkage import Spread
 from decomposition.calibration.units import Array, find_units, known_answers, output_weight
 from decomposition.errors import DecompositionError
@@ -79,8 +79,8 @@ def collect_sensitivities(
     Returns:
         G (out, out), float64, by layer name: summed over the output's positions and a layer's calls, the mean
         over inputs, shrunk towards the identity as far as few inputs leave it undetermined
-        (`decomposition.calibration`). Layers that the output does not depend on, or whose gradient is not
-        finite, are left out.
+        (`decomposition.calibration`). Layers that the output does not depend on, whose gradient is not finite
+        or that have more than 8,192 outputs are left out.
 
     Raises:
         DecompositionError: If no gradient can be sent back through the model.
@@ -117,7 +117,7 @@ def collect_sensitivities(
 
         return modules[name].register_forward_hook(hook)
 
-    handles = [watch(spec.name, spec.kind == "linear") for spec in specs]
+    handles = [watch(spec.name, spec.kind == "linear") for spec in specs if spec.out_channels <= WIDEST]
     # If inputs are integers, gradients come from parameters, some or all of which may be frozen.
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     before = [(parameter.requires_grad, parameter.grad) for parameter in parameters]

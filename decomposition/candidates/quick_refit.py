@@ -17,7 +17,14 @@ import torch
 from torch import nn
 
 from decomposition.calibration.batch_norm import tracked_batch_norms
-from decomposition.calibration.metric import Metric, RowFactor, covariance, mean_of, worth_factoring
+from decomposition.calibration.metric import (
+    Metric,
+    RowFactor,
+    covariance,
+    mean_of,
+    most_rows,
+    worth_factoring,
+)
 from decomposition.calibration.shrinkage import labels_or_single, shrinkage
 from decomposition.candidates.library import FitLibrary
 from decomposition.errors import DecompositionError
@@ -160,7 +167,8 @@ class QuickRefit:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return patches of a layer's input, always at the same positions, and which input each is from."""
         generator = torch.Generator().manual_seed(self._seeds[name])
-        (patches,), labels = sample_labelled_patches(layer, [x], MAX_PATCHES, generator)
+        most = most_rows(layer.weight[0].numel(), MAX_PATCHES)
+        (patches,), labels = sample_labelled_patches(layer, [x], most, generator)
         inputs = count_inputs(self._inputs)
         return patches.float(), labels_or_single(labels_of_batch(labels, len(x), inputs), inputs)
 

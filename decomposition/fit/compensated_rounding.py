@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from decomposition.calibration.metric import Metric, RowFactor, cholesky, whole
+from decomposition.calibration.metric import WIDEST, Metric, RowFactor, cholesky, whole
 from decomposition.network.rounding import largest_integer, rounded_weight
 
 # Share of the inputs' mean power that is added to each: GPTQ's own choice.
 _DAMPING = 0.01
 # Columns that are rounded before the columns behind them are moved, all at once.
 _BLOCK = 128
-# If inputs are known by fewer rows than columns, no larger matrix than this is made.
-_MOST_COLUMNS = 8192
 
 
 def compensated_weight(weight: torch.Tensor, moments: Metric | None, bits: int) -> torch.Tensor:
@@ -39,7 +37,7 @@ def compensated_weight(weight: torch.Tensor, moments: Metric | None, bits: int) 
     """
     weight = weight.double().cpu()  # where moments are; a GPU would wait at every column
     used = weight.abs().sum(0) > 0
-    few_rows = isinstance(moments, RowFactor) and weight.shape[1] > _MOST_COLUMNS
+    few_rows = isinstance(moments, RowFactor) and weight.shape[1] > WIDEST
     if moments is None or few_rows or not bool(used.any()):
         return rounded_weight(weight, bits)
     matrix = whole(moments).double()[..., used, :][..., used]

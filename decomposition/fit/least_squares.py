@@ -24,6 +24,8 @@ from decomposition.network.modes import WeightModes
 
 LEAST_PENALTY = 1e-14
 _HISTORY = 20
+# Numbers in the steps and gradients that L-BFGS remembers: 1 GiB. Larger problems remember fewer steps.
+_REMEMBERED = 2**27
 # A fit gets all of its iterations while a step takes no more multiply-accumulates than that, this share of
 # them at least; the first ones gain the most.
 _FULL_STEP = 1e9
@@ -98,9 +100,9 @@ class LeastSquares:
         if self.vanishes:
             return
         self.weight = weight / self.scale
-        self.matrix = matrix / self.scale
+        self.matrix = self.weight.reshape_as(matrix)
         self.metric = None if metric is None else scaled(metric, self.scale.square() / self.energy)
-        seen = seen / self.scale
+        seen = self.matrix if seen is matrix else seen / self.scale
         target = seen if metric is None else target * (self.scale / self.energy)
         self.quadratic = Quadratic(seen, self.metric, target)
         # 1 but for rounding, and for a sensitivity without inputs
@@ -244,7 +246,7 @@ class LeastSquares:
                 callback=flat_enough,
                 options={
                     "maxiter": self.affordable(cores, iterations, stop),
-                    "maxcor": _HISTORY,
+                    "maxcor": max(1, min(_HISTORY, _REMEMBERED // (2 * len(initial)))),
                     "ftol": 0.0,
                     "gtol": 1e-12,
                 },

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from decomposition.calibration.batch_norm import tracked_batch_norms
-from decomposition.calibration.metric import Metric, mean_of, worth_factoring
+from decomposition.calibration.metric import Metric, mean_of, most_rows, worth_factoring
 from decomposition.calibration.shrinkage import labels_or_single
 from decomposition.errors import DecompositionError
 from decomposition.fit.stand_ins import NormPair, RemovedBlock, StandIn, Substituted
@@ -286,8 +286,9 @@ class _LayerPair(StandIn[DecomposableModule]):
             behind = 0 if isinstance(self.dense, nn.Linear) else arriving.ndim - 2
             arriving = arriving * self.present.to(arriving).reshape(-1, *[1] * behind)
         if self.fitted is None:
+            most = most_rows(self.dense.weight[0].numel(), self.max_patches)
             (dense_patches, patches), labels = sample_labelled_patches(
-                self.dense, [dense_input, arriving], self.max_patches, self.generator
+                self.dense, [dense_input, arriving], most, self.generator
             )
             inputs = self.batch // 2
             labels = labels_or_single(labels_of_batch(labels, len(arriving), inputs), inputs)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from decomposition.calibration.metric import Metric, RowFactor, channel_moments, cholesky, times, whole
+from decomposition.calibration.metric import Metric, RowFactor, channel_moments, cholesky, times
 from decomposition.formats.algebra import leading_left_vectors, product
 from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
 from decomposition.formats.factorised import FactorisedLayer
@@ -197,27 +197,38 @@ class _InMetric:
         rows = torch.einsum("oik,ojk->ij", weight, weight)
         directions = torch.linalg.eigh(root @ rows @ root).eigenvectors.flip(1)
         self.basis = torch.linalg.qr(rows @ root @ directions).Q
-        self.moments = self._turned_both(metric)
-        seen = times(weight.flatten(1), metric).reshape_as(weight)
-        self.cross = torch.einsum("oik,ib->obk", seen, self.basis).flatten(1)
+        if isinstance(metric, RowFactor):
+            self.rows = RowFactor(self._turned(metric.rows), metric.ridge)  # the basis is orthonormal
+            self.outputs, self.weight = metric.rows @ weight.flatten(1).T, self._turned(weight.flatten(1))
+        else:
+            self.moments = self._turned(self._turned(metric).T)
+            self.cross = self._turned(times(weight.flatten(1), metric))
+        self.solve = self._by_rows if isinstance(metric, RowFactor) else self._by_moments
 
     def start(self, ranks: Ranks) -> Cores:
         """Return U, C and V."""
         outputs, inputs = ranks
-        columns = inputs * self.modes.kernel
+        output, core = self.solve(outputs, inputs * self.modes.kernel)
+        return [output, core.reshape(*ranks, self.modes.kernel), self.basis[:, :inputs].contiguous()]
+
+    def _by_moments(self, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         gram, cross = self.moments[:columns, :columns].clone(), self.cross[:, :columns]
         gram.diagonal().add_(1e-10 * gram.diagonal().mean() + 1e-300)
         factor = cholesky(gram)
         white = torch.linalg.solve_triangular(factor, cross.T, upper=False)
         output = leading_left_vectors(white.T, outputs)
-        core = torch.linalg.solve_triangular(factor.T, white @ output, upper=True).T
-        return [output, core.reshape(*ranks, self.modes.kernel), self.basis[:, :inputs].contiguous()]
+        return output, torch.linalg.solve_triangular(factor.T, white @ output, upper=True).T
 
-    def _turned_both(self, metric: Metric) -> torch.Tensor:
-        """Return the moments of the inputs in the basis, (in * kernel, in * kernel)."""
-        if isinstance(metric, RowFactor):
-            return whole(RowFactor(self._turned(metric.rows), metric.ridge))  # the basis is orthonormal
-        return self._turned(self._turned(metric).T)
+    def _by_rows(self, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Solve for the same where rows are fewer than columns, by way of their products with one another."""
+        rows, weight = self.rows.rows[:, :columns], self.weight[:, :columns]
+        ridge = self.rows.ridge + 1e-10 * float(rows.square().sum()) / columns + 1e-300
+        gram = rows @ rows.T
+        gram.diagonal().add_(ridge)
+        rest = torch.cholesky_solve(self.outputs - rows @ weight.T, cholesky(gram))
+        best = weight + rest.T @ rows
+        output = leading_left_vectors(torch.cat([best @ rows.T, ridge**0.5 * best], 1), outputs)
+        return output, output.T @ best
 
     def _turned(self, rows: torch.Tensor) -> torch.Tensor:
         """Return patches (n, in * kernel) in the basis of the channels."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import nn
 
 from decomposition import DecompositionError, compressible_layers
 from decomposition.calibration.input_selection import Narrowing
+from decomposition.calibration.metric import WIDEST
 from decomposition.network.input_specs import InputShape
 from decomposition.network.inputs import example_tensor
 from pruning import PruningError, channel_groups
@@ -45,7 +47,9 @@ def channel_narrowings(
         raise ConfigError(
             f"decomposition.channels: the network cannot be followed ({error}); leave channels empty"
         ) from error
-    order = [spec.name for spec in compressible_layers(model, input_shape)]
+    specs = compressible_layers(model, input_shape)
+    order = [spec.name for spec in specs]
+    wide = {spec.name for spec in specs if math.prod(spec.weight_shape[1:]) > WIDEST}  # they have no matrix
     narrowings: dict[str, Narrowing] = {}
     for group in groups:
         if group.obstacle is not None or group.norms or len(group.layers) != 1 or len(group.readers) != 1:
@@ -54,7 +58,7 @@ def channel_narrowings(
         # Channels that go in pairs or groups only (of a group norm, say) are left to task=prune.
         if made != read or group.units != len(made):
             continue
-        if producer not in order or order.index(producer) + 1 >= len(order):
+        if reader in wide or producer not in order or order.index(producer) + 1 >= len(order):
             continue
         counts = _counts(len(made), fractions, multiple)
         if counts and order[order.index(producer) + 1] == reader:

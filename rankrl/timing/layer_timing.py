@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from decomposition import Candidate, LayerOperation, Quantise, integer_layers, without_rounding
 from decomposition.cache import digest
+from decomposition.memory import free_memory
 from decomposition.network.kinds import DecomposableModule
 from decomposition.network.layers import LayerSpec
 from decomposition.network.surgery import copied
@@ -41,7 +42,10 @@ from rankrl.timing.lone_node import LoneNode
 _FEWEST_CHANNELS = 8
 """Layers with fewer inputs read the network's own input, whose memory layout nothing has prepared."""
 _MOST_TOGETHER = 48
-"""Graphs that are open at the same time: each holds its own tensors."""
+"""Graphs that are open at the same time: each holds its own tensors. Fewer where they are large, so that all
+take no more than half of the memory that is free."""
+_COPIES = 6
+"""Of a layer's weights: two modules, the file, its parts, and what the runtime makes of it."""
 
 
 class LayerTimer:
@@ -87,8 +91,10 @@ class LayerTimer:
                 ]
                 if not mine:
                     continue
-                layers = [_structure(dense, spec, operations[j]) for j in mine]
-                total[mine] += self._between(layers, shape, after, integer)
+                together = _most_together(dense, shape, after)
+                for part in (mine[start : start + together] for start in range(0, len(mine), together)):
+                    layers = [_structure(dense, spec, operations[j]) for j in part]
+                    total[part] += self._between(layers, shape, after, integer)
         # A difference of measured times may fall below zero where the layer takes next to nothing. It is none
         # where a file does not run.
         return np.where(np.isfinite(total), np.maximum(total, 1e-4), np.inf)
@@ -119,10 +125,8 @@ class LayerTimer:
         ends = [_neighbour(size, integer) for size in (shape, after)]
         stacks = [copied(_stack([ends[0], layer, ends[1]])) for layer in layers]
         around = sum(self._pair(size, integer, integer) for size in (shape, after)) / 2
-        parts = range(0, len(stacks), _MOST_TOGETHER)
-        times = [self._time(stacks[start : start + _MOST_TOGETHER], shape) for start in parts]
         with np.errstate(invalid="ignore"):  # where neither runs
-            return np.concatenate(times) - around
+            return self._time(stacks, shape) - around
 
     def node(self, node: LoneNode, candidates: Sequence[Candidate]) -> tuple[float, ...]:
         """Return the median milliseconds of a node of a file under each candidate."""
@@ -200,6 +204,15 @@ class LayerTimer:
             parts.append(part_of(whole, list(whole.graph.inputs), [str(output.name)]))
             pad_channels(parts[-1], self.channel_block)
         return parts, inputs
+
+
+def _most_together(dense: DecomposableModule, shape: tuple[int, ...], after: tuple[int, ...]) -> int:
+    """Return how many graphs with a layer, its neighbours and what passes between them are open at a time."""
+    free = free_memory()
+    if free is None:
+        return _MOST_TOGETHER
+    size = 4 * (2 * (math.prod(shape) + math.prod(after)) + _COPIES * dense.weight.numel())
+    return max(1, min(_MOST_TOGETHER, free // (2 * size)))
 
 
 def _stack(layers: Sequence[nn.Module | None]) -> nn.Sequential:

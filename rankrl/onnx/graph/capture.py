@@ -10,7 +10,13 @@ import torch
 
 from decomposition.calibration.input_check import remedy_for_gaps
 from decomposition.calibration.metric import is_finite, with_mean
-from decomposition.calibration.moments import PATCHES_PER_LAYER, UNREACHED, InputMoments, MomentAccumulator
+from decomposition.calibration.moments import (
+    PATCHES_PER_LAYER,
+    UNREACHED,
+    InputMoments,
+    MomentAccumulator,
+    check_memory,
+)
 from decomposition.calibration.shrinkage import labels_or_single
 from decomposition.errors import DecompositionError
 from decomposition.network.kinds import DecomposableModule
@@ -70,7 +76,9 @@ def collect_moments(
 
     Raises:
         OnnxGraphError: A node's input is not finite.
+        DecompositionError: There is not enough memory.
     """
+    check_memory([(site.weight[0].numel(), most_patches(site, CHOOSING_ELEMENTS)) for site in sites])
     model = network.graph_model()
     generator = torch.Generator().manual_seed(seed)
     accumulators = {site.name: MomentAccumulator() for site in sites}

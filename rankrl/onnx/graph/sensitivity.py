@@ -28,7 +28,7 @@ import onnx_ir as ir
 import torch
 
 from decomposition.cache import Cache, digest
-from decomposition.calibration.metric import shrunk_matrix, squared_norm, trace
+from decomposition.calibration.metric import WIDEST, shrunk_matrix, squared_norm, trace
 from decomposition.calibration.units import known_answers, output_weight
 from rankrl.onnx.graph.batch_axes import BatchAxes, by_input
 from rankrl.onnx.graph.capture import Captured
@@ -88,7 +88,8 @@ def collect_sensitivities(
 
     Returns:
         G (out, out), float64, by name, shrunk towards the identity as far as few inputs leave it open.
-        Nodes to which the outputs do not react, or that there is no time for, are left out.
+        Nodes to which the outputs do not react, that there is no time for, or that have more than 8,192
+        outputs are left out.
     """
     counts = passes_by_node(network, sites) if passes is None else [passes] * len(sites)
     measurement, start = _Measurement(network, sites, batches), time.process_time()
@@ -96,6 +97,9 @@ def collect_sensitivities(
     sensitivities: dict[str, torch.Tensor] = {}
     left_out = []
     for site, count in zip(sites, counts, strict=True):
+        if site.spec.out_channels > WIDEST:
+            left_out.append(site.name)
+            continue
         names = [node.name for node in site.nodes]
 
         def measured(site: Site = site, count: int = count) -> dict[str, torch.Tensor]:
@@ -115,7 +119,8 @@ def collect_sensitivities(
             progress(site.name)
     if left_out:
         log.info(
-            "%s of %s are fitted without a sensitivity, which would take more than two minutes: %s",
+            "%s of %s are fitted without a sensitivity, which would take more than two minutes or be too "
+            "large: %s",
             counted(len(left_out), "node"),
             network.source,
             ", ".join(left_out),

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from decomposition import apply_plan, collect_moments, compressible_layers, fit_weight, get_format, make_plan
+from decomposition import (
+    apply_plan,
+    collect_moments,
+    collect_sensitivities,
+    compressible_layers,
+    fit_weight,
+    get_format,
+    make_plan,
+)
 from decomposition.calibration.metric import (
     RowFactor,
     channel_moments,
@@ -137,3 +145,47 @@ def test_moments_that_nothing_makes_positive_are_refused() -> None:
     for matrix in (-torch.eye(3), torch.full((3, 3), torch.nan)):
         with pytest.raises(DecompositionError, match="second moments of 3 features are not positive"):
             cholesky(matrix)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of more than 20 inputs count as very wide ones."""
+    for module in ("calibration.metric", "calibration.sensitivity", "fit.compensated_rounding"):
+        monkeypatch.setattr(f"decomposition.{module}.WIDEST", 20)
+
+
+def test_moments_of_a_wide_layer_are_rows_of_a_bounded_size(narrow: None) -> None:
+    model, x = nn.Sequential(nn.Conv1d(8, 4, 5)), normal(40, 8, 30).float()
+    specs = compressible_layers(model, (8, 30))
+    found = collect_moments(model, specs, x.split(8))["0"].covariance
+    assert isinstance(found, RowFactor)
+    assert found.rows.shape == (20**2 // 40, 40)
+
+
+@pytest.mark.parametrize("name", ["tucker", "cp", "tensor_ring", "spatial_svd"])
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_wide_layer_is_compressed_nearly_as_by_its_whole_moments(
+    name: str, sequential: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its inputs lie in few directions, of which a dozen patches know nearly as much."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 6, 8), nn.Flatten(), nn.Linear(6, 3)).eval()
+    mixing, x = normal(3, 32), normal(400, 3, seed=1)
+    x = (x @ mixing).reshape(400, 4, 8).float()
+    plan = make_plan(model, (4, 8), name, ranks={"0": 2})
+    errors = []
+    for widest, inputs in ((8192, x), (20, x), (8192, None)):
+        for module in ("calibration.metric", "calibration.sensitivity"):
+            monkeypatch.setattr(f"decomposition.{module}.WIDEST", widest)
+        with torch.no_grad():
+            small = apply_plan(model, plan, inputs, sequential=sequential)
+            errors.append(float((small(x) - model(x)).norm() / model(x).norm()))
+    whole, sampled, by_weight = errors
+    assert sampled <= 1.5 * whole + 0.05
+    assert sampled < 0.5 * by_weight
+
+
+def test_no_sensitivity_matrix_is_larger_than_the_largest(narrow: None) -> None:
+    model = nn.Sequential(nn.Linear(6, 21), nn.ReLU(), nn.Linear(21, 20))
+    specs = compressible_layers(model, (6,))
+    assert set(collect_sensitivities(model, specs, normal(30, 6).float())) == {"2"}

@@ -453,15 +453,19 @@ def test_a_start_in_the_metric_is_the_best_for_its_inputs(
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.parametrize("as_rows", [False, True])
 @pytest.mark.parametrize("with_sensitivity", [False, True])
 @pytest.mark.parametrize("ranks", [(3, 2), (8, 5), (16, 12)])
 def test_a_large_fit_starts_in_the_metric_and_ends_no_worse(
-    ranks: Ranks, with_sensitivity: bool, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, with_sensitivity: bool, as_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes, tucker = WeightModes((16,), (12,), 9), get_format("tucker")
-    weight, metric = normal_weight(modes), second_moment(modes.columns)
+    weight = normal_weight(modes)
+    metric: Metric = second_moment(modes.columns)
     root = normal(16, 16, seed=5)
     sensitivity = root @ root.T if with_sensitivity else None
+    if as_rows:
+        metric = RowFactor(normal(40, modes.columns) @ second_moment(modes.columns), 1e-3)
     small = fit_weight(tucker, weight, modes, ranks, metric, sensitivity=sensitivity)
     asked: list[Metric | None] = []
     starter = type(tucker).starter
@@ -475,6 +479,26 @@ def test_a_large_fit_starts_in_the_metric_and_ends_no_worse(
     large = fit_weight(tucker, weight, modes, ranks, metric, sensitivity=sensitivity)
     assert asked[0] is not None
     assert large.error <= small.error * 1.02 + 1e-6
+
+
+@pytest.mark.parametrize("ranks", [(3, 2), (8, 5), (16, 12)])
+@pytest.mark.parametrize("ridge", [0.0, 1e-2])
+def test_a_start_from_rows_is_that_from_their_matrix(ranks: Ranks, ridge: float) -> None:
+    modes, tucker = WeightModes((16,), (12,), 9), get_format("tucker")
+    weight, rows = normal_weight(modes), RowFactor(normal(150, modes.columns, seed=2) / 12, ridge)
+    dense = [
+        tucker.reconstruct(tucker.starter(weight, modes, metric)(ranks), modes)
+        for metric in (rows, whole(rows))
+    ]
+    torch.testing.assert_close(dense[0], dense[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_large_problem_remembers_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes, tucker = WeightModes((16,), (12,), 9), get_format("tucker")
+    weight, metric = normal_weight(modes), second_moment(modes.columns)
+    usual = fit_weight(tucker, weight, modes, (8, 5), metric)
+    monkeypatch.setattr("decomposition.fit.least_squares._REMEMBERED", 1)
+    assert fit_weight(tucker, weight, modes, (8, 5), metric).error == pytest.approx(usual.error, rel=0.05)
 
 
 @pytest.mark.parametrize(

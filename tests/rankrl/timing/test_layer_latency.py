@@ -20,6 +20,7 @@ from decomposition import (
     CandidateSet,
     CompressionPlan,
     DecompositionError,
+    Factorise,
     FitLibrary,
     FitOptions,
     LatencyTable,
@@ -30,6 +31,7 @@ from decomposition import (
 )
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
+from rankrl.kits.file_group import FileGroup
 from rankrl.networks.module import ModuleNetwork
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.bounded_loss import within
@@ -519,3 +521,25 @@ def test_a_budget_that_is_missed_by_a_hair_is_searched_all_the_same(
         assert problem.cost(problem.preset).params == sum(site.params.min() for site in sites)
         budget.factor = 2.0
         assert budget.problem(library).fingerprint == problem.fingerprint, "what was found is kept"
+
+
+@pytest.mark.parametrize(("free", "expected"), [(None, [4]), (2**40, [4]), (3_000_000, [2, 2]), (0, [1] * 4)])
+def test_no_more_graphs_are_open_than_fit_into_half_of_the_memory(
+    free: int | None, expected: list[int], model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[int] = []
+
+    class Watch:
+        def times(self, group: FileGroup) -> np.ndarray:
+            groups.append(len(group.names))
+            return np.arange(3.0, 3 + len(group.names))
+
+    monkeypatch.setattr("rankrl.timing.layer_timing.free_memory", lambda: free)
+    timer, spec = (
+        LayerTimer(batch=2, threads=1, runs=1, stopwatch=Watch()),
+        compressible_layers(model, SHAPE)[1],
+    )
+    operations = [(), *((Factorise("tucker", (rank, rank)),) for rank in (4, 8, 16))]
+    times = timer.candidates(model[2], spec, operations)
+    assert groups[1:] == expected  # before them the neighbours
+    assert len(times) == 4

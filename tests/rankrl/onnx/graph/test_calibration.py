@@ -12,10 +12,10 @@ from onnx import helper, numpy_helper
 from small_graphs import convolutions, drawn, images, model_of, network_of, sentences, tokens
 from torch import nn
 
+from decomposition import DecompositionError, compressible_layers
 from decomposition import collect_moments as torch_moments
 from decomposition import collect_sensitivities as torch_sensitivities
-from decomposition import compressible_layers
-from decomposition.calibration.metric import whole
+from decomposition.calibration.metric import RowFactor, whole
 from rankrl import compress
 from rankrl.networks.graph import measured_sensitivities
 from rankrl.onnx.export import export_onnx
@@ -189,3 +189,20 @@ def test_a_node_that_no_input_reaches_stays_as_it_is(
     assert "past: none of the calibration inputs gets there" in caplog.text
     weights = [numpy_helper.to_array(each) for each in onnx.load(small).graph.initializer]
     assert any(each.shape == (12, 24) and (each == constants["B"]).all() for each in weights)
+
+
+def test_what_is_too_wide_for_a_matrix_has_none(
+    exported: tuple[nn.Module, OnnxNetwork], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, file = exported
+    feeds = [{file.inputs[0].name: images(20)}]
+    sites = find_sites(file, feeds[0])
+    monkeypatch.setattr(sensitivity, "WIDEST", 6)
+    monkeypatch.setattr("decomposition.calibration.metric.WIDEST", 30)
+    found = sensitivity.collect_sensitivities(file, sites, feeds, passes=600)
+    assert set(found) == {site.name for site in sites[1:]}  # the first has 8 outputs
+    kept = [capture.collect_moments(file, sites, feeds)[site.name].covariance for site in sites]
+    assert [isinstance(each, RowFactor) for each in kept] == [False, True, True]  # 27, 72 and 96 inputs
+    monkeypatch.setattr("decomposition.memory.free_memory", lambda: 1000)
+    with pytest.raises(DecompositionError, match="second moments of the inputs of 3 layers take"):
+        capture.collect_moments(file, sites, feeds)
