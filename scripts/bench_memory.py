@@ -269,7 +269,7 @@ def stages(options: argparse.Namespace) -> str:
     """Measure stages and return the table as Markdown."""
     lines = ["| network | as | stage | memory, GB | processor time, s |", "|---|---|---|---:|---:|"]
     names = list(WIDE) if options.stages == ["all"] else options.stages
-    for name, kind, stage in product(names, ("module", "file"), options.of or STAGES):
+    for name, kind, stage in product(names, options.kinds, options.of or STAGES):
         command = [sys.executable, __file__, "--here", "reuse", "--stages", name, "--of", kind, stage]
         process = subprocess.Popen(
             command,
@@ -344,6 +344,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     parser.add_argument("--stages", nargs="+", metavar="NETWORK", help=f"all, or some of {list(WIDE)}")
     parser.add_argument("--of", nargs="+", metavar="STAGE", help=f"some of {STAGES} (default all)")
+    parser.add_argument("--kinds", nargs="+", default=["module", "file"], help="(default module file)")
     parser.add_argument("--gigabytes", type=float, default=14.0, help="of addresses a stage (default 14)")
     options = parser.parse_args()
     if options.here and options.stages:

@@ -269,7 +269,8 @@ def _wide(draw: random.Random, model: ModelProto, path: Path) -> str:
     """A layer with so many inputs or outputs that no matrix of their products fits into memory."""
     graph, width = model.graph, draw.choice((9_000, 40_000))
     del graph.node[4:]
-    rng, way = np.random.default_rng(2), draw.choice(("products", "kernel"))
+    way = draw.choice(("products", "kernel")) if width < 10_000 else "products"
+    rng = np.random.default_rng(2)
     if way == "products":
         low = rng.standard_normal((_RANK, width)).astype(np.float32)
         shapes = {
