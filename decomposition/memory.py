@@ -19,7 +19,7 @@ def free_memory() -> int | None:
         return None
     import resource
 
-    free = [_KILOBYTE * _figure("/proc/meminfo", "MemAvailable")]
+    free = [_KILOBYTE * available] if (available := _figure("/proc/meminfo", "MemAvailable")) else []
     limit, used = (Path("/sys/fs/cgroup", name) for name in ("memory.max", "memory.current"))
     if limit.is_file() and (most := limit.read_text().strip()) != "max":
         free.append(int(most) - int(used.read_text()))
@@ -27,7 +27,7 @@ def free_memory() -> int | None:
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY:
             free.append(soft - _KILOBYTE * _figure("/proc/self/status", name))
-    return max(0, min(free))
+    return max(0, min(free)) if free else None
 
 
 def check_room(wanted: int, what: str, remedy: str) -> None:
@@ -45,6 +45,6 @@ def check_room(wanted: int, what: str, remedy: str) -> None:
 
 
 def _figure(path: str, name: str) -> int:
-    """Return a figure of the kernel's, in kB."""
+    """Return a figure of the kernel's, in kB, or 0 where it tells none."""
     lines = Path(path).read_text(encoding="ascii", errors="replace").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +75,7 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
 
 def mean_of(rows: torch.Tensor) -> torch.Tensor:
     """Return the mean of rows (n, D), float64, on the CPU."""
-    return torch.stack([part.double().sum(0) for part in _parts(rows)]).sum(0).cpu() / len(rows)
+    return torch.stack([part.double().sum(0) for part in _parts(rows, rows)]).sum(0).cpu() / len(rows)
 
 
 def covariance(
@@ -90,22 +89,19 @@ def covariance(
     Means are subtracted before anything is multiplied: of features that vary by a thousandth of their mean,
     products in float32 hold nothing else.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=rows.device)
     if others is None or others_mean is None:
-        for part in _parts(rows):
-            total = total + gram(part - mean.to(part)).double().cpu()
+        for part in _parts(rows, rows):
+            total = total + gram(part - mean.to(part)).double()
     else:
-        for part, other in zip(_parts(rows), others.split(_rows_at_a_time(rows)), strict=True):
-            total = total + ((part - mean.to(part)).T @ (other - others_mean.to(other))).double().cpu()
-    return total / len(rows)
+        for part, other in zip(_parts(rows, rows), _parts(others, rows), strict=True):
+            total = total + ((part - mean.to(part)).T @ (other - others_mean.to(other))).double()
+    return total.cpu() / len(rows)
 
 
-def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield from rows.split(_rows_at_a_time(rows))
-
-
-def _rows_at_a_time(rows: torch.Tensor) -> int:
-    return max(1, _COPIED // rows.shape[1])
+def _parts(rows: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Split rows so that a part of those of `like`, as many, has `_COPIED` numbers at most."""
+    return rows.split(max(1, _COPIED // like.shape[1]))
 
 
 def cholesky(matrix: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from decomposition.network.layers import LayerSpec
 from decomposition.operations import ChannelFactors, Factorise
 
 # Part of the keys of fits on disk: raised when the same problem gets other cores than before.
-_VERSION = 4
+_VERSION = 5
 
 
 class LayerFits:
