@@ -89,7 +89,7 @@ def dense_numbers(config: AppConfig, data: ImageData, dense: nn.Module) -> dict[
     return {"params": count_parameters(dense), "macs": count_macs(dense, data.input_shape)}
 
 
-def _warn_of_other_images(weights: str, plan: CompressionPlan, data: ImageData) -> None:
+def _warn_of_other_images(weights: str | Path, plan: CompressionPlan, data: ImageData) -> None:
     """Warn when a network gets images that are normalised in another way than those it was made with."""
     known, own = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
     if not isinstance(known, dict):

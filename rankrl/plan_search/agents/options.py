@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankrl.errors import ConfigError
@@ -21,7 +22,9 @@ PRETRAINED_REFITTED = "pretrained_refitted"
 _FIXED = ("features", "hidden")
 
 
-def resolved_policy(policy: str | None, action: ActionKind | None, setting: SearchSetting) -> str | None:
+def resolved_policy(
+    policy: str | Path | None, action: ActionKind | None, setting: SearchSetting
+) -> str | Path | None:
     """Return the policy that a search begins with.
 
     The policy that comes with rankrl learnt how much a layer's loss counts in an allocation of ranks within a

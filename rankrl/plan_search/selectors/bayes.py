@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -160,7 +161,7 @@ class BayesSelector(Selector):
         restore_generator(self._generator, state.values["generator"])
 
     @staticmethod
-    def _policy(policy: str, action: ActionKind | None) -> PolicyFile:
+    def _policy(policy: str | Path, action: ActionKind | None) -> PolicyFile:
         """Read a policy; refuse options that contradict it."""
         pretrained = read_policy(policy)
         asked = AgentOptions(policy=policy, action=action)
