@@ -1,5 +1,4 @@
 from .compression import apply_plan, compress, load_compressed, search, timing_kit
-from .deprecated import apply_onnx_plan, compress_onnx
 from .memory import reuse_memory
 from .onnx.export import export_onnx
 from .onnx.graph import ImagePreprocessing
@@ -22,10 +21,8 @@ __all__ = [
     "RankSelectionEnv",
     "SearchOptions",
     "TrainingRecipe",
-    "apply_onnx_plan",
     "apply_plan",
     "compress",
-    "compress_onnx",
     "export_onnx",
     "load_compressed",
     "load_runs",

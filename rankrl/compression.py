@@ -45,7 +45,6 @@ from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.score_evaluator import Score
 from rankrl.plan_search.session import check_reachable
 from rankrl.progress import Progress
-from rankrl.renamed import renamed_arguments
 from rankrl.request import Request, opened_session
 from rankrl.result import Compression, ModuleCompression
 from rankrl.runs.run_folder import RunFolder
@@ -89,7 +88,6 @@ def _decomposition(
     return DecompositionOptions(format=AUTO if formats else names[0], formats=formats, precisions=precisions)
 
 
-@renamed_arguments(_decomposition)
 @checked_arguments(
     without=("network", "inputs", "score", "heldout", "test", "finetune", "teacher", "batch_axes")
 )
@@ -252,7 +250,6 @@ def compress(
         return compress_file_in(source, where, request, Path(target))
 
 
-@renamed_arguments(_decomposition)
 @checked_arguments(without=("network", "inputs", "score", "batch_axes"))
 @storage_errors()
 @verb()

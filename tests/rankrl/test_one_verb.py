@@ -113,31 +113,6 @@ def test_what_means_nothing_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.filterwarnings("default:write :DeprecationWarning")  # `warns` hands on what it does not expect
-def test_names_of_the_last_version_work_and_warn(file: Path, tmp_path: Path) -> None:
-    inputs = IMAGES.numpy()
-    quick = {"candidates": 3, "timing": QUICK["timing"], "decomposition": "tucker", "params": 0.6}
-    with pytest.warns(DeprecationWarning, match=r"rankrl\.compress\(path, inputs, target"):
-        old = rankrl.compress_onnx(file, inputs, tmp_path / "old.onnx", **quick)
-    with pytest.warns(DeprecationWarning, match=r"decomposition=rankrl\.DecompositionOptions\(candidates=3"):
-        new = rankrl.compress(file, inputs, tmp_path / "new.onnx", **quick)
-    assert old.plan == new.plan
-    with pytest.warns(DeprecationWarning, match=r"rankrl\.apply_plan\(path, plan, inputs, target\)"):
-        again = rankrl.apply_onnx_plan(
-            file, inputs, tmp_path / "again.onnx", old.plan, timing=QUICK["timing"]
-        )
-    assert again.after == old.after
-    with pytest.warns(DeprecationWarning, match=r"DecompositionOptions\(rank_multiple=1"):
-        module = rankrl.compress(
-            model=network(), data=IMAGES, folder=tmp_path / "run", params=0.6, multiple=1, **QUICK
-        )
-    assert module.path == tmp_path / "run" / "model.onnx"
-    with pytest.warns(DeprecationWarning, match=r"search=rankrl\.SearchOptions\(episodes=2\)"):
-        rankrl.search(
-            network(), calibration=IMAGES, score=lambda _: 0.0, selector="random", episodes=2, params=0.6
-        )
-
-
 @pytest.mark.parametrize("kind", ["module", "file"])
 def test_what_may_be_lost_takes_the_place_of_a_budget(
     kind: str, kinds: dict[str, tuple[Any, Any]], tmp_path: Path

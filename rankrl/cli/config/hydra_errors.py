@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 from rankrl.cli.config.choices import group_names
 from rankrl.cli.config.composition import composed_config, offered_choices
 from rankrl.cli.config.parsing import COMPOSITION_ERRORS, in_words, tried_overrides
-from rankrl.cli.config.removed import removal
 from rankrl.cli.config.tables import TABLES
 from rankrl.errors import did_you_mean
 
@@ -72,9 +71,6 @@ def explained(error: BaseException, overrides: Sequence[Override]) -> str:
 
 
 def _unknown_option(name: str, choices: Sequence[str]) -> str:
-    removed = removal(name)
-    if removed is not None:
-        return removed
     known = _known_options(choices)
     if name in known:  # a mapping, and it is its keys that are new
         return f"{name} gets new entries with a plus in front: '+{name}={{NAME: VALUE}}'"

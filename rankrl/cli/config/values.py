@@ -13,7 +13,6 @@ from typing import Any
 
 from decomposition.registry import registered
 from rankrl.cli.config.group import Group
-from rankrl.cli.config.removed import removal
 from rankrl.cli.config.schema import AppConfig, Choice
 from rankrl.cli.config.tables import TABLES, formats
 from rankrl.cli.config.tasks import TASKS
@@ -155,7 +154,7 @@ def _check_typed(section: type, values: Mapping[str, Any], prefix: str) -> None:
             check_option(name, values[key], hint)
     for key in values.keys() - {each.name for each in option_fields(section)}:
         name = f"{prefix}{key}"
-        raise ConfigError(removal(name) or f"the option {name!r} is unknown; docs/configuration.md lists all")
+        raise ConfigError(f"the option {name!r} is unknown; docs/configuration.md lists all")
 
 
 def _check_section(name: str, value: Any, section: Any) -> None:

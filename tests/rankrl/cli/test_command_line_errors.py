@@ -34,10 +34,6 @@ Refused = Callable[..., str]
         (("budget.params=[",), "cannot be parsed"),
         (("nonsense",), "cannot be parsed"),
         (("selector.hiden=[8]",), "selector.hiden"),
-        (("train.halvings=1",), "there is no option train.halvings: it is 4"),
-        (("pruner.l2=0",), "there is no option pruner.l2: it is 1e-4; pruning.MaskTrainingOptions"),
-        (("pruner=magnitude", "pruner.gamma=0"), "there is no option pruner.gamma: it is -0.1"),
-        (("+finetune.temperature=2",), "finetune.temperature: it is 4"),
     ],
 )
 def test_options_are_refused_with_the_nearest_one(arguments: tuple[str, ...], expected: str) -> None:

@@ -19,7 +19,6 @@ from decomposition import FitOptions, apply_plan
 from decomposition.operations.base import FINAL
 from decomposition.operations.quantise import PRECISIONS
 from rankrl.cli.config.folder import config_folder
-from rankrl.cli.config.removed import REMOVED
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import load_dataset
 from rankrl.networks.candidates import CandidateOptions
@@ -175,17 +174,11 @@ def messages() -> Iterator[tuple[Path, int, str]]:
                 yield path, node.lineno, "" if known else node.value
 
 
-def test_what_is_no_option_any_more_is_none(option_names: set[str]) -> None:
-    assert not option_names & set(REMOVED)
-
-
 def test_every_option_that_a_message_names_exists(option_names: set[str]) -> None:
     known, found, unknown = option_names, set(), []
     for path, line, text in messages():
         for match in NAMED.finditer(text):
             name = match.group().removesuffix(".")
-            if path.name == "removed.py" and text in REMOVED:
-                continue
             if name.rpartition(".")[2] in FILES or text[match.end() : match.end() + 2] in (".{", "{}"):
                 continue
             found.add(name)
