@@ -32,7 +32,6 @@ PARTS: dict[str, dict[str, Any]] = {
         f"{_BOUNDED}.standard_plans": _dense_alone,
         f"{_BOUNDED}._spared": lambda *_: 0,
     },
-    "corrected losses": {f"{_BOUNDED}.loss_model": lambda *_: None},
     "corrected times": {
         "rankrl.plan_search.latency_budget.LatencyBudget.recosted": lambda self, problem, plans: problem
     },

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from decomposition.choose.reachable import least_fraction
-from rankrl.plan_search.corrected_losses import LossModel, loss_model
 from rankrl.plan_search.measured_plans import MeasuredPlan, spent, undominated
 from rankrl.plan_search.plan_meter import PlanMeter
 from rankrl.plan_search.space.problem import Choices, SearchProblem
@@ -26,14 +25,6 @@ _SPARED_REFITS = 6
 """Of these, those that find how many sensitive layers stay in floating point."""
 _CLOSE = 0.03
 """Bisection ends where the fractions that keep the loss and exceed it differ by this share."""
-_MARGIN = 0.15
-"""Share of what lies between them that the next one is apart from either, whatever is expected."""
-_TRUSTED = 3
-"""By so many times may a loss differ from the expected one before the next step is a plain bisection."""
-_HOPELESS = 10
-"""A uniform plan that is expected to lose so many times what is allowed is not carried out."""
-_ALLOCATIONS = 8
-"""Steps to the fraction at which the expected loss is the one that is allowed."""
 
 
 def within_loss(
@@ -48,22 +39,18 @@ def within_loss(
         measure: Carries plans out and measures them, of a problem within a budget that everything keeps; it
             knows all of them afterwards.
         drop: What may be lost of the score.
-        around: From the problem within a budget near the best, with corrected losses, to the best plans of
-            a search there.
+        around: From the problem within a budget near the best to the best plans of a search there.
     """
     for name, key in standard_plans(measure.problem).items():
         measure(name, key)
     left = REFITS - _spared(measure, drop)
     low, high = _bisected(measure, drop, left)
-    problem = measure.problem
-    model = loss_model(problem, measure.plans.values())
+    problem = measure.problem  # the budget can be met by the costs known here; the next plans may raise them
     if high < 1:
         for name, key in standard_plans(within(problem, high)).items():
-            if model is None or model.loss(problem.sites, key) <= _HOPELESS * drop:
-                measure(f"{name} at {high:.3f}", key)
+            measure(f"{name} at {high:.3f}", key)
     if around is not None and low < high:
-        near = problem if model is None else model.corrected(problem)
-        for key in around(within(near, (low + high) / 2)):
+        for key in around(within(problem, (low + high) / 2)):
             measure("search", key)
     return undominated(_cheapest(measure, drop), measure.plans.values())
 
@@ -105,54 +92,23 @@ def _spared(measure: PlanMeter, drop: float) -> int:
 def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, float]:
     """Look for the least fraction of the budget whose plan keeps the loss.
 
-    Losses and costs are corrected by all plans that are measured so far, and the next fraction is that at
-    which the corrected loss is the one that is allowed, or the middle where the last plan's loss was far from
-    what was expected; plans are made anew with each correction.
+    Costs are corrected by all plans that are measured so far; plans are made anew with each correction.
 
     Returns:
         The largest fraction that exceeded the loss or is out of reach, and the smallest one that kept it.
     """
     low, high = 0.0, min(1.0, spent(measure.problem, _cheapest(measure, drop).key))
-    trusted = True
     while True:
         problem = measure.problem
         assert problem.budget is not None
         low = max(low, least_fraction(problem.sites, problem.budget))  # which measured times may have raised
         if refits <= 0 or high - low <= _CLOSE * high:
             return low, max(low, high)
-        model = loss_model(problem, measure.plans.values())
-        near = problem if model is None else model.corrected(problem)
         fraction = (low + high) / 2
-        if model is not None and trusted:
-            margin = _MARGIN * (high - low)
-            fraction = min(max(_crossing(problem, model, drop, (low, high)), low + margin), high - margin)
-        key = _greedy(near, fraction)
+        key = tuple(map(int, within(problem, fraction).preset))
         refits -= key not in measure.plans
         plan = measure(f"greedy at {fraction:.3f}", key)
-        trusted = _as_expected(plan)
         if plan.loss <= drop:  # what it takes by costs that its own measurement corrected
             high = min(high, max(fraction, spent(measure.problem, key)))
         else:
             low = fraction
-
-
-def _as_expected(plan: MeasuredPlan) -> bool:
-    """Return whether a plan lost about what it was expected to."""
-    if plan.predicted_loss is None:
-        return True
-    return plan.predicted_loss / _TRUSTED <= plan.loss <= plan.predicted_loss * _TRUSTED
-
-
-def _greedy(problem: SearchProblem, fraction: float) -> Choices:
-    return tuple(map(int, within(problem, fraction).preset))
-
-
-def _crossing(problem: SearchProblem, model: LossModel, drop: float, between: tuple[float, float]) -> float:
-    """Return the fraction from which on a plan is expected to keep the loss."""
-    near = model.corrected(problem)
-    low, high = between
-    for _ in range(_ALLOCATIONS):
-        middle = (low + high) / 2
-        keeps = model.loss(problem.sites, _greedy(near, middle)) <= drop
-        low, high = (low, middle) if keeps else (middle, high)
-    return high

@@ -25,8 +25,6 @@ class MeasuredPlan:
         measure: What that is: `latency`, `bytes`, `macs` or `params`; `estimated_latency` for the estimated
             time on another device.
         expected_loss: What the sum of its layers' losses says, without a unit.
-        predicted_loss: What the plans measured before it let expect of `loss` (`loss_model`); None where they
-            told nothing.
         expected_cost: What the sum of its layers' costs says, as a fraction of the original's; of times,
             corrected by the plans measured before it where a loss is bounded.
         width: Of the 95 % interval of a measured time; None where the cost is exact.
@@ -40,7 +38,6 @@ class MeasuredPlan:
     expected_loss: float
     expected_cost: float
     width: float | None = None
-    predicted_loss: float | None = None
 
     def keeps(self, fraction: float) -> bool:
         """Tell whether the plan costs at most so much of the original, a measured time with a margin."""

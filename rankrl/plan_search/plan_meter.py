@@ -8,7 +8,6 @@ from pathlib import Path
 
 from decomposition import CompressionPlan
 from decomposition.cache import Cache, digest
-from rankrl.plan_search.corrected_losses import loss_model
 from rankrl.plan_search.measured_plans import MeasuredPlan, spent
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.timing.latency import RelativeTime
@@ -63,12 +62,10 @@ class PlanMeter:
             expected = sum(
                 float(site.losses[choice]) for site, choice in zip(problem.sites, choices, strict=True)
             )
-            model = loss_model(problem, self.plans.values())
-            predicted = None if model is None else model.loss(problem.sites, choices)
             estimated = problem.measure == "latency" and self._time is None
             measure = "estimated_latency" if estimated else problem.measure
             measured = MeasuredPlan(
-                name, choices, loss, cost, measure, expected, spent(problem, choices), width, predicted
+                name, choices, loss, cost, measure, expected, spent(problem, choices), width
             )
             log.info("%s: %.4f lost at %.3f of the %s", name, loss, cost, measure.replace("_", " "))
             self.plans[choices] = measured

@@ -14,7 +14,7 @@ _MEASURES = {
     "macs": "multiply-accumulates",
     "params": "parameters",
 }
-_COLUMNS = ["Plan", "Loss of score", "Expected loss", "Cost", "Expected cost"]
+_COLUMNS = ["Plan", "Loss of score", "Cost", "Expected cost"]
 
 
 def measured_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -25,14 +25,12 @@ def measured_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]
 
     Returns:
         The column titles, and one row for each plan, the cheapest first; no rows where none was measured.
-        Costs are shares of the original's; the expected one is the sum of the layers' costs, the expected
-        loss what the plans measured before let expect.
+        Costs are shares of the original's; the expected one is the sum of the layers' costs.
     """
     rows = [
         [
             str(plan["name"]) + (" (taken)" if plan["taken"] else ""),
             f"{plan['loss']:.4f}",
-            "–" if plan.get("predicted_loss") is None else f"{plan['predicted_loss']:.4f}",
             f"{plan['cost']:.3f}",
             f"{plan['expected_cost']:.3f}",
         ]
@@ -50,8 +48,6 @@ def measured_note(metrics: Mapping[str, Any]) -> str:
     measure = plans[0]["measure"]
     done = "scored" if measure.startswith("estimated") else "measured"
     note = f"Each plan was carried out and {done}; the cost is the {_MEASURES[measure]}."
-    if any(plan.get("predicted_loss") is not None for plan in plans):
-        note += " The expected loss follows from the plans measured before."
     if taken == "all dense":
         return f"{note} Nothing cheaper loses as little, so you get the original network."
     if taken is not None:

@@ -144,25 +144,6 @@ def test_measurements_are_kept_for_a_search_that_goes_on(tmp_path: Path) -> None
     assert not again.applied
 
 
-def test_what_plans_lose_is_predicted_from_those_measured_before() -> None:
-    off: list[tuple[float, float]] = []
-    for seed in range(8):
-        measure = Network(made_up(seed), seed).meter()
-        within_loss(measure, 0.02)
-        first, second, *later = [plan for plan in measure.plans.values() if plan.loss > 0]
-        assert first.predicted_loss is None
-        assert second.predicted_loss is not None
-        off += [
-            (
-                abs(np.log(plan.loss / (plan.predicted_loss or np.inf))),
-                abs(np.log(plan.loss / plan.expected_loss)),
-            )
-            for plan in later
-        ]
-    predicted, uncorrected = np.median(off, axis=0)
-    assert predicted < 0.5 * uncorrected
-
-
 def test_the_most_sensitive_layers_stay_in_floating_point_first() -> None:
     problem = made_up(7)
     integers = without_most_sensitive(problem.sites, 0)

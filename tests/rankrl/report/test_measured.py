@@ -32,12 +32,12 @@ def metrics(taken: str) -> dict[str, Any]:
 def test_every_plan_has_a_row_and_the_one_that_was_taken_is_marked() -> None:
     columns, rows = measured_rows(metrics("all int8"))
     assert rows == [
-        ["all int8 (taken)", "0.0100", "0.0080", "0.400", "0.410"],
-        ["all dense", "0.0000", "–", "1.000", "1.010"],
+        ["all int8 (taken)", "0.0100", "0.400", "0.410"],
+        ["all dense", "0.0000", "1.000", "1.010"],
     ]
     assert len(columns) == len(rows[0])
     note = measured_note(metrics("all int8"))
-    assert "the cost is the time. The expected loss follows" in note
+    assert "the cost is the time." in note
     assert "All int8 was taken" in note
     assert measured_table(metrics("all int8")).row_count == 2
 
