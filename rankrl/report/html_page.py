@@ -60,12 +60,10 @@ class Cell:
 
     Attributes:
         text: What it shows.
-        value: What it is sorted by; None stands at the end.
         link: Where it leads, or None.
     """
 
     text: str
-    value: float | str | None = None
     link: str | None = None
 
 
@@ -77,7 +75,7 @@ class Table:
         caption: What it holds.
         columns: Titles of the columns.
         rows: Cells of each row.
-        text_columns: Columns of words, which are set flush left and sorted as text; all others hold numbers.
+        text_columns: Columns of words, which are set flush left; all others hold numbers.
     """
 
     caption: str

@@ -1,4 +1,4 @@
-"""The page of many runs: Pareto front, sortable table, and what failed."""
+"""The page of many runs: Pareto front, table, and what failed."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _table(runs: Sequence[GatheredRun]) -> Table | None:
         return None
     columns = shown_columns(runs)
     return Table(
-        "A click on a column's title sorts by it. The first column leads to the run's own page. A run is "
+        "The first column leads to the run's own page. A run is "
         "best in a cost where nothing that costs no more is as accurate, and in all at once where no other "
         "run is better in one measure and no worse in the others.",
         [column.title for column in columns],

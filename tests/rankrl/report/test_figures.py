@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import story_page
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
@@ -23,7 +22,6 @@ from rankrl.report.figures import NARROW, WIDE, fine_tuning_figure, layers_figur
 from rankrl.report.gather import GatheredRun
 from rankrl.report.pareto import pareto_figure
 from rankrl.report.stages import stages
-from rankrl.timing import Latency
 from rankrl.training import EpochRow
 
 FRACTIONS = st.lists(
@@ -235,37 +233,6 @@ def test_a_search_of_the_reference_plan_alone_is_a_point(episodes: Sequence[Epis
     (axes,) = reward_figure(episodes[:1]).axes
     assert shown(axes, "x")[1] == ["0"]
     assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "."] == [[0]]
-
-
-STORY: dict[str, Callable[[], Figure]] = {
-    "budgets": lambda: story_page.kept_figure(
-        {
-            title: {"uniform": ([0.2, 0.5, 1.0], [0.2, 0.9, 1.0]), "greedy": ([0.2, 0.5], [0.5, 0.99])}
-            for title in ("a", "b", "c")
-        },
-        "accuracy",
-        dense=0.998,
-    ),
-    "errors": lambda: story_page.kept_figure({"a": {"fitted": ([0.1, 0.4], [0.3, 0.01])}}, "error"),
-    "search": lambda: story_page.search_figure([0.921, 0.925, 0.93], {"greedy": 0.92, "uniform": 0.9}),
-    "one episode": lambda: story_page.search_figure([0.95], {"greedy": 0.95, "uniform": 0.95}),
-    "epochs": lambda: story_page.epochs_figure([0.76, 0.83, 0.84], 0.998),
-    "no epoch": lambda: story_page.epochs_figure([0.95], 0.95),
-    "latency": lambda: story_page.latency_figure(
-        {"dense": Latency(23.0, 22.8, 23.5, 64, 1, 30, "processor")}
-    ),
-    "shares": lambda: story_page.shares_figure(make_specs(), params=1000, macs=1000),
-}
-
-
-def make_specs() -> list[Any]:
-    """Two layers, as far as the figure looks at them."""
-    return [type("Layer", (), {"name": name, "params": 3, "macs": 900})() for name in ("first", "second")]
-
-
-@pytest.mark.parametrize("name", STORY)
-def test_every_figure_of_the_story_has_true_labels(name: str) -> None:
-    assert_true_figure(STORY[name]())
 
 
 def test_the_markers_of_two_panels_that_share_an_axis_are_all_within_it() -> None:
