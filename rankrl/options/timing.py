@@ -12,7 +12,7 @@ from rankrl.errors import ConfigError
 
 DEFAULT_RUNTIME = "onnxruntime"
 """The runtime that quantises, and that budgets go by where no other is named."""
-RUNTIMES = (DEFAULT_RUNTIME, "onnxruntime_cuda", "onnxruntime_web", "openvino")
+RUNTIMES = (DEFAULT_RUNTIME, "onnxruntime_cuda", "openvino")
 """The runtimes that can be chosen."""
 
 
@@ -30,8 +30,7 @@ class LatencyOptions:
         reduce_range: Whether layers that compute in 8-bit integers have weights of 7 bits, for x86 processors
             without VNNI, whose sums would overflow; None: if this processor is one. Times are the same.
         runtime: The runtime that budgets in time and choices go by: onnxruntime; onnxruntime_cuda, on an
-            NVIDIA GPU; onnxruntime_web, its WASM backend in node (`npm install onnxruntime-web` where the
-            command runs); openvino (extra `openvino`). Layers, plans and files are timed there.
+            NVIDIA GPU; openvino (extra `openvino`). Layers, plans and files are timed there.
         runtimes: Where the finished files are compared side by side; onnxruntime and `runtime` are among them
             in any case. With openvino, the network that NNCF quantises for it (extra `nncf`) is compared too.
         int8: Whether the dense network in 8-bit integers is measured too: what every compressed network has

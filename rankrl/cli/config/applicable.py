@@ -91,7 +91,7 @@ def _prunes_alone(config: Config) -> bool:
 
 _SEARCHING = ("pipeline", "search", "compare", "prune")
 _FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
-_KITS = ("timing_kit", "verify_kit", "demo")
+_KITS = ("timing_kit", "verify_kit")
 _TRAINING = ("train", "apply", *_KITS, *_SEARCHING)
 _FITTING = ("inspect", "apply", "pretrain", "timing_kit", *_SEARCHING)
 
@@ -269,9 +269,9 @@ RULES = (
     ),
     Rule(
         "runs",
-        _other_task("report", "verify_kit", "demo"),
+        _other_task("report", "verify_kit"),
         "task={task} gathers no runs",
-        "leave it out, or choose task=report, verify_kit or demo",
+        "leave it out, or choose task=report or verify_kit",
     ),
     Rule(
         "decomposition.formats",

@@ -35,8 +35,7 @@ class AppConfig:
 
     Attributes:
         task: What to do: pipeline (all of it), train, search, apply, prune, finetune, evaluate, export,
-            inspect, report, compare, pretrain, timing_kit, verify_kit,
-            demo.
+            inspect, report, compare, pretrain, timing_kit, verify_kit.
         seed: Seed of everything random: held-out images, calibration, exploration, augmentation.
         resume: The folder of an interrupted run to continue, with its own configuration.
         reuse: A folder whose finished runs a sweep takes for its jobs with the same options, as it does
@@ -53,7 +52,7 @@ class AppConfig:
             are taken.
         plugins: Modules that are imported first, and register formats, selectors, rewards, ... of your own.
             Those that installed packages have in the entry points rankrl.plugins need not be named.
-        runs: The folder whose runs task=report gathers in one page, and task=verify_kit and task=demo take.
+        runs: The folder whose runs task=report gathers in one page, and task=verify_kit takes.
     """
 
     task: str = "pipeline"

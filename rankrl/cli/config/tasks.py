@@ -58,11 +58,6 @@ _ALL = (
         "rewrite the network under plan=PATH or that of run=FOLDER, without fine-tuning",
         on_file="apply",
     ),
-    Task(
-        "demo",
-        "write a page that runs the finished network of runs=FOLDER and the dense one in a browser",
-        on_file="verify_kit",
-    ),
     Task("compare", "several selectors on the same evaluator, over several seeds"),
     Task("evaluate", "test accuracy, parameters and MACs of model.checkpoint, weights=PATH or run=FOLDER"),
     Task("export", "write the compressed network weights=PATH or run=FOLDER as a verified ONNX file"),

@@ -54,7 +54,7 @@ def finished_files(runs: str | Path | None) -> tuple[list[FinishedFile], dict[st
     paths = [path for path in sorted(above.rglob("model.onnx")) if RunFolder(path.parent).finished]
     if not runs or not paths:
         raise ConfigError(
-            f"give runs=FOLDER with task=verify_kit or task=demo, a finished run or some; runs={runs} "
+            f"give runs=FOLDER with task=verify_kit, a finished run or some; runs={runs} "
             "holds no model.onnx with its metrics.json"
         )
     files, dense, dense_int8 = [], None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankrl.onnx.runtimes import onnxruntime_cpu, onnxruntime_cuda, onnxruntime_web, openvino_cpu
+from rankrl.onnx.runtimes import onnxruntime_cpu, onnxruntime_cuda, openvino_cpu
 from rankrl.onnx.runtimes.base import Batch, Runtime, Session
 from rankrl.onnx.runtimes.registry import (
     DEFAULT_RUNTIME,
@@ -23,7 +23,6 @@ __all__ = [
     "list_runtimes",
     "onnxruntime_cpu",
     "onnxruntime_cuda",
-    "onnxruntime_web",
     "open_session",
     "openvino_cpu",
     "register_runtime",

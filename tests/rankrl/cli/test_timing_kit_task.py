@@ -25,17 +25,15 @@ def test_a_table_that_is_not_there_is_refused(refused: Callable[..., str]) -> No
     assert "timing.table cannot be read: there is no times file none.json" in message
 
 
-@pytest.mark.parametrize("task", ["verify_kit", "demo"])
-def test_finished_runs_are_needed(refused: Callable[..., str], task: str) -> None:
+def test_finished_runs_are_needed(refused: Callable[..., str]) -> None:
     net = ("model=onnx", "model.path=net.onnx", "dataset=inputs", "dataset.path=inputs.npy")
     onnx.save(convolutions(), "net.onnx")
     np.save("inputs.npy", images())
-    assert "give runs=FOLDER with" in refused(f"task={task}", *net)
+    assert "give runs=FOLDER with" in refused("task=verify_kit", *net)
 
 
-@pytest.mark.parametrize("task", ["verify_kit", "demo"])
 def test_a_kit_holds_the_finished_networks_and_what_they_were_made_from(
-    rankrl: Callable[..., None], task: str
+    rankrl: Callable[..., None],
 ) -> None:
     onnx.save(convolutions(), "net.onnx")
     np.save("inputs.npy", images())
@@ -44,7 +42,7 @@ def test_a_kit_holds_the_finished_networks_and_what_they_were_made_from(
     onnx.save(convolutions(), finished / "model.onnx")
     (finished / "metrics.json").write_text('{"baseline": {"score": 1.0}, "compressed": {"score": 0.97}}')
     net = ("model=onnx", "model.path=net.onnx", "dataset=inputs", "dataset.path=inputs.npy")
-    rankrl(f"task={task}", *net, "runs=sweep", "export.batch=2", "hydra.run.dir=out")
+    rankrl("task=verify_kit", *net, "runs=sweep", "export.batch=2", "hydra.run.dir=out")
     kit = json.loads(Path("out/kit/kit.json").read_text())
     assert [(each["title"], each["score"]) for each in kit["networks"]] == [
         ("original", 1.0),

@@ -10,7 +10,7 @@ from torch import nn
 
 from rankrl.errors import ConfigError
 from rankrl.onnx.export import ExportResult
-from rankrl.onnx.runtimes import get_runtime, list_runtimes, onnxruntime_cuda, onnxruntime_web, open_session
+from rankrl.onnx.runtimes import get_runtime, list_runtimes, onnxruntime_cuda, open_session
 from rankrl.testing import RuntimeContract
 
 
@@ -52,15 +52,3 @@ def test_onnxruntime_without_cuda_says_what_is_missing(
     monkeypatch.setattr(onnxruntime_cuda, "_starts", lambda: starts)
     obstacle = get_runtime("onnxruntime_cuda").obstacle()
     assert obstacle is None if said is None else said in str(obstacle)
-
-
-def test_onnxruntime_web_without_node_or_its_package_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = get_runtime("onnxruntime_web")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shutil.which", lambda _: None)
-    assert "install that, and run `npm install onnxruntime-web`" in str(runtime.obstacle())
-    monkeypatch.setattr("shutil.which", lambda _: "node")
-    monkeypatch.setattr(onnxruntime_web, "_package", lambda: None)
-    assert f"no onnxruntime-web in {tmp_path}; run `npm install" in str(runtime.obstacle())
