@@ -1,7 +1,7 @@
 """Every file that `bench_files` can compress, by name or path.
 
-A path is a .onnx file. Its inputs are made by a `prepare_inputs.py` next to it, if that knows the file
-(`bench_onnx`), or lie in a .npz of its name, one array for each input, counted on the first axis; scores are
+A path is a .onnx file. Its inputs are made by a `prepare_inputs.py` next to it, if that knows the file,
+or lie in a .npz of its name, one array for each input, counted on the first axis; scores are
 then correlations with the original's outputs.
 """
 
@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import onnx
 import torch
 from bench_decomposition import load_network
-from bench_onnx import Case, cases
-from file_scores import Outputs, accuracy, correlation
+from file_scores import Array, Outputs, accuracy, correlation
 from made_inputs import MissingFileError
 from real_files import SOURCES, RealFile, Sample, packaged
 
@@ -82,7 +84,7 @@ def _prepared(path: Path, script: Path, counts: tuple[int, int]) -> RealFile:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    case: Case = cases(module, [path.stem], max(counts[1], 2 * counts[0]))[path.stem]
+    case = _cases(module, [path.stem], max(counts[1], 2 * counts[0]))[path.stem]
     name = onnx.load(path, load_external_data=False).graph.input[0].name
     samples = [
         Sample({name: each[:count]}, [None] * min(count, len(each)))
@@ -96,6 +98,37 @@ def _prepared(path: Path, script: Path, counts: tuple[int, int]) -> RealFile:
         return known(np.concatenate([each[0] for each in outputs]))
 
     return RealFile(path.stem, path, *samples, score, "right", correlation)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Inputs that layers are fitted to, others that `score` is measured on (None: the agreement)."""
+
+    fitted: Array
+    tested: Array
+    score: Callable[[Array], float] | None
+
+
+def _cases(prepare: ModuleType, names: list[str], count: int) -> dict[str, _Case]:
+    """Make the inputs of each network."""
+    made = {}
+    for name in names:
+        generator = np.random.default_rng(0)
+        if name == "pitch":
+            frames, hz = prepare.pitch_frames(2 * count, generator)
+            score = lambda output, hz=hz[count:]: prepare.pitch_score(output, hz)  # noqa: E731
+            made[name] = _Case(frames[:count], frames[count:], score)
+        elif name == "file-types":
+            roots = dict.fromkeys(sysconfig.get_paths()[key] for key in ("stdlib", "purelib"))
+            data, labels = prepare.file_bytes(2 * count, generator, roots)
+            half = len(data) // 2
+            score = lambda output, labels=labels[half:]: prepare.label_score(output, labels)  # noqa: E731
+            made[name] = _Case(data[:half], data[half:], score)
+        elif name == "music":
+            audio = prepare.music(max(8, count // 20), generator)
+            half = len(audio) // 2
+            made[name] = _Case(audio[:half], audio[half:], None)
+    return made
 
 
 def _network(name: str, counts: tuple[int, int]) -> RealFile:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -29,16 +29,19 @@ from leaderboard_tasks import NOTHING, TASKS, Opened, Task, opened, read_tasks
 from made_inputs import MissingFileError
 from matplotlib.figure import Figure
 from result_rows import ResultRows
-from selector_curves import best_plans, entry, search, seeds_of
 
 from decomposition import DecompositionError
 from rankrl import reuse_memory
+from rankrl.cli.config.entries import selector_entry
 from rankrl.device import processor_name
 from rankrl.errors import RankrlError
 from rankrl.files import write_atomically
 from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy
-from rankrl.plan_search.run import SearchResult
-from rankrl.plan_search.selectors import SelectorEntry
+from rankrl.plan_search.run import SearchResult, run_search
+from rankrl.plan_search.scores.evaluation import Evaluator
+from rankrl.plan_search.scores.history import EpisodeRow
+from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded, selector_options
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
 from rankrl.report.markdown import shown_command, write_section
 from rankrl.report.provenance import hardware_line
@@ -63,6 +66,23 @@ _RESAMPLES = 10_000
 _TUNED_TASKS = 4
 
 
+def entry(text: str) -> SelectorEntry:
+    """Read an entry of the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: There is no such selector or option, or a value does not suit it.
+    """
+    try:
+        return selector_entry(text)
+    except RankrlError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def seeds_of(one: SelectorEntry, seeds: Sequence[int]) -> Sequence[int]:
+    """Return the seeds to search with; the first alone where nothing is drawn."""
+    return seeds if selector_is_seeded(one.selector) else seeds[:1]
+
+
 def selector(text: str) -> SelectorEntry:
     """Read a selector of the command line.
 
@@ -74,6 +94,28 @@ def selector(text: str) -> SelectorEntry:
 def after(evaluations: int) -> list[int]:
     """Return after how many evaluations the plans of a search are judged."""
     return sorted({*(each for each in AFTER if each < evaluations), evaluations})
+
+
+def best_plans(rows: Sequence[EpisodeRow], ends: Iterable[int]) -> dict[int, Choices]:
+    """Return the best plan after some numbers of evaluations, by their number; after 0 that is the first."""
+    return {end: max(rows[: max(1, end)], key=lambda row: row.reward).key for end in ends}
+
+
+def search(
+    problem: SearchProblem,
+    evaluator: Evaluator,
+    one: SelectorEntry,
+    *,
+    seed: int,
+    episodes: int,
+    folder: Path,
+) -> SearchResult:
+    """Search, or read the search that is in the folder."""
+    evaluator.restore({})  # what one has scored must not help the next
+    known = {"policy": None} if "policy" in selector_options(one.selector) else {}  # but for a named one
+    options = {**known, **one.options}
+    selector = create_selector(one.selector, problem, seed=seed, episodes=episodes, **options)
+    return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True)
 
 
 def run(task: Task, families: Mapping[str, str], options: argparse.Namespace, kept: ResultRows) -> None:

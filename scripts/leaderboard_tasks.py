@@ -17,8 +17,8 @@ import torch
 import yaml
 from given_files import find_file
 from made_inputs import MissingFileError
-from transfer import Asked, what_is_new
 
+from decomposition.operations.quantise import PRECISIONS
 from rankrl import DecompositionOptions, SearchOptions
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
@@ -112,35 +112,56 @@ class Network:
         return model.eval(), data
 
 
+def what_is_new(policy: PolicyFile, task: PolicyTask) -> str:
+    """Return what of a task the policy was not trained on.
+
+    Raises:
+        ConfigError: Nothing is.
+    """
+    policy.card.check_held_out(task)
+    known = policy.card.tasks
+    parts = {
+        "network": task.network not in {each.network for each in known},
+        "dataset": task.dataset not in {each.dataset for each in known},
+        "format": task.formats not in {each.formats for each in known},
+        "budget": task.budgets not in [each.budgets for each in known],
+    }
+    return ", ".join(name for name, new in parts.items() if new) or "combination"
+
+
 @dataclass(frozen=True)
 class Task:
     """A network, what its layers choose from, and what plans keep to: FORMAT MEASURE FRACTION [RUNTIME]."""
 
     network: Network
-    asked: Asked
+    layers: str
+    measure: str
+    fraction: float
     runtime: str
 
     @classmethod
     def parse(cls, network: Network, text: str) -> Task:
         """Read the text of the YAML file."""
         layers, measure, fraction, *runtime = text.split()
-        asked = Asked(network.name, Path(), network.dataset, layers, measure, float(fraction))
-        return cls(network, asked, (runtime or ["onnxruntime"])[0] if measure == "latency" else "none")
+        timed = (runtime or ["onnxruntime"])[0] if measure == "latency" else "none"
+        return cls(network, layers, measure, float(fraction), timed)
 
     @property
     def name(self) -> str:
         """What its rows are called."""
-        words = [self.network.name, self.asked.tensor_format, self.asked.measure, f"{self.asked.fraction:g}"]
+        words = [self.network.name, self.layers, self.measure, f"{self.fraction:g}"]
         return " ".join(words + [self.runtime] * (self.runtime != "none"))
 
     def request(self) -> Request:
         """Return what is searched for, in the terms of the package."""
-        asked, kept = self.asked, cache_folder()
+        kept = cache_folder()
         timing = LatencyOptions(runtime=self.runtime) if self.runtime != "none" else LatencyOptions()
-        budget = BudgetOptions(**{asked.measure: asked.fraction})
+        budget = BudgetOptions(**{self.measure: self.fraction})
         goal = SearchGoal(budget, SearchOptions(), timing.kept_in(kept, None))
-        kinds = asked.candidates
-        layers = DecompositionOptions(format="auto", formats=kinds.formats, precisions=kinds.precisions)
+        words = self.layers.split("+")  # formats and precisions, joined
+        stored = [word for word in words if word in PRECISIONS and word != "float32"]
+        formats = tuple(word for word in words if word not in PRECISIONS)
+        layers = DecompositionOptions(format="auto", formats=formats, precisions=("float32", *stored))
         return Request(goal, layers, selector="bayes", cache=kept, progress=False)
 
     def new_to(self, policy: PolicyFile, known: PolicyTask, families: Mapping[str, str]) -> str:
