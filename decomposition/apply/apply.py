@@ -20,9 +20,8 @@ from decomposition.network.inputs import Inputs, joined, split
 from decomposition.network.kinds import BatchNorm, DecomposableModule, weight_of
 from decomposition.network.layers import LayerSpec
 from decomposition.network.left_behind import tell_of_lost
-from decomposition.network.rounding import calibrate_ranges, integer_layers
+from decomposition.network.rounding import calibrate_ranges, integer_layers, round_whole
 from decomposition.network.surgery import copied, replace_module
-from decomposition.network.unrounded import round_when_exported
 from decomposition.operations import (
     ApplyOptions,
     BatchNormCorrection,
@@ -131,7 +130,7 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
         if module is not dense:
             replace_module(structure, dense, module)
     if integer_layers(structure):
-        round_when_exported(structure)
+        round_whole(structure)
     return structure
 
 
@@ -164,7 +163,7 @@ def _apply_to_layers(
     if options.batch_norm == "reestimate":
         options.reestimate(compressed)
     if integer_layers(compressed):
-        round_when_exported(compressed)
+        round_whole(compressed)
     if images is not None:
         calibrate_ranges(compressed, split(images, 256))
     check_applied(model, compressed, entries)

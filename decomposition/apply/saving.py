@@ -19,6 +19,7 @@ from decomposition.network.input_specs import InputShape
 from decomposition.network.inputs import random_batch, run_model, tensors_of
 from decomposition.network.left_behind import tell_of_lost
 from decomposition.network.outputs import tensors_in
+from decomposition.network.rounding import ActivationRange
 from decomposition.network.wrappers import unwrapped
 from decomposition.operations import Factorise
 from decomposition.plan.plan import CompressionPlan
@@ -101,6 +102,9 @@ def load_compressed(
         plan = CompressionPlan.from_json(metadata[_PLAN_KEY], source=f"the plan in {path}")
     model = plan.prepared(model)
     compressed = build_structure(model, plan)
+    for name, part in compressed.named_modules():
+        if isinstance(part, ActivationRange):
+            part.hold_as(tensors, f"{name}.")
     modules = dict(model.named_modules())
     tell_of_lost(model, {name: modules[name] for name in plan.chosen(Factorise)})
     expected = _own_tensors(compressed)

@@ -297,6 +297,8 @@ class _LayerPair(StandIn[DecomposableModule]):
             dense_patches, patches, labels = dense_patches[finite], patches[finite], labels[finite]
             self.fitted = self._fit(dense_patches, patches, labels)
             calibrate_ranges(self.fitted, [arriving], inside=self.name)
+        elif bool(arriving.any()):  # each use of a layer has ranges of its own
+            calibrate_ranges(self.fitted, [arriving], inside=self.name)
         fitted: nn.Module = self.fitted
         if isinstance(fitted, FactorisedLayer) and not fitted.rounds_between:
             passed = fitted.apply_dense(arriving)  # it computes the same, here in less time

@@ -2,8 +2,9 @@
 
 Weights are rounded to signed integers with one scale an output channel, activations to uint8 with one scale
 and zero point a tensor, from the range that they took on calibration inputs (static quantisation; Jacob et
-al., CVPR 2018). Gradients pass through the rounding as if it were not there (straight-through estimator,
-Bengio et al. 2013); those of activations pass only inside their range.
+al., CVPR 2018). A layer that a network uses several times has one range a use. Gradients pass through the
+rounding as if it were not there (straight-through estimator, Bengio et al. 2013); those of activations pass
+only inside their range.
 
 The layer alone does not determine where a runtime rounds: its output is marked, and the operation that takes
 it decides (`decomposition.network.unrounded`).
@@ -11,7 +12,7 @@ it decides (`decomposition.network.unrounded`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,14 +101,16 @@ class _RoundToUint8(torch.autograd.Function):
 
 
 class ActivationRange(nn.Module):
-    """The static range of one tensor; rounds what passes to uint8 in it.
+    """The static range of one tensor a use of a layer; rounds what passes to uint8 in it.
 
     In training mode it follows the tensor, as a moving average of each batch's least and largest value.
 
     Attributes:
-        low: Least value seen on the calibration inputs, 0 or less.
+        low: Least value seen on the calibration inputs, 0 or less; of several uses, one each.
         high: Largest value, 0 or more.
         observing: Whether values widen the range and pass as they are.
+        calls: How often the layer was called in this pass through the network; counted while observing, and
+            where there are several uses.
     """
 
     low: torch.Tensor
@@ -118,54 +121,108 @@ class ActivationRange(nn.Module):
         self.register_buffer("low", torch.zeros(()))
         self.register_buffer("high", torch.zeros(()))
         self.observing = False
+        self.calls = 0
 
     @property
     def calibrated(self) -> bool:
         """Whether any value but 0 was seen; without a range nothing is rounded."""
-        return bool(self.high > self.low)
+        return bool((self.high > self.low).any())
 
     def reset(self) -> None:
-        """Forget the range."""
+        """Forget the ranges."""
+        self.hold(1)
         self.low.zero_()
         self.high.zero_()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Widen the range, or round to it."""
+    def hold(self, uses: int) -> None:
+        """Make room for the ranges of so many uses; further ones are empty."""
+        for name in ("low", "high"):
+            old: torch.Tensor = getattr(self, name)
+            if old.numel() != uses:
+                new = old.new_zeros(uses)
+                kept = min(uses, old.numel())
+                new[:kept] = old.reshape(-1)[:kept]
+                setattr(self, name, new if uses > 1 else new[0])
+
+    def next_use(self) -> int:
+        """Tell which use of the layer a call is; further calls than there are ranges count as the last."""
+        if not self.observing and self.low.ndim == 0:
+            return 0
+        self.calls += 1
+        return self.calls - 1 if self.observing else min(self.calls, len(self.low)) - 1
+
+    def forward(self, x: torch.Tensor, use: int = 0) -> torch.Tensor:
+        """Widen the range of a use, or round to it."""
+        if self.observing:
+            self.hold(max(use + 1, self.low.numel()))
+        low, high = (ends if ends.ndim == 0 else ends[use] for ends in (self.low, self.high))
         if self.observing or self.training:
             with torch.no_grad():
-                low, high = x.detach().amin().to(self.low), x.detach().amax().to(self.high)
+                least, most = x.detach().amin().to(low), x.detach().amax().to(high)
                 if self.observing:
-                    self.low.copy_(torch.minimum(self.low, low))
-                    self.high.copy_(torch.maximum(self.high, high))
+                    low.copy_(torch.minimum(low, least))
+                    high.copy_(torch.maximum(high, most))
                     return x
-                self.low.lerp_(low.clamp_max(0.0), _FOLLOWED)
-                self.high.lerp_(high.clamp_min(0.0), _FOLLOWED)
+                low.lerp_(least.clamp_max(0.0), _FOLLOWED)
+                high.lerp_(most.clamp_min(0.0), _FOLLOWED)
         exporting = torch.compiler.is_exporting()
         if not exporting and not x.is_cuda:
-            return self._rounded(x, self.high - self.low) if self.calibrated else x
+            return _in_range(x, low, high - low) if bool(high > low) else x
         # No branch on values: `torch.export` does not know them, and a GPU would be waited for.
-        calibrated = self.high > self.low
-        width = torch.where(calibrated, self.high - self.low, 1.0)
-        return torch.where(calibrated, self._rounded(x, width, exporting=exporting), x)
+        calibrated = high > low
+        width = torch.where(calibrated, high - low, 1.0)
+        return torch.where(calibrated, _in_range(x, low, width, exporting=exporting), x)
 
-    def _rounded(self, x: torch.Tensor, width: torch.Tensor, *, exporting: bool = False) -> torch.Tensor:
-        scale = width / _LARGEST_ACTIVATION
-        rounding = _to_uint8 if exporting else _RoundToUint8.apply
-        rounded: torch.Tensor = rounding(x, scale, torch.round(-self.low / scale))
-        return rounded
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        self.hold_as(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def hold_as(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> None:
+        """Make room for as many ranges as are stored under a prefix."""
+        if f"{prefix}low" in tensors:
+            self.hold(max(1, tensors[f"{prefix}low"].numel()))
+
+
+def _in_range(
+    x: torch.Tensor, low: torch.Tensor, width: torch.Tensor, *, exporting: bool = False
+) -> torch.Tensor:
+    scale = width / _LARGEST_ACTIVATION
+    rounding = _to_uint8 if exporting else _RoundToUint8.apply
+    rounded: torch.Tensor = rounding(x, scale, torch.round(-low / scale))
+    return rounded
 
 
 def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     where: ActivationRange = module.input_range  # type: ignore[assignment]
-    return (where(taken(args[0], where)), *args[1:])
+    use = where.next_use()
+    return (where(taken(args[0], where, use), use), *args[1:])
 
 
 def _mark_output(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
     where: ActivationRange = module.output_range  # type: ignore[assignment]
-    return marked(output, where)
+    return marked(output, where, where.next_use())
 
 
-_OUR_HOOKS = (_round_input, _mark_output, *TRACING_HOOKS)
+def _count_anew(model: nn.Module, _: Any) -> None:
+    for where in _ranges_in(model):
+        if where.calls:  # `torch.export` warns of attributes that are set
+            where.calls = 0
+
+
+def _ranges_in(model: nn.Module) -> list[ActivationRange]:
+    return [module for module in model.modules() if isinstance(module, ActivationRange)]
+
+
+_OUR_HOOKS = (_round_input, _mark_output, _count_anew, *TRACING_HOOKS)
+
+
+def round_whole(model: nn.Module) -> None:
+    """Let a network with integer layers tell their uses apart, and `torch.export` trace it, in place."""
+    begin, end = TRACING_HOOKS
+    if end not in model._forward_hooks.values():
+        model.register_forward_pre_hook(_count_anew)
+        model.register_forward_pre_hook(begin)
+        model.register_forward_hook(end, always_call=True)
 
 
 def round_weights(module: nn.Module, bits: int, names: Iterable[str] = ("weight",)) -> None:
@@ -227,8 +284,11 @@ def calibrate_ranges(model: nn.Module, batches: Iterable[Inputs], *, inside: str
     count = 0
     with _observing(model), evaluation_mode(model):
         for batch in batches:
+            _count_anew(model, batch)
             tree_map(settled, run_model(model, batch))
             count += 1
+    if any(where.low.ndim for where in _ranges_in(model)):
+        round_whole(model)
     if not count:
         raise DecompositionError(
             "ranges of activations need at least one batch of inputs; give calibration images"
@@ -236,10 +296,10 @@ def calibrate_ranges(model: nn.Module, batches: Iterable[Inputs], *, inside: str
     for path, layer in layers.items():
         name = ".".join(filter(None, (inside, path)))
         where: ActivationRange = layer.input_range  # type: ignore[assignment]
-        if not bool(torch.isfinite(where.high - where.low)):
+        if not bool(torch.isfinite(where.high - where.low).all()):
             raise DecompositionError(
-                f"layer {name!r}: its inputs reach {float(where.low)} to {float(where.high)} on the "
-                "calibration inputs, which no 8-bit range covers; check the network and the inputs"
+                f"layer {name!r}: its inputs reach {float(where.low.min())} to {float(where.high.max())} on "
+                "the calibration inputs, which no 8-bit range covers; check the network and the inputs"
             )
         if not where.calibrated:
             raise DecompositionError(
@@ -250,7 +310,7 @@ def calibrate_ranges(model: nn.Module, batches: Iterable[Inputs], *, inside: str
 
 @contextmanager
 def _observing(model: nn.Module) -> Iterator[None]:
-    ranges = [module for module in model.modules() if isinstance(module, ActivationRange)]
+    ranges = _ranges_in(model)
     for activation_range in ranges:
         activation_range.reset()
         activation_range.observing = True
@@ -258,7 +318,7 @@ def _observing(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for activation_range in ranges:
-            activation_range.observing = False
+            activation_range.observing, activation_range.calls = False, 0
 
 
 def reduce_weight_range(model: nn.Module) -> nn.Module:

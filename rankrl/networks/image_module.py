@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from decomposition import CompressionPlan, FitLibrary, apply_plan
 from decomposition.cache import Cache
+from decomposition.operations.quantise import computes_in_integers
 from rankrl.data import ImageData
 from rankrl.data.calibration import calibration_images
 from rankrl.networks.base import WrittenFile
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.once import once_per_network
 from rankrl.onnx.errors import ExportError
@@ -40,6 +42,7 @@ from rankrl.verify.measure import (
     kept_correct_tests,
 )
 from rankrl.verify.runtimes import image_runtimes
+from rankrl.verify.simulation import unlike_file
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +101,19 @@ class ImageModule(ModuleNetwork):
         path = export_dense(self.model, self.data, self.folder, self.export, cache=self.cache)
         check_names(path, self.export)
         return path
+
+    def floating(self, candidates: CandidateOptions) -> Collection[str]:
+        """Return the layers whose integers are others in the file than in PyTorch (`unlike_file`)."""
+        return self._unlike_file if computes_in_integers(candidates.precisions) else ()
+
+    @cached_property
+    def _unlike_file(self) -> list[str]:
+        if self.export.skip:
+            return []
+        inputs = ImageInputs(self.data, self.export)
+        return unlike_file(
+            self.model, self.specs, self.input_shape, self.baseline, inputs, self.export.reduce_range
+        )
 
     @cached_property
     def accuracy(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -90,9 +90,15 @@ class ModuleNetwork:
             skip=candidates.skip,
             only=candidates.only,
             precisions=candidates.precisions,
+            floating=self.floating(candidates),
             tensorised=candidates.tensorised,
             **self._removable(candidates),
         )
+
+    def floating(self, candidates: CandidateOptions) -> Collection[str]:
+        """Return the layers that cannot compute in integers; none where no file is written."""
+        del candidates
+        return ()
 
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
         """Calibrate and return the library of fits; see `PricedNetwork`.
@@ -109,6 +115,7 @@ class ModuleNetwork:
             skip=candidates.skip,
             only=candidates.only,
             precisions=candidates.precisions,
+            floating=self.floating(candidates),
             tensorised=candidates.tensorised,
             multiple=candidates.multiple,
             **self._removable(candidates),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +13,9 @@ from torch import nn
 
 from decomposition import CompressionPlan, FitLibrary, apply_plan
 from decomposition.network.inputs import split
+from decomposition.operations.quantise import computes_in_integers
 from rankrl.networks.base import WrittenFile
+from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.once import once_per_network
 from rankrl.onnx.export import export_onnx, quantise_onnx, verify_onnx
@@ -31,6 +33,7 @@ from rankrl.verify.certificate import OWN_SCORE, Basis
 from rankrl.verify.file_export import export_file, rival_numbers
 from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
 from rankrl.verify.runtimes import ComparedFiles, runtime_numbers
+from rankrl.verify.simulation import unlike_file
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -103,6 +106,21 @@ class OwnModule(ScoredModule):
         check_names(path, timing)
         verify_onnx(self.model, path, split(self.heldout.sample.inputs, max(BATCH_SIZES))[0])
         return path
+
+    def floating(self, candidates: CandidateOptions) -> Collection[str]:
+        """Return the layers whose integers are others in the file than in PyTorch (`unlike_file`)."""
+        return self._unlike_file if computes_in_integers(candidates.precisions) else ()
+
+    @cached_property
+    def _unlike_file(self) -> list[str]:
+        return unlike_file(
+            self.model,
+            self.specs,
+            self.input_shape,
+            self.baseline,
+            self.files,
+            self.timing.reduce_range,
+        )
 
     def write(self, compressed: nn.Module, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
         """Export a compressed network, verify the file on real inputs and time it; see `Network`."""

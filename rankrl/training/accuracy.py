@@ -56,7 +56,7 @@ def predict_logits(
         layout = to_fastest_layout(model, example)
     else:
         layout = accepted_layout(model, example)
-    with evaluation_mode(model), torch.inference_mode(), precision.autocast():
+    with evaluation_mode(model), torch.no_grad(), precision.autocast():
         parts = [model(in_layout(x, layout)).float() for x, _ in walk]
     return torch.cat(parts)
 

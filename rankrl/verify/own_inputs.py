@@ -36,10 +36,10 @@ from rankrl.verify.agreement import (
 from rankrl.verify.collapse import accuracy_collapse, collapse
 from rankrl.verify.file_export import FileInputs
 from rankrl.verify.network_outputs import network_outputs
+from rankrl.verify.simulation import allowed_error
 
 BATCH = 64
 _VERIFIED_INPUTS = 64
-_LARGEST_ERROR, _SLACK = 0.05, 0.02
 
 
 class HeldoutScore:
@@ -177,15 +177,15 @@ class OwnInputs(FileInputs):
         plain, floats = without_rounding(copied(network)), scratch / "floats.onnx"
         export_onnx(plain, floats, self.shape)
         difference = verify_onnx(plain, floats, some)
-        # Two roundings of one network drift apart, step by step, as far as rounding moves it at all.
         simulated = _Answers.of(network, split(self.heldout.inputs, BATCH))
         # Errors, not classes: of few inputs, a single near tie would decide.
-        error, unrounded = (
-            max(each.largest_error for each in self._agreement(simulated, self._answers(file)))
-            for file in (path, floats)
+        file, exact = self._answers(path), self._answers(floats)
+        error, unrounded, moved = (
+            max(each.largest_error for each in self._agreement(known, found))
+            for known, found in ((simulated, file), (simulated, exact), (exact, file))
         )
         floats.unlink()
-        if not error <= max(_LARGEST_ERROR, unrounded + _SLACK):  # also true of NaN
+        if not error <= allowed_error(unrounded, moved):  # also true of NaN
             raise ExportError(
                 f"the file in integers differs from its simulation in PyTorch by {error:.3f} of the outputs "
                 f"on the held-out inputs, the network without rounding by {unrounded:.3f}. Do not use the "

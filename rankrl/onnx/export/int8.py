@@ -20,7 +20,7 @@ from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import unpad_channels
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.hard_swish import join_hard_swishes, tabulate_gates
-from rankrl.onnx.export.integer_nodes import integer_nodes, pool_means
+from rankrl.onnx.export.integer_nodes import clips_zero, integer_nodes, pool_means
 from rankrl.onnx.export.quantiser_copy import QuantiserCopy
 from rankrl.onnx.export.range_choice import RangeChoice
 from rankrl.onnx.export.ranges import Cut, Feed
@@ -141,6 +141,7 @@ def _prepared(
     before = list(model.graph)
     copy = QuantiserCopy(model)
     nodes = None if computing is None else [str(node.name) for node in computing]
+    left = [*copy.apart, *(str(node.name) for node in model.graph if clips_zero(node))]
     fixed = session.fixed_batch
     feeds = [batch if isinstance(batch, Mapping) else {session.input_name: batch} for batch in inputs]
     parts = cut or (_along_first if fixed is None else _whole)
@@ -171,7 +172,7 @@ def _prepared(
         without_unused(quantised)
 
     renamed = [{copy.values[name]: array for name, array in feed.items()} for feed in singles]
-    return copy, StaticQuantiser(model, nodes, copy.apart, reduces(reduce_range), renamed, finish)
+    return copy, StaticQuantiser(model, nodes, left, reduces(reduce_range), renamed, finish)
 
 
 @contextmanager

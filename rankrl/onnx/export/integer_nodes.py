@@ -80,11 +80,25 @@ def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
         else:
             known = produced | taken | between if is_standard(node, "Add") else produced
             passes = is_standard(node, *_PASSING) and bool(inputs & produced) and inputs <= known
+            passes = passes and not clips_zero(node)
             passes = passes or (is_standard(node, "GlobalAveragePool") and inputs <= between)
         if passes:
             nodes.add(node)
             produced.update(node.outputs)
     return [node for node in graph if node in nodes]
+
+
+def clips_zero(node: ir.Node) -> bool:
+    """Tell whether a node clips numbers to a range without zero, as far as is known.
+
+    The quantiser leaves a `Clip` to the range of its output, which always holds zero.
+    """
+    if not is_standard(node, "Clip"):
+        return False
+    bounds = [None if value is None else stored(value) for value in node.inputs[1:3]]
+    known = all(bound is not None for bound, value in zip(bounds, node.inputs[1:3], strict=True) if value)
+    low, high = (*bounds, None, None)[:2]
+    return not known or bool(low is not None and low > 0) or bool(high is not None and high < 0)
 
 
 def _is_grouped(node: ir.Node) -> bool:

@@ -30,13 +30,15 @@ _TRANSLATIONS: dict[tuple[Any, ...], Any] = {}
 
 
 def inference_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the CPU that computes in float32, in evaluation mode.
+    """Return a copy of a model on the CPU that computes in float32, in evaluation mode, without gradients.
+
+    Functions of torch that write into `out=` refuse to be traced with them.
 
     Raises:
         ExportError: The model cannot be copied.
     """
     try:
-        return in_float32(model).cpu().eval()
+        return in_float32(model).cpu().eval().requires_grad_(False)
     except DecompositionError as error:
         raise ExportError(f"cannot export {type(model).__name__}: {error}.") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankrl.errors import DefectError
@@ -34,8 +34,7 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
     network = network.without_casts()
     weights = network.weight_inputs
     taken = [site for site in sites if not site.spread]  # onnxruntime has no such kernel
-    runs: list[str] = []
-    failing = [site.name for site in sites if site.spread]
+    spread = [site.name for site in sites if site.spread]
     with tempfile.TemporaryDirectory() as folder:
         plain, rounded = Path(folder) / "plain.onnx", Path(folder) / "rounded.onnx"
         network.save(plain)
@@ -50,17 +49,40 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
                 return True
             return False
 
-        waiting = [[site.name for site in taken]] if taken else []
-        while waiting:
-            names = waiting.pop()
-            if not fails([*runs, *names]):
-                runs += names
-            elif len(names) == 1:
-                failing += names
-                log.warning("onnxruntime cannot compute %s in integers; it stays in floating point", names[0])
-            else:
-                middle = len(names) // 2
-                waiting += [names[middle:], names[:middle]]
+        return spread + failing_names(
+            [site.name for site in taken],
+            fails,
+            lambda name: log.warning(
+                "onnxruntime cannot compute %s in integers; it stays in floating point", name
+            ),
+        )
+
+
+def failing_names(
+    names: Sequence[str], fails: Callable[[Sequence[str]], bool], tell: Callable[[str], None]
+) -> list[str]:
+    """Return the names without which all others pass together.
+
+    All are tried at once, then halves of those that fail.
+
+    Args:
+        names: What may fail.
+        fails: Tells whether some do together.
+        tell: Is called with every name that fails, right after its trial.
+    """
+    passing: list[str] = []
+    failing: list[str] = []
+    waiting = [list(names)] if names else []
+    while waiting:
+        tried = waiting.pop()
+        if not fails([*passing, *tried]):
+            passing += tried
+        elif len(tried) == 1:
+            failing += tried
+            tell(tried[0])
+        else:
+            middle = len(tried) // 2
+            waiting += [tried[middle:], tried[:middle]]
     return failing
 
 

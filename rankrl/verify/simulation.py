@@ -1,0 +1,151 @@
+"""Whether the integers that PyTorch simulates are those of the ONNX file."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from decomposition import (
+    CompressionPlan,
+    DecompositionError,
+    Inputs,
+    LayerPlan,
+    LayerSpec,
+    Quantise,
+    build_structure,
+    calibrate_ranges,
+    fingerprint,
+)
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.input_specs import InputShape
+from decomposition.network.inputs import rows, run_model
+from decomposition.network.opaque import OPAQUE_KINDS
+from decomposition.network.outputs import tensors_in
+from decomposition.network.rounding import REDUCED_BITS
+from rankrl.errors import DefectError
+from rankrl.onnx.errors import ExportError
+from rankrl.onnx.export import quantise_onnx
+from rankrl.onnx.export.weight_range import reduces
+from rankrl.onnx.graph.integers import failing_names
+from rankrl.onnx.graph_edits import Array
+from rankrl.onnx.runtimes import Batch, open_session
+from rankrl.progress import logged_seconds
+from rankrl.verify.file_export import FileInputs
+
+_INPUTS = 16
+_LARGEST_ERROR, _SLACK, _TIMES = 0.05, 0.02, 3
+
+log = logging.getLogger(__name__)
+
+
+def allowed_error(simulated: float, file: float) -> float:
+    """Return how far a file in integers may be from its simulation: as far as rounding moves both.
+
+    Two roundings of one network drift apart, step by step, as far as rounding moves it at all. Where the
+    simulation is moved several times as far as the file is, it rounds something else.
+
+    Args:
+        simulated: Relative error of the simulation, compared with the network without rounding.
+        file: That of the file.
+    """
+    return max(_LARGEST_ERROR, min(simulated, _TIMES * file) + _SLACK)
+
+
+def unlike_file(
+    model: nn.Module,
+    specs: Sequence[LayerSpec],
+    input_shape: InputShape,
+    baseline: Path,
+    inputs: FileInputs,
+    reduce_range: bool | None,
+) -> list[str]:
+    """Return the layers whose integers PyTorch does not simulate as the file computes with them.
+
+    The dense network in integers, all of its layers or, where that fails, as many as go together, is compared
+    with its file on real inputs. A warning names every other layer, and why.
+
+    Args:
+        model: The dense network.
+        specs: All of its layers.
+        input_shape: What it takes.
+        baseline: Its ONNX file in float32.
+        inputs: What both take.
+        reduce_range: As in `quantise_onnx`.
+    """
+    usable = [spec.name for spec in specs if spec.refusal is None and spec.kind not in OPAQUE_KINDS]
+    bits = REDUCED_BITS if reduces(reduce_range) else 8
+    batch, feed = _first(next(iter(inputs.ranges()))), _first_arrays(next(iter(inputs.feeds())))
+    exact = _answers(model, batch)
+    reason = ""
+
+    def in_integers(names: Sequence[str]) -> CompressionPlan:
+        layers = [LayerPlan(spec.name, (Quantise(bits),) if spec.name in names else ()) for spec in specs]
+        return CompressionPlan(tuple(layers), fingerprint(specs), input_shape)
+
+    def fails(names: Sequence[str]) -> bool:
+        nonlocal reason
+        weights = {f"{name}.weight" for name in names}
+        try:
+            simulated = build_structure(model, in_integers(names))
+            calibrate_ranges(simulated, [batch])
+            path = Path(folder) / "integers.onnx"
+            reduced = bits == REDUCED_BITS
+            quantise_onnx(baseline, path, [feed], weights=weights, reduce_range=reduced, fitted=False)
+            found = open_session(path).run(feed)
+        except (DecompositionError, DefectError, ExportError) as error:
+            reason = str(error)
+            return True
+        reason = _difference(exact, _answers(simulated, batch), found)
+        return bool(reason)
+
+    with tempfile.TemporaryDirectory() as folder, logged_seconds(log, "integers in PyTorch and in the file"):
+        return failing_names(
+            usable,
+            fails,
+            lambda name: log.warning(
+                "layer %r does not compute in integers, for PyTorch does not simulate them: %s", name, reason
+            ),
+        )
+
+
+def _difference(exact: Sequence[Array], simulated: Sequence[Array], found: Sequence[Array]) -> str:
+    """Say how far a file is from its simulation, if it is further than rounding explains."""
+    for right, own, other in zip(exact, simulated, found, strict=True):
+        if right.dtype.kind != "f" or not right.size:
+            continue
+        apart, moved, file = (_error(a, b, right) for a, b in ((own, other), (own, right), (other, right)))
+        if not apart <= allowed_error(moved, file):  # also true of NaN
+            return (
+                f"the file is off by {apart:.3f} of the outputs' spread, where rounding moves the file by "
+                f"{file:.3f} and the simulation by {moved:.3f}"
+            )
+    return ""
+
+
+def _error(first: Array, second: Array, exact: Array) -> float:
+    """Return |first - second| / |exact - its mean|."""
+    known = exact.astype(np.float64)
+    spread = np.linalg.norm(known - known.mean(axis=0, keepdims=known.ndim > 0))
+    return float(np.linalg.norm(first.astype(np.float64) - second) / max(spread, np.finfo(np.float32).tiny))
+
+
+def _answers(network: nn.Module, batch: Inputs) -> list[Array]:
+    with evaluation_mode(network), torch.no_grad():
+        outputs = tensors_in(run_model(network, batch))
+    return [(x.float() if x.is_floating_point() else x).detach().cpu().numpy() for x in outputs]
+
+
+def _first(batch: Inputs) -> Inputs:
+    return rows(batch, slice(_INPUTS))
+
+
+def _first_arrays(feed: Batch) -> Batch:
+    if isinstance(feed, Mapping):
+        return {name: array[:_INPUTS] for name, array in feed.items()}
+    return feed[:_INPUTS]

@@ -1,0 +1,127 @@
+"""Modules with random in-place operations behind their layers, in integers; see `fuzz_inputs.py`.
+
+What is simulated of 8-bit integers in PyTorch has to be what onnxruntime computes with the file.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+STATEMENTS = (
+    *("y[:, ::2] = 0", "y[:, 1] *= 2.0", "y += 0.3", "y -= x.mean()", "y *= 2", "y /= 3", "y **= 2"),
+    *("torch.mul(y, 2.0, out=y)", "torch.sigmoid(y, out=y)", "torch.add(y, y, out=y)", "y.view(-1).mul_(3)"),
+    *("y.transpose(1, 2).sub_(0.5)", "y[:, ::2].copy_(y[:, 1:2].expand_as(y[:, ::2]))", "y.mT.mul_(2.0)"),
+    *(
+        "torch.relu_(y)",
+        "F.relu(y, inplace=True)",
+        "F.leaky_relu_(y, 0.2)",
+        "F.elu_(y)",
+        "F.hardtanh_(y, 0.1, 0.4)",
+    ),
+    *("F.relu6(y, inplace=True)", "F.silu(y, inplace=True)", "F.hardswish(y, inplace=True)"),
+    *(
+        "y.masked_fill_(y > 0.5, 0.0)",
+        "y.index_fill_(1, torch.zeros(1, dtype=torch.long), 0.0)",
+        "y.data.mul_(2)",
+    ),
+    *("y.relu_().mul_(2)", "y.clamp_(min=0.3).neg_()", "y.clamp_(min=-1)", "z = y\n    z.mul_(2)"),
+)
+"""What changes a layer's output y, numbers from 0 to 1 mostly, in place, beside the functions of torch."""
+
+UNTRANSLATED = frozenset(
+    ("digamma_", "erfinv_", "hypot_", "i0_", "igamma_", "igammac_", "lgamma_", "nextafter_")
+)
+"""Functions that torch's exporter has no operators for."""
+_OTHER_STORAGE = frozenset(("set_",))
+_ARGUMENTS = (
+    "",
+    "0.5",
+    "torch.full_like(y, 0.7)",
+    "torch.full_like(y, 0.7), 0.5",
+    "*[torch.full_like(y, 0.7)] * 2",
+)
+
+
+@functools.cache
+def in_place_functions() -> tuple[str, ...]:
+    """Return a statement for every function of torch that changes numbers in place and is not random."""
+    torch.manual_seed(0)
+    x = torch.rand(2, 4, 3, 3) * 0.6 + 0.2
+    found = []
+    for name in sorted(set(dir(torch.Tensor)) - UNTRANSLATED - _OTHER_STORAGE):
+        if name.endswith("_") and not name.startswith("_"):
+            calls = (f"y.{name}({arguments})" for arguments in _ARGUMENTS)
+            found += [call for call in calls if _changes(call, x)][:1]
+    return tuple(found)
+
+
+def _changes(call: str, x: torch.Tensor) -> bool:
+    """Tell whether a call gives other finite numbers, not all 0, in place, the same ones each time."""
+    results = []
+    for _ in range(2):
+        y = x.clone()
+        try:
+            returned = eval(call, {"y": y, "torch": torch})
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return False
+        if returned is not y or y.shape != x.shape or not bool(y.isfinite().all()):
+            return False
+        results.append(y)
+    return torch.equal(*results) and not torch.equal(results[0], x) and bool(results[0].any())
+
+
+def statements() -> tuple[str, ...]:
+    """Return everything that may be done to the output of a layer in place."""
+    return (*STATEMENTS, *in_place_functions())
+
+
+def source_of(changes: Sequence[str], kind: str) -> str:
+    """Return the code of a network: a layer, a change in place and a second layer for each of some changes.
+
+    It takes numbers from -1 to 1, of shape (N, 3, 8, 8), and returns scores of classes, or the output of every
+    second layer (`Net(outcomes=True)`).
+
+    Args:
+        changes: Statements that change `y`.
+        kind: What the layers are: `convolution` or `linear`, over the last axis.
+    """
+    layers = "nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 5, 1)"
+    if kind == "linear":
+        layers = "nn.Linear(8, 4), nn.Linear(4, 5)"
+    lines = [
+        "import torch",
+        "from torch import nn",
+        "from torch.nn import functional as F",
+        "",
+        *(f"def change_{index}(x, y):\n    {each}\n    return y\n" for index, each in enumerate(changes)),
+        "class Net(nn.Module):",
+        "    def __init__(self, num_classes=10, outcomes=False):",
+        "        super().__init__()",
+        "        self.outcomes = outcomes",
+        f"        pairs = [nn.ModuleList([{layers}]) for _ in range({len(changes)})]",
+        "        self.pairs, self.head = nn.ModuleList(pairs), nn.Linear(5, num_classes)",
+        "        for first, second in pairs:  # numbers that all functions are defined for",
+        "            rows = first.weight.data.flatten(1)",
+        "            rows.mul_(0.3 / rows.abs().sum(1, keepdim=True))",
+        "            first.bias.data.fill_(0.5)",
+        "            second.bias.data.normal_()",
+        "    def forward(self, x):",
+        "        found = []",
+        *(
+            line
+            for index in range(len(changes))
+            for line in (
+                f"        y = self.pairs[{index}][0](x)",
+                f"        y = change_{index}(x, y)",
+                f"        found.append(self.pairs[{index}][1](y))",
+            )
+        ),
+        "        if self.outcomes:",
+        "            return tuple(found)",
+        "        total = sum(each.sigmoid() for each in found)",
+        f"        return self.head(total.mean({'(2, 3)' if kind == 'convolution' else '(1, 2)'}))",
+    ]
+    return "\n".join(lines) + "\n"
