@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from fuzz_modules import module_case, module_problems
 from fuzz_onnx import onnx_case, onnx_problems
 from omegaconf import OmegaConf
 
@@ -26,7 +27,7 @@ from rankrl.cli.config.folder import config_folder
 from rankrl.data import load_dataset
 from rankrl.models import create_model
 
-KINDS = ("overrides", "plans", "checkpoints", "data", "weights", "onnx")
+KINDS = ("overrides", "plans", "checkpoints", "data", "weights", "onnx", "modules")
 _SHAPE = (1, 8, 8)
 
 
@@ -83,7 +84,14 @@ class Case:
 
     def wrong_results(self) -> list[str]:
         """Return what is wrong with the files of a command that was accepted, as far as the kind can tell."""
+        if self.kind == "modules":
+            return module_problems(self.folder)
         return onnx_problems(self.folder) if self.kind == "onnx" else []
+
+    @property
+    def import_path(self) -> list[str]:
+        """Folders of modules that the case imports."""
+        return [str(self.folder)] if self.kind == "modules" else []
 
     @property
     def marker(self) -> Path:
@@ -237,7 +245,7 @@ def _places(value: Any, name: str = "") -> Iterator[tuple[Any, Any, str]]:
             yield from _places(inner, f"{name}/{key}")
 
 
-# The six kinds.
+# The seven kinds.
 
 
 def _evaluate(good: Good, *more: str) -> tuple[str, ...]:
@@ -525,4 +533,5 @@ _MAKERS: dict[str, Callable[[random.Random, Good, Path], tuple[str, tuple[str, .
     "data": _data_case,
     "weights": _weights_case,
     "onnx": lambda draw, good, folder: onnx_case(draw, folder),
+    "modules": lambda draw, good, folder: module_case(draw, good.data, folder),
 }

@@ -1,9 +1,11 @@
 """Feed the command line damaged, hostile and senseless input; count what is not refused as it should be.
 
-Six kinds of input, in turn: overrides, plans, checkpoints, data files, compressed weights, and ONNX files.
+Seven kinds of input, in turn: overrides, plans, checkpoints, data files, compressed weights, ONNX files, and
+modules in integers that change tensors in place.
 Whatever the input, a command must succeed or leave with exit code 2 and one paragraph; no traceback, no code
 run from a file, no folder that looks finished after a refusal, and neither time nor memory without bound.
-What it makes of an ONNX file that it accepts must compute the same, or it must say that it does not.
+What it makes of an ONNX file that it accepts must compute the same, or it must say that it does not; the file
+that it writes of a module in integers must compute what the module simulates.
 
     python scripts/fuzz_inputs.py --cases 500 --seed 0
 
@@ -107,6 +109,7 @@ def _run_here(case: Case) -> tuple[int, str]:
     errors = io.StringIO()
     os.chdir(case.folder)
     sys.argv = ["rankrl", *case.arguments]
+    sys.path[:0] = case.import_path
     previous = signal.signal(signal.SIGALRM, _hung)
     signal.alarm(_HANGS_AFTER)
     code = 0
@@ -137,6 +140,7 @@ def _hung(*_: object) -> None:
 
 
 def _run_alone(case: Case) -> tuple[int, str]:
+    paths = [*case.import_path, *filter(None, [os.environ.get("PYTHONPATH")])]
     words = [each for each in case.arguments if "\0" not in each]  # no process can be given those
     try:
         done = subprocess.run(
@@ -144,7 +148,7 @@ def _run_alone(case: Case) -> tuple[int, str]:
             cwd=case.folder,
             capture_output=True,
             timeout=_HANGS_AFTER,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
             check=False,
         )
     except subprocess.TimeoutExpired:

@@ -6,9 +6,30 @@ What is simulated of 8-bit integers in PyTorch has to be what onnxruntime comput
 from __future__ import annotations
 
 import functools
+import importlib.util
+import random
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnxruntime
 import torch
+from torch import nn
+
+from decomposition import (
+    CompressionPlan,
+    DecompositionError,
+    LayerPlan,
+    Quantise,
+    build_structure,
+    calibrate_ranges,
+    fingerprint,
+    inspect_layers,
+    load_compressed,
+    save_compressed,
+)
+from rankrl.onnx.export.weight_range import sums_overflow
 
 STATEMENTS = (
     *("y[:, ::2] = 0", "y[:, 1] *= 2.0", "y += 0.3", "y -= x.mean()", "y *= 2", "y /= 3", "y **= 2"),
@@ -25,7 +46,6 @@ STATEMENTS = (
     *(
         "y.masked_fill_(y > 0.5, 0.0)",
         "y.index_fill_(1, torch.zeros(1, dtype=torch.long), 0.0)",
-        "y.data.mul_(2)",
     ),
     *("y.relu_().mul_(2)", "y.clamp_(min=0.3).neg_()", "y.clamp_(min=-1)", "z = y\n    z.mul_(2)"),
 )
@@ -35,7 +55,7 @@ UNTRANSLATED = frozenset(
     ("digamma_", "erfinv_", "hypot_", "i0_", "igamma_", "igammac_", "lgamma_", "nextafter_")
 )
 """Functions that torch's exporter has no operators for."""
-_OTHER_STORAGE = frozenset(("set_",))
+_OTHERS = frozenset(("set_", "copy_"))
 _ARGUMENTS = (
     "",
     "0.5",
@@ -51,7 +71,7 @@ def in_place_functions() -> tuple[str, ...]:
     torch.manual_seed(0)
     x = torch.rand(2, 4, 3, 3) * 0.6 + 0.2
     found = []
-    for name in sorted(set(dir(torch.Tensor)) - UNTRANSLATED - _OTHER_STORAGE):
+    for name in sorted(set(dir(torch.Tensor)) - UNTRANSLATED - _OTHERS):
         if name.endswith("_") and not name.startswith("_"):
             calls = (f"y.{name}({arguments})" for arguments in _ARGUMENTS)
             found += [call for call in calls if _changes(call, x)][:1]
@@ -81,8 +101,8 @@ def statements() -> tuple[str, ...]:
 def source_of(changes: Sequence[str], kind: str) -> str:
     """Return the code of a network: a layer, a change in place and a second layer for each of some changes.
 
-    It takes numbers from -1 to 1, of shape (N, 3, 8, 8), and returns scores of classes, or the output of every
-    second layer (`Net(outcomes=True)`).
+    It takes numbers from -1 to 1, of shape (N, 3 or 1, 8, 8), and returns scores of classes, or the output of
+    every second layer (`Net(outcomes=True)`).
 
     Args:
         changes: Statements that change `y`.
@@ -97,6 +117,10 @@ def source_of(changes: Sequence[str], kind: str) -> str:
         "from torch.nn import functional as F",
         "",
         *(f"def change_{index}(x, y):\n    {each}\n    return y\n" for index, each in enumerate(changes)),
+        "def net(num_classes=10):",
+        "    torch.manual_seed(0)",
+        "    return Net(num_classes)",
+        "",
         "class Net(nn.Module):",
         "    def __init__(self, num_classes=10, outcomes=False):",
         "        super().__init__()",
@@ -109,6 +133,7 @@ def source_of(changes: Sequence[str], kind: str) -> str:
         "            first.bias.data.fill_(0.5)",
         "            second.bias.data.normal_()",
         "    def forward(self, x):",
+        "        x = x.expand(-1, 3, -1, -1).clamp(-1, 1)",
         "        found = []",
         *(
             line
@@ -125,3 +150,71 @@ def source_of(changes: Sequence[str], kind: str) -> str:
         f"        return self.head(total.mean({'(2, 3)' if kind == 'convolution' else '(1, 2)'}))",
     ]
     return "\n".join(lines) + "\n"
+
+
+def plan_in_integers(dense: nn.Module, shape: tuple[int, ...]) -> CompressionPlan:
+    """Return the plan by which every layer of a network computes in integers."""
+    specs, bits = inspect_layers(dense, shape), 7 if sums_overflow() else 8
+    layers = tuple(LayerPlan(spec.name, () if spec.refusal else (Quantise(bits),)) for spec in specs)
+    return CompressionPlan(layers, fingerprint(specs), shape)
+
+
+def module_case(draw: random.Random, data: Path, folder: Path) -> tuple[str, tuple[str, ...]]:
+    """Write a random network, in integers, and return what it does, and a command that exports it.
+
+    Args:
+        draw: Draws the network.
+        data: Images of 8x8 pixels and their labels, as `dataset=npz` takes them.
+        folder: Where the network goes.
+    """
+    with np.load(data) as arrays:
+        images = torch.from_numpy(arrays["x_train"]).permute(0, 3, 1, 2) / 255
+    name = f"net_{draw.getrandbits(64)}"  # modules of all cases stay imported
+    while True:
+        kind = draw.choice(("convolution", "linear"))
+        changes = draw.choices(statements(), k=draw.randrange(1, 4))
+        (folder / f"{name}.py").write_text(source_of(changes, kind))
+        dense = _network(folder / f"{name}.py")
+        plan = plan_in_integers(dense, tuple(images.shape[1:]))
+        try:
+            compressed = build_structure(dense, plan)
+            calibrate_ranges(compressed, [images])
+        except DecompositionError:  # one change after another left nothing but zeros, or NaN
+            continue
+        break
+    save_compressed(compressed, plan, folder / "small.safetensors", dense=dense)
+    target = ("model=custom", f"model._target_={name}.net", "weights=small.safetensors")
+    short = ("export.runs=1", "export.batch=1", "export.int8=false", "hydra.run.dir=run")
+    return f"{kind}: {'; '.join(changes)}", (
+        "task=export",
+        *target,
+        "dataset=npz",
+        f"dataset.path={data}",
+        *short,
+    )
+
+
+def module_problems(folder: Path) -> list[str]:
+    """Return what is wrong with the file that a command wrote of a network in integers; nothing should be."""
+    path = folder / "run" / "model.onnx"
+    if not path.exists():
+        return ["wrote no file"]
+    dense = _network(next(folder.glob("net_*.py")))
+    network = load_compressed(dense, folder / "small.safetensors")[0].eval()
+    x = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    with torch.no_grad():
+        exact, simulated = (np.asarray(each(x)) for each in (dense, network))
+    spread = np.linalg.norm(exact - exact.mean(0)) + 1e-6 * np.linalg.norm(exact)
+    apart, moved = (np.linalg.norm(each - simulated) / spread for each in (found, exact))
+    return [f"SILENTLY WRONG: {apart:.2g}, rounding {moved:.2g}"] if not apart < max(0.1, 2 * moved) else []
+
+
+def _network(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.net().eval()

@@ -38,23 +38,24 @@ from rankrl.onnx.runtimes import Batch, open_session
 from rankrl.progress import logged_seconds
 from rankrl.verify.file_export import FileInputs
 
-_INPUTS = 16
+_INPUTS = 8
 _LARGEST_ERROR, _SLACK, _TIMES = 0.05, 0.02, 3
 
 log = logging.getLogger(__name__)
 
 
 def allowed_error(simulated: float, file: float) -> float:
-    """Return how far a file in integers may be from its simulation: as far as rounding moves both.
+    """Return how far a file in integers may be from its simulation.
 
-    Two roundings of one network drift apart, step by step, as far as rounding moves it at all. Where the
-    simulation is moved several times as far as the file is, it rounds something else.
+    Two roundings of one network drift apart, step by step, as far as rounding moves it at all, further where
+    they go to different sides. Where one of them is moved several times as far as the other, it rounds
+    something else.
 
     Args:
         simulated: Relative error of the simulation, compared with the network without rounding.
         file: That of the file.
     """
-    return max(_LARGEST_ERROR, min(simulated, _TIMES * file) + _SLACK)
+    return max(_LARGEST_ERROR, _TIMES * min(simulated, file) + _SLACK)
 
 
 def unlike_file(

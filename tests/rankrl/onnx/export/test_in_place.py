@@ -10,18 +10,13 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from fuzz_modules import in_place_functions, source_of, statements
+from fuzz_modules import in_place_functions, plan_in_integers, source_of, statements
 from torch import nn
 
 from decomposition import (
-    CompressionPlan,
-    LayerPlan,
-    Quantise,
     apply_plan,
     build_structure,
     calibrate_ranges,
-    fingerprint,
-    inspect_layers,
     integer_layers,
     load_compressed,
     save_compressed,
@@ -36,18 +31,12 @@ def inputs(count: int = 48, seed: int = 0) -> torch.Tensor:
     return torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
-def plan_in_integers(dense: nn.Module, example: torch.Tensor) -> CompressionPlan:
-    specs = inspect_layers(dense, example[:1])
-    layers = tuple(LayerPlan(each.name, () if each.refusal else (Quantise(7),)) for each in specs)
-    return CompressionPlan(layers, fingerprint(specs), tuple(example.shape[1:]))
-
-
 def answers(dense: nn.Module, x: torch.Tensor, folder: Path) -> tuple[list[Any], list[Any], list[Any]]:
     """Return what the network without rounding, its simulated integers and its file answer."""
-    network = build_structure(dense, plan_in_integers(dense, x))
+    network = build_structure(dense, plan_in_integers(dense, tuple(x.shape[1:])))
     calibrate_ranges(network, [x])
     path = folder / "integers.onnx"
-    export_network(network, path, tuple(x.shape[1:]), [x.numpy()], reduce_range=True)
+    export_network(network, path, tuple(x.shape[1:]), [x.numpy()])
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     with torch.no_grad():
@@ -153,7 +142,7 @@ def test_every_use_of_a_layer_has_ranges_of_its_own(kind: type[nn.Module], tmp_p
     torch.manual_seed(0)
     dense = kind().eval()
     check(dense, ("first", "second", "third", "fourth"), tmp_path)
-    network = build_structure(dense, plan_in_integers(dense, inputs()))
+    network = build_structure(dense, plan_in_integers(dense, (3, 8, 8)))
     calibrate_ranges(network, [inputs()])
     with torch.no_grad():
         first, second = ([y + 0.0 for y in tensors_in(network(inputs()))] for _ in range(2))
@@ -163,7 +152,7 @@ def test_every_use_of_a_layer_has_ranges_of_its_own(kind: type[nn.Module], tmp_p
 def test_ranges_of_several_uses_are_saved_and_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
     dense, x = Pyramid().eval(), inputs()
-    plan = plan_in_integers(dense, x)
+    plan = plan_in_integers(dense, tuple(x.shape[1:]))
     network = apply_plan(dense, plan, x)
     assert {
         len(layer.input_range.low) for layer in integer_layers(network).values() if layer is not network.stem
