@@ -143,7 +143,12 @@ def refit_to_patches(
 
 
 def absorbs_mean(spec: LayerSpec, correct_batch_norm: bool) -> bool:
-    """Whether a change of the layer's mean output can be corrected without new parameters."""
+    """Whether a change of the layer's mean output can be corrected without new parameters.
+
+    That of a layer that is used several times cannot: each use has another.
+    """
+    if len(spec.output_sizes) > 1:
+        return False
     return spec.bias or (correct_batch_norm and spec.batch_norm is not None)
 
 
@@ -316,7 +321,7 @@ class _LayerPair(StandIn[DecomposableModule]):
             mean_absorbed=self.mean_absorbed,
         )
         bias: torch.Tensor | None = getattr(refitted.module, "bias", None)
-        if bias is not None:
+        if bias is not None and self.mean_absorbed:
             bias += refitted.shift.to(bias)
         self.error = refitted.error
         return refitted.module

@@ -149,6 +149,16 @@ def test_every_use_of_a_layer_has_ranges_of_its_own(kind: type[nn.Module], tmp_p
     assert all(map(torch.equal, first, second))  # a pass leaves nothing to the next
 
 
+def test_a_refit_adds_nothing_to_the_bias_of_a_layer_of_several_uses() -> None:
+    torch.manual_seed(0)
+    dense, x = Pyramid().eval(), inputs()
+    network = apply_plan(dense, plan_in_integers(dense, (3, 8, 8)), x)
+    assert not network.head.bias.any()
+    with torch.no_grad():
+        for right, found in zip(dense(x), network(x), strict=True):
+            assert off(np.asarray(right), np.asarray(found)) < 0.02
+
+
 def test_ranges_of_several_uses_are_saved_and_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
     dense, x = Pyramid().eval(), inputs()
