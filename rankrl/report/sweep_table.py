@@ -214,10 +214,7 @@ def table_rows(runs: Sequence[GatheredRun], columns: Sequence[Column]) -> list[l
     for run in sorted(runs, key=order):
         page = f"{quote(run.folder.as_posix())}/report.html" if run.has_page else None
         rows.append(
-            [
-                Cell(written(column, run), page if index == 0 else None)
-                for index, column in enumerate(columns)
-            ]
+            [Cell(written(column, run), page if index == 0 else None) for index, column in enumerate(columns)]
         )
     return rows
 

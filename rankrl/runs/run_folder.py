@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rankrl.errors import ConfigError, StorageError
-from rankrl.files import write_json
-from rankrl.runs.configurations import as_recorded, changed_options, with_effect
-from rankrl.runs.run_lock import LOCK_FILE, locked
-from rankrl.runs.tracking import NOT_TRACKED, Tracking
-from rankrl.runs.written_files import (
+from rankrl.files import (
     METRICS,
     PREVIOUS,
     RECORD,
@@ -29,8 +25,12 @@ from rankrl.runs.written_files import (
     remove_previous,
     remove_written,
     set_aside,
+    write_json,
     written_files,
 )
+from rankrl.runs.configurations import as_recorded, changed_options, with_effect
+from rankrl.runs.run_lock import LOCK_FILE, locked
+from rankrl.runs.tracking import NOT_TRACKED, Tracking
 
 log = logging.getLogger(__name__)
 

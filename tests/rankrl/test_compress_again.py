@@ -17,10 +17,9 @@ import rankrl
 from decomposition import CompressionPlan, LatencyTable
 from rankrl.cli.config.resuming import resumed_arguments
 from rankrl.errors import CheckpointError, ConfigError, FolderInUseError
-from rankrl.files import write_atomically
+from rankrl.files import FILE_LIST, recording, write_atomically
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.runs.run_lock import locked
-from rankrl.runs.written_files import FILE_LIST, recording
 from rankrl.timing.latency import RelativeTime
 from rankrl.timing.network_timer import NetworkTimer
 

@@ -16,10 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rankrl.cli.config.composition import composed_config, composing, parsed_flags
 from rankrl.cli.config.overrides import longest_overrides
 from rankrl.errors import ConfigError
-from rankrl.files import write_atomically
+from rankrl.files import check_own, write_atomically
 from rankrl.runs.run_folder import RunFolder, check_writable
 from rankrl.runs.run_lock import check_free
-from rankrl.runs.written_files import check_own
 
 
 def check_folders(arguments: Sequence[str]) -> Path | None:

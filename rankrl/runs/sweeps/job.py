@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rankrl.errors import RunStoppedError
+from rankrl.files import recording
 from rankrl.progress import listening
 from rankrl.runs.run_folder import RunFolder
 from rankrl.runs.sweeps.devices import runs_in_pool, take_one_gpu
 from rankrl.runs.sweeps.failures import sweep_identifier, write_failure
 from rankrl.runs.sweeps.known_jobs import job_folder
 from rankrl.runs.sweeps.progress import JobProgress
-from rankrl.runs.written_files import recording
 
 log = logging.getLogger(__name__)
 

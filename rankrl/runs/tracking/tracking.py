@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankrl.errors import RankrlError
+from rankrl.files import recording_entries
 from rankrl.runs.tracking.base import Tracker
 from rankrl.runs.tracking.registry import create_tracker
-from rankrl.runs.written_files import recording_entries
 
 if TYPE_CHECKING:
     from rankrl.plan_search.scores.history import EpisodeRow

@@ -12,9 +12,9 @@ from command_line import QUICK, read_json, small_network
 from omegaconf import OmegaConf
 
 from rankrl.errors import ConfigError
+from rankrl.files import FILE_LIST, written_files
 from rankrl.runs.configurations import with_effect
 from rankrl.runs.run_lock import locked
-from rankrl.runs.written_files import FILE_LIST, written_files
 
 Command = Callable[..., None]
 Refused = Callable[..., str]

@@ -10,10 +10,9 @@ import pytest
 
 from decomposition.files import announce_write
 from rankrl.errors import ConfigError, StorageError
-from rankrl.files import write_atomically, write_json
+from rankrl.files import FILE_LIST, PREVIOUS, recording, write_atomically, write_json, written_files
 from rankrl.runs.run_folder import RunFolder
 from rankrl.runs.tracking import start_tracking
-from rankrl.runs.written_files import FILE_LIST, PREVIOUS, recording, written_files
 
 OURS = ("plan.json", "plots/reward.png", ".hydra/config.yaml", "state/train.safetensors", "kit/kit.json")
 THEIRS = (
