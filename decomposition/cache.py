@@ -27,24 +27,12 @@ class Cache:
 
     A value is written whole or not at all, and one that cannot be read counts as absent. Of processes that
     compute the same value at once, all but the first one drop theirs.
-
-    Attributes:
-        folder: The folder; it is made with the first value. None keeps nothing.
     """
 
     folder: Path | None
 
     def value(self, kind: str, key: str, compute: Callable[[], _Value]) -> _Value:
-        """Return a value as JSON holds it, computed where it is not kept yet.
-
-        Args:
-            kind: What it is, the first part of the file's name.
-            key: What it depends on (`digest`).
-            compute: Computes it; it is not None.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """Return a value as JSON holds it, computed where it is not kept yet."""
 
         def write(path: Path, value: _Value) -> None:
             path.write_text(json.dumps(value), encoding="utf-8")
@@ -66,14 +54,7 @@ class Cache:
         return self._kept(f"{kind}-{key}.safetensors", compute, load_file, write)
 
     def file(self, kind: str, key: str, path: Path, write: Callable[[Path], object]) -> None:
-        """Bring a file to a path, written there where it is not kept yet; see `value`.
-
-        Args:
-            kind: What it is, the first part of the kept file's name.
-            key: What it depends on (`digest`).
-            path: Where it is needed.
-            write: Writes it to the path that it gets.
-        """
+        """Bring a file to a path, written there where it is not kept yet; see `value`."""
 
         def written() -> bytes:
             write(path)
@@ -118,9 +99,6 @@ def digest(*values: object) -> str:
 
     Tensors and arrays count with their types, shapes and numbers, dataclasses with their fields, mappings and
     sequences of any type with what they hold, in order; everything else with its `repr`.
-
-    Raises:
-        TypeError: A value's `repr` is where it lies in memory, which says nothing of it.
     """
     hasher = hashlib.sha256()
     _add(hasher, values)

@@ -37,16 +37,6 @@ def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path next to `path` to write to; it takes the name `path` when the block ends well.
 
     The file gets the mode of any new file (0666 less the umask), whichever mode a library writes it with.
-
-    Args:
-        path: The file to create or replace, in an existing folder.
-
-    Yields:
-        The path to write to; it is removed when the block raises.
-
-    Raises:
-        StorageError: The system refused something in the block or afterwards (full disk, unwritable folder);
-            `path` is as it was before.
     """
     announce_write(path)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")

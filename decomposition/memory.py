@@ -31,11 +31,7 @@ def free_memory() -> int | None:
 
 
 def check_room(wanted: int, what: str, remedy: str) -> None:
-    """Refuse to ask for more than half of the memory that is free.
-
-    Raises:
-        DecompositionError: `what` takes that; the message ends in the remedy.
-    """
+    """Refuse to ask for more than half of the memory that is free."""
     free = free_memory()
     if free is not None and wanted > free / 2:
         raise DecompositionError(

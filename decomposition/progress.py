@@ -29,13 +29,7 @@ _listeners: list[Callable[[str, int, int], None]] = []
 
 
 class ProgressBar:
-    """One running bar; made by `progress_bar`.
-
-    Args:
-        description: What is being done.
-        total: Number of steps until done.
-        show: Called with the finished steps and the best value so far, or None, after every change.
-    """
+    """One running bar; made by `progress_bar`."""
 
     def __init__(self, description: str, total: int, show: Callable[[int, float | None], None]) -> None:
         self.description, self.total = description, total
@@ -56,11 +50,7 @@ class ProgressBar:
 
 @contextmanager
 def listening(listener: Callable[[str, int, int], None]) -> Iterator[None]:
-    """Call a function with every step of all progress that the block makes, besides what is shown.
-
-    Args:
-        listener: Called with what is being done, the number of finished steps and the number of all steps.
-    """
+    """Call a function with every step of all progress that the block makes, besides what is shown."""
     _listeners.append(listener)
     try:
         yield
@@ -76,19 +66,6 @@ def progress_bar(
 
     On a terminal that is a bar; without one a line of the log says after the first steps how long the rest
     will take, where that is more than a minute. A bar within another one's block is not drawn.
-
-    Example:
-        with progress_bar("search", total=100) as bar:
-            bar.advance(best=0.9)
-
-    Args:
-        description: What is being done, one or two words.
-        total: Number of steps until done.
-        progress: Where it goes instead.
-        console: Where to draw, for tests and embedding; it decides by itself whether it is a terminal.
-
-    Yields:
-        The bar to advance.
     """
     global _drawing
     if progress is not None:

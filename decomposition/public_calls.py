@@ -26,13 +26,7 @@ _SECONDS = 2.0  # calls shorter than that are waited for without a word
 
 
 class ProcessSetting(Generic[T]):
-    """A setting of the whole process, held at one value while any thread needs it and then put back.
-
-    Args:
-        read: Returns the setting.
-        write: Changes it.
-        value: What it is held at.
-    """
+    """A setting of the whole process, held at one value while any thread needs it and then put back."""
 
     def __init__(self, read: Callable[[], T], write: Callable[[T], object], value: T) -> None:
         self._read, self._write, self._value = read, write, value
@@ -73,11 +67,7 @@ def own_modes() -> Iterator[None]:
 
 
 class PublicCalls:
-    """A decorator of functions that users call: in `own_modes`, one at a time in all threads.
-
-    Attributes:
-        lock: What a call holds.
-    """
+    """A decorator of functions that users call: in `own_modes`, one at a time in all threads."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -110,15 +100,7 @@ class PublicCalls:
 
 
 def check_values(network: nn.Module, *, shapes_do: bool = False) -> None:
-    """Refuse a network whose tensors are not there yet: lazy ones, or those on the device `meta`.
-
-    Args:
-        network: The network.
-        shapes_do: Let networks pass that are wholly on `meta`.
-
-    Raises:
-        DecompositionError: Naming the first such tensor and what to do.
-    """
+    """Refuse a network whose tensors are not there yet: lazy ones, or those on the device `meta`."""
     tensors = [*network.named_parameters(), *network.named_buffers()]
     for name, tensor in tensors:
         if is_lazy(tensor):

@@ -16,21 +16,12 @@ _REGISTRIES: dict[str, Registry[Any]] = {}
 
 
 def registered(noun: str) -> list[str]:
-    """Return the names that the registry of this noun holds by now, sorted; nothing is imported.
-
-    Args:
-        noun: The registry's noun; without one of it there are no names.
-    """
+    """Return the names that the registry of this noun holds by now, sorted; nothing is imported."""
     return sorted(_REGISTRIES[noun]._entries) if noun in _REGISTRIES else []
 
 
 def announce(noun: str, module: str) -> None:
-    """Name a module that registers more when it is imported, which waits until a registry is asked.
-
-    Args:
-        noun: The noun of the registry that it adds to.
-        module: The module's full name.
-    """
+    """Name a module that registers more when it is imported, which waits until a registry is asked."""
     if module not in _ANNOUNCED.setdefault(noun, []):
         _ANNOUNCED[noun].append(module)
 
@@ -71,11 +62,7 @@ class Registry(Generic[Entry]):
         return name in self._entries
 
     def __getitem__(self, name: str) -> Entry:
-        """Return what `name` stands for.
-
-        Raises:
-            Exception: The registry's own error, if there is none; the message gives the nearest name.
-        """
+        """Return what `name` stands for."""
         return self._find(name)[0]
 
     def description(self, name: str) -> str:
@@ -112,11 +99,6 @@ class Registry(Generic[Entry]):
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the known name nearest to a wrong one, or nothing when none is near.
-
-    Args:
-        name: What the user wrote.
-        known: What is allowed.
-    """
+    """Return " Did you mean 'x'?" for the known name nearest to a wrong one, or nothing when none is near."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

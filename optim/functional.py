@@ -63,29 +63,6 @@ def adam(
 
     Epsilon is added to the uncorrected sqrt(H): at the same value it weighs more in the first steps than in
     `torch.optim.Adam`, which adds it to sqrt(H / (1 - beta^T)).
-
-    Args:
-        params: Tensors X, of any shapes, float32 or float64.
-        grads: Gradients G, of the shapes and dtypes of `params`.
-        V: Accumulated gradients, of the shapes and dtypes of `params`.
-        H: Accumulated squared gradients, of the shapes and dtypes of `params`.
-        lr: Learning rate R, >= 0.
-        update_count: Update count T, >= 0; usually 0 or 1 at the first update.
-        alpha: Decay of V, in [0, 1).
-        beta: Decay of H, in [0, 1).
-        epsilon: Added to the denominator, >= 0.
-        norm_coefficient: Coefficient of the L2 penalty 0.5 * norm_coefficient * |X|^2, >= 0.
-        norm_coefficient_post: Shrinking of X after the update, >= 0.
-        maximize: Ascend: use -G for G.
-        foreach: Use torch's foreach operations, or one tensor after the other; None chooses foreach for
-            plain tensors.
-
-    Raises:
-        TypeError: If a tensor is not dense float32 or float64, or a coefficient not a number.
-        ValueError: If a coefficient is outside its range, or shapes, lengths or devices do not match.
-
-    Source:
-        ONNX, Operators.md, ai.onnx.preview.training.Adam, version 1.
     """
     check_lists(params, grads=grads, V=V, H=H)
     count = check_update_count("update_count", update_count)
@@ -129,27 +106,6 @@ def adagrad(
         G_reg = norm_coefficient * X + G
         H = H + G_reg * G_reg
         X = X - r * G_reg / (sqrt(H) + epsilon)
-
-    Args:
-        params: Tensors X, of any shapes, float32 or float64.
-        grads: Gradients G, of the shapes and dtypes of `params`.
-        H: Accumulated squared gradients, of the shapes and dtypes of `params`.
-        lr: Learning rate R, >= 0.
-        update_count: Update count T, >= 0; usually 0 or 1 at the first update.
-        decay_factor: Decay of the learning rate with T, >= 0.
-        epsilon: Added to the denominator, >= 0.
-        norm_coefficient: Coefficient of the L2 penalty 0.5 * norm_coefficient * |X|^2, >= 0.
-        maximize: Ascend: use -G for G.
-        foreach: Use torch's foreach operations, or one tensor after the other; None chooses foreach for
-            plain tensors.
-
-    Raises:
-        TypeError: If a tensor is not dense float32 or float64, or a coefficient not a number.
-        ValueError: If a coefficient is outside its range, or shapes, lengths or devices do not match.
-
-    Source:
-        ONNX, Operators.md, ai.onnx.preview.training.Adagrad, version 1; after Duchi, Hazan and Singer,
-        Adaptive Subgradient Methods, JMLR 12 (2011), figure 1.
     """
     check_lists(params, grads=grads, H=H)
     count = check_update_count("update_count", update_count)

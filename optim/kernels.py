@@ -101,9 +101,6 @@ def complement(coefficient: float) -> float:
     The difference is exact to a float64 and rounded to float32's 24 bits by Veltkamp's splitting (Dekker,
     "A floating-point technique for extending the available precision", 1971): arithmetic of plain numbers,
     through which `torch.compile` sees, as it does not through a conversion in C.
-
-    Args:
-        coefficient: A float32 value, 0 or more, so that the difference is 0 or a normal float32.
     """
     difference = 1 - coefficient
     shifted = difference * _SPLITTER

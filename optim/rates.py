@@ -19,19 +19,7 @@ Rate = float | Tensor
 def adam_rates(
     counts: Sequence[Count], like: Tensor, *, lr: float | Tensor, alpha: float, beta: float
 ) -> list[Rate]:
-    """Return R_adjusted of Adam: R * sqrt(1 - beta^T) / (1 - alpha^T) where T > 0, R where T = 0.
-
-    Args:
-        counts: Update counts T, one or more.
-        like: A tensor that has the device and dtype wanted of tensor rates.
-        lr: Learning rate R.
-        alpha: Decay of the accumulated gradient, in [0, 1).
-        beta: Decay of the accumulated squared gradient, in [0, 1).
-
-    Returns:
-        One rate per count: floats for integers, tensors for tensors, which never leave their device.
-        Both are computed in float64: at T = 1 and beta = 0.999, 1 - beta^T loses four digits in float32.
-    """
+    """Return R_adjusted of Adam: R * sqrt(1 - beta^T) / (1 - alpha^T) where T > 0, R where T = 0."""
     if isinstance(counts[0], Tensor):
         t, r = _stack(counts, lr)
         adjusted = r * torch.sqrt(1 - torch.pow(beta, t)) / (1 - torch.pow(alpha, t))
@@ -47,17 +35,7 @@ def adam_rates(
 def adagrad_rates(
     counts: Sequence[Count], like: Tensor, *, lr: float | Tensor, decay_factor: float
 ) -> list[Rate]:
-    """Return r of Adagrad: R / (1 + T * decay_factor).
-
-    Args:
-        counts: Update counts T, one or more.
-        like: A tensor that has the device and dtype wanted of tensor rates.
-        lr: Learning rate R.
-        decay_factor: Decay of the learning rate, >= 0.
-
-    Returns:
-        One rate per count: floats for integers, tensors for tensors, computed in float64.
-    """
+    """Return r of Adagrad: R / (1 + T * decay_factor)."""
     if isinstance(counts[0], Tensor):
         t, r = _stack(counts, lr)
         return _unstack(r / (1 + t * decay_factor), like)

@@ -29,19 +29,7 @@ def round_to_float32(value: float) -> float:
 
 
 def check_rate(name: str, value: object) -> float | Tensor:
-    """Check a learning rate (the operators' input R, a float or double scalar: not rounded).
-
-    Args:
-        name: The argument's name, for the message.
-        value: A finite number >= 0, or a tensor of one such element.
-
-    Returns:
-        A Python float, or the tensor itself.
-
-    Raises:
-        TypeError: If it is not a real number or a floating-point tensor.
-        ValueError: If it is negative, NaN or infinite, or a tensor of several elements.
-    """
+    """Check a learning rate (the operators' input R, a float or double scalar: not rounded)."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
@@ -55,19 +43,7 @@ def check_rate(name: str, value: object) -> float | Tensor:
 
 
 def check_coefficient(name: str, value: object) -> float:
-    """Check an attribute that is a finite number >= 0 and round it to float32.
-
-    Args:
-        name: The argument's name, for the message.
-        value: A number in [0, 3.4e38]; a positive one must not round to zero.
-
-    Returns:
-        The float32 value of the attribute.
-
-    Raises:
-        TypeError: If it is not a real number.
-        ValueError: If it is negative, NaN, infinite or outside the range of float32.
-    """
+    """Check an attribute that is a finite number >= 0 and round it to float32."""
     number = _non_negative(name, value)
     rounded = round_to_float32(number)
     if math.isinf(rounded) or (rounded == 0.0) != (number == 0.0):
@@ -79,19 +55,7 @@ def check_coefficient(name: str, value: object) -> float:
 
 
 def check_decay(name: str, value: object) -> float:
-    """Check a coefficient of an exponential average, in [0, 1) after it has been rounded to float32.
-
-    Args:
-        name: The argument's name, for the message.
-        value: A number in [0, 1); the largest float32 below 1 is 0.99999994.
-
-    Returns:
-        The float32 value of the attribute.
-
-    Raises:
-        TypeError: If it is not a real number.
-        ValueError: If it is outside [0, 1) or rounds to 1.
-    """
+    """Check a coefficient of an exponential average, in [0, 1) after it has been rounded to float32."""
     rounded = check_coefficient(name, value)
     if rounded >= 1.0:
         raise ValueError(f"{name} is {value!r}: as a float32 it must be in [0, 1), at most 0.99999994")
@@ -99,19 +63,7 @@ def check_decay(name: str, value: object) -> float:
 
 
 def check_update_count(name: str, value: object) -> int:
-    """Check an update count (the operators' input T, an int64 scalar).
-
-    Args:
-        name: The argument's name, for the message.
-        value: An integer >= 0.
-
-    Returns:
-        The count as an int.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is negative.
-    """
+    """Check an update count (the operators' input T, an int64 scalar)."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}): give an integer >= 0, usually 0 or 1")
     if value < 0:
@@ -120,15 +72,7 @@ def check_update_count(name: str, value: object) -> int:
 
 
 def check_params(name: str, tensors: Sequence[Tensor]) -> None:
-    """Check that tensors have a type the operators know.
-
-    Args:
-        name: The argument's name, for the message.
-        tensors: The tensors to optimize.
-
-    Raises:
-        TypeError: If one of them is neither float32 nor float64, or is not dense.
-    """
+    """Check that tensors have a type the operators know."""
     for index, tensor in enumerate(tensors):
         if tensor.dtype not in OPERATOR_DTYPES:
             advice = (
@@ -146,17 +90,7 @@ def check_params(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_lists(params: Sequence[Tensor], **others: Sequence[Tensor]) -> None:
-    """Check that lists of tensors match the parameters one to one.
-
-    Args:
-        params: The tensors to optimize (X), float32 or float64.
-        **others: Lists (gradients, accumulators) under their argument names.
-
-    Raises:
-        TypeError: If a dtype is unknown to the operators or differs from its parameter's.
-        SparseGradientError: If a gradient or accumulator is sparse.
-        ValueError: If a length, a shape or a device differs from the parameters'.
-    """
+    """Check that lists of tensors match the parameters one to one."""
     check_params("params", params)
     for name, tensors in others.items():
         if len(tensors) != len(params):
@@ -177,16 +111,7 @@ def check_lists(params: Sequence[Tensor], **others: Sequence[Tensor]) -> None:
 
 
 def check_keys(what: str, entries: Mapping[str, object], needed: Sequence[str]) -> None:
-    """Check that a mapping holds every needed key.
-
-    Args:
-        what: What the mapping is, for the message.
-        entries: The mapping.
-        needed: The keys that it must hold.
-
-    Raises:
-        ValueError: If one is missing.
-    """
+    """Check that a mapping holds every needed key."""
     missing = [key for key in needed if key not in entries]
     if missing:
         raise ValueError(

@@ -21,17 +21,7 @@ CHANGING = frozenset({"__setitem__", "__set__", "__delitem__"})
 
 @dataclass
 class Call:
-    """A call of a torch operation.
-
-    Attributes:
-        name: of the operation.
-        function: the operation.
-        args: its arguments.
-        kwargs: its named arguments.
-        owner: the name of the innermost module that is running; empty for the network itself.
-        module: that module.
-        arrays: the label array and the shape of each labelled tensor among the arguments, by its identity.
-    """
+    """A call of a torch operation."""
 
     name: str
     function: Callable[..., Any]

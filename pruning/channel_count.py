@@ -18,11 +18,6 @@ class ChannelCount(int):
 
     Sums, differences, products and whole quotients know what becomes of them. Where the number itself enters
     the computation, as a divisor or in a comparison, the channels that it counts have to stay.
-
-    Attributes:
-        arrays: the label arrays of the channels that it counts.
-        after: returns what it becomes after a removal.
-        fix: is called with `arrays` where the number enters the computation itself.
     """
 
     arrays: tuple[Tensor, ...]

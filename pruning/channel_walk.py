@@ -17,18 +17,7 @@ class ChannelPad:
 
 @dataclass
 class ChannelWalk:
-    """Everything the walk has seen, by name in order of execution.
-
-    Attributes:
-        labels: the union-find behind all labels.
-        producers: labels of the output channels of each dense convolution and linear layer.
-        readers: labels of the input channels (or features) of the same layers.
-        norms: labels of the channels of each batch, instance and group norm, and of each PReLU.
-        joint_norms: labels of the channels of each layer and RMS norm, which has one mean and variance.
-        grouped: labels of the input and of the output channels of each grouped convolution.
-        vectors: labels of the entries of each parameter or buffer of one value per channel.
-        pads: the modules that pad channels with zeros.
-    """
+    """Everything the walk has seen, by name in order of execution."""
 
     labels: ChannelLabels = field(default_factory=ChannelLabels)
     producers: dict[str, Labels] = field(default_factory=dict)

@@ -49,9 +49,6 @@ def copied(model: Module) -> Module:
     """Return a deep copy of a module, tensors that its forward computed and kept by value.
 
     Functions are not copied: a hook that writes into a list outside writes there for the copy, too.
-
-    Raises:
-        PruningError: if an attribute cannot be copied; it is named.
     """
     try:
         with _ComputedByValue():
@@ -80,11 +77,7 @@ def _uncopyable(model: nn.Module) -> str:
 
 
 def plain_network(model: nn.Module) -> nn.Module:
-    """Return the network inside the wrappers of `torch.compile`, data parallelism and weight averaging.
-
-    Raises:
-        PruningError: if it is scripted, traced or exported, which leaves no layers to prune.
-    """
+    """Return the network inside the wrappers of `torch.compile`, data parallelism and weight averaging."""
     inner = model
     while True:
         if isinstance(getattr(inner, "_orig_mod", None), nn.Module):

@@ -98,13 +98,7 @@ def apoz(
 
 @contextmanager
 def observed(model: nn.Module, hooks: Mapping[str, ReaderHook]) -> Iterator[None]:
-    """Put `model` into evaluation mode with hooks on the inputs of some layers, and restore it afterwards.
-
-    Args:
-        model: the network.
-        hooks: what is called with a layer and its inputs before it runs, by the layer's name; what it
-            returns, if not None, takes the inputs' place.
-    """
+    """Put `model` into evaluation mode with hooks on the inputs of some layers, and restore it afterwards."""
     model = plain_network(model)
     modes = {module: module.training for module in model.modules()}
     handles = [model.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]

@@ -27,11 +27,7 @@ from pruning.operations import (
 
 
 class FunctionLabels:
-    """Labels the outputs of operations and couples what they bring together.
-
-    Args:
-        walk: what has been found out so far; it is added to.
-    """
+    """Labels the outputs of operations and couples what they bring together."""
 
     def __init__(self, walk: ChannelWalk) -> None:
         self.walk = walk

@@ -25,13 +25,7 @@ def gated_norm(
 ) -> Tensor:
     """Normalise the last axis by the statistics of the channels that are present.
 
-    Args:
-        x: shape (..., C).
-        presence: how much each channel counts, at least 0, shape (C,); if all are 0, all count the same.
-        weight: factor of each channel, shape (C,).
-        bias: summand of each channel, shape (C,).
-        eps: added to the variance; None for the spacing of the type that is computed in.
-        centred: subtract the mean (a layer norm); otherwise the variance is the mean square (an RMS norm).
+    Shapes: x (..., C), presence (C,), weight (C,), bias (C,).
     """
     values = x.float() if x.element_size() < 4 else x  # torch's own norms compute in no less either
     presence = presence.to(values.dtype)
@@ -49,14 +43,7 @@ def gated_norm(
 
 
 class GatedForward:
-    """Replaces a norm's `forward`; the functions that it calls normalise by the channels that are present.
-
-    Args:
-        module: the norm.
-
-    Attributes:
-        presence: see `gated_norm`; None for the statistics of all channels.
-    """
+    """Replaces a norm's `forward`; the functions that it calls normalise by the channels that are present."""
 
     def __init__(self, module: nn.Module) -> None:
         self._forward: Callable[..., Any] = module.forward

@@ -175,11 +175,7 @@ def removable_groups(
 
 
 def find_group(groups: Sequence[ChannelGroup], layer: str) -> ChannelGroup:
-    """Return the group that holds `layer`.
-
-    Raises:
-        PruningError: if no group does.
-    """
+    """Return the group that holds `layer`."""
     for group in groups:
         if layer in group.layers:
             return group

@@ -54,12 +54,7 @@ def rooted(array: Tensor, labels: ChannelLabels) -> Tensor:
 
 @dataclass(frozen=True)
 class Removal:
-    """Labels that count as removed, to see how a computation changes without them.
-
-    Attributes:
-        labels: the couplings.
-        gone: roots of the labels that are removed.
-    """
+    """Labels that count as removed, to see how a computation changes without them."""
 
     labels: ChannelLabels
     gone: frozenset[int]

@@ -35,12 +35,7 @@ _SHARED = "{!r} is shared: it is called {} in one forward pass"
 
 
 class LayerLabels:
-    """Labels the outputs of layers and notes their channels in a channel walk.
-
-    Args:
-        walk: what has been found out so far; it is added to.
-        model: the network.
-    """
+    """Labels the outputs of layers and notes their channels in a channel walk."""
 
     def __init__(self, walk: ChannelWalk, model: nn.Module) -> None:
         self.walk = walk
@@ -67,13 +62,7 @@ class LayerLabels:
                 )
 
     def output(self, call: Call, name: str, layer: nn.Module) -> list[Tensor] | None:
-        """Return the label array of a layer's output, None if its input's channels lie along unknown axes.
-
-        Args:
-            call: the operation that the layer calls; its first argument is the layer's input.
-            name: the layer's name.
-            layer: the layer, one of the kinds in `LAYERS`.
-        """
+        """Return the label array of a layer's output, None if its input's channels lie along unknown axes."""
         (array, shape), *_ = call.arrays.values()
         operation, ndim = call.name, len(shape)
         axis = ndim + channel_axis(layer) if operation in WEIGHTED else 1

@@ -57,18 +57,7 @@ def moved(
     kwargs: Mapping[str, Any],
     operands: Mapping[int, Labelled],
 ) -> list[Tensor] | None:
-    """Return the label arrays of an operation's outputs, and couple its inputs.
-
-    Args:
-        labels: all labels; couplings are added.
-        function: the operation.
-        args: its arguments.
-        kwargs: its named arguments.
-        operands: the label array and shape of tensors among the arguments, by their identity.
-
-    Returns:
-        One label array for each tensor given out; None if no coupling makes a removal come out right.
-    """
+    """Return the label arrays of an operation's outputs, and couple its inputs."""
 
     def run(removal: Removal | None) -> list[Tensor] | None:
         def change(leaf: Any) -> Any:

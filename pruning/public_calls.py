@@ -47,11 +47,7 @@ def own_modes() -> Iterator[None]:
 
 
 def check_values(network: nn.Module) -> None:
-    """Refuse a network whose tensors are not there yet: lazy ones, or those on the device `meta`.
-
-    Raises:
-        PruningError: naming the first such tensor and what to do.
-    """
+    """Refuse a network whose tensors are not there yet: lazy ones, or those on the device `meta`."""
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         if is_lazy(tensor):
             raise PruningError(

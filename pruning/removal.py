@@ -99,11 +99,7 @@ def kept_norms(
 
 
 def validate_kept(kept: Mapping[str, Sequence[int]], groups: Sequence[ChannelGroup]) -> KeptChannels:
-    """Check a mapping of kept channels against the groups of a network and return it for every layer.
-
-    Raises:
-        PruningError: see `remove_channels`.
-    """
+    """Check a mapping of kept channels against the groups of a network and return it for every layer."""
     for name, channels in kept.items():
         _validate_channels(name, channels, len(find_group(groups, name).layers[name]))
     complete: KeptChannels = {}

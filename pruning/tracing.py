@@ -37,16 +37,7 @@ from pruning.operations import FACTORIES, VALUE_READERS
 
 
 def walk_channels(model: nn.Module, example_input: torch.Tensor) -> ChannelWalk:
-    """Run a copy of `model` and label every channel.
-
-    Args:
-        model: a network of one tensor input; it is neither run nor changed.
-        example_input: a batch that the network accepts; left as it is.
-
-    Raises:
-        PruningError: if the network fails on the example input, hands the values of tensors to Python, which
-            may decide what runs, or is scripted, traced or exported.
-    """
+    """Run a copy of `model` and label every channel."""
     network = copied(plain_network(model)).eval()
     walker = _Walker(network)
     title = type(network).__name__
@@ -240,11 +231,7 @@ class _Walker(TorchFunctionMode):
 
 
 class _Unseen(TorchDispatchMode):
-    """Reports every operation, however it was called: by a transform, say.
-
-    Args:
-        report: is called with the operation and its arguments.
-    """
+    """Reports every operation, however it was called: by a transform, say."""
 
     def __init__(self, report: Callable[[object, Iterable[Any]], None]) -> None:
         super().__init__()

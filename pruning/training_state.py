@@ -62,11 +62,7 @@ def optimizer_state(optimizer: Optimizer, name: str) -> tuple[dict[str, torch.Te
 def restore_optimizer(
     optimizer: Optimizer, name: str, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
 ) -> None:
-    """Take over what `optimizer_state` returned.
-
-    Raises:
-        PruningError: if it belongs to another optimizer.
-    """
+    """Take over what `optimizer_state` returned."""
     entries: dict[int, dict[str, Any]] = {int(key): dict(row) for key, row in values["scalars"].items()}
     for key, value in part(tensors, f"{name}.").items():
         index, _, entry = key.partition(".")
@@ -80,11 +76,7 @@ def restore_optimizer(
 
 
 def restore_module(module: nn.Module, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load the tensors that start with `name.` into a module.
-
-    Raises:
-        PruningError: if they belong to another module.
-    """
+    """Load the tensors that start with `name.` into a module."""
     try:
         module.load_state_dict(part(tensors, f"{name}."))
     except RuntimeError as error:

@@ -22,11 +22,7 @@ _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: 
 
 
 def checked_arguments(*, without: Collection[str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Return a decorator that refuses arguments of another type than a function's annotations say.
-
-    Args:
-        without: Arguments that are looked at elsewhere.
-    """
+    """Return a decorator that refuses arguments of another type than a function's annotations say."""
 
     def checking(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
@@ -43,27 +39,14 @@ def checked_arguments(*, without: Collection[str]) -> Callable[[Callable[_P, _R]
 def check_arguments(
     function: Callable[..., Any], values: Mapping[str, Any], *, without: Collection[str]
 ) -> None:
-    """Refuse arguments of another type than a function's annotations say.
-
-    Args:
-        function: What takes them.
-        values: The arguments by name; those that are left out have their defaults.
-        without: Those that are looked at elsewhere.
-
-    Raises:
-        ConfigError: Naming the argument, the value, what is allowed and, where that is known, what to write.
-    """
+    """Refuse arguments of another type than a function's annotations say."""
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         if name not in without and name in values:
             _check(name, values[name], parameter.annotation)
 
 
 def check_fields(options: Any) -> None:
-    """Refuse fields of a dataclass that have another type than their annotations say; lists become tuples.
-
-    Raises:
-        ConfigError: As `check_arguments`.
-    """
+    """Refuse fields of a dataclass that have another type than their annotations say; lists become tuples."""
     types = typing.get_type_hints(type(options))
     for field in fields(options):
         value = getattr(options, field.name)

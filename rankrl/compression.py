@@ -58,11 +58,7 @@ FILE_BATCH = 16
 
 
 def _file(network: Any, verb: str) -> Path | None:
-    """Return the path of a network in a file, None for a module.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Return the path of a network in a file, None for a module."""
     if isinstance(network, str | Path):
         return Path(network)
     if isinstance(network, nn.Module):
@@ -502,11 +498,7 @@ def _term(search: SearchOptions | None) -> FileTerm:
 
 
 def _score_name(score: Score | SessionScore | None, name: str | None) -> str | None:
-    """Return what the report calls the user's score; None without one.
-
-    Raises:
-        ConfigError: There is a name and no score, or it is empty.
-    """
+    """Return what the report calls the user's score; None without one."""
     if score is None and name is not None:
         raise ConfigError(
             f"score_name={name!r} names the function in score=; give that too, or leave both out"
@@ -517,11 +509,7 @@ def _score_name(score: Score | SessionScore | None, name: str | None) -> str | N
 
 
 def _share(heldout: Any) -> float:
-    """Return the share of a file's inputs that are held out.
-
-    Raises:
-        ConfigError: Inputs are given instead.
-    """
+    """Return the share of a file's inputs that are held out."""
     if isinstance(heldout, float | int):
         return heldout
     raise ConfigError(
@@ -532,11 +520,7 @@ def _share(heldout: Any) -> float:
 
 
 def _refuse(kind: str, **options: Any) -> None:
-    """Refuse options that mean nothing for a kind of network.
-
-    Raises:
-        ConfigError: Naming the first that is set.
-    """
+    """Refuse options that mean nothing for a kind of network."""
     for name, value in options.items():
         if value is not None:
             raise ConfigError(f"{name}= means nothing for {kind}; leave it out")

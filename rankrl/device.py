@@ -23,10 +23,6 @@ class Precision:
     """A device and the floating-point type of its convolutions and matrix products.
 
     Parameters stay float32 in either case; `torch.bfloat16` means automatic mixed precision.
-
-    Attributes:
-        device: Where models and batches live.
-        dtype: `torch.float32` or `torch.bfloat16`.
     """
 
     device: torch.device
@@ -73,9 +69,6 @@ def inference_precision(device: torch.device | None = None) -> Precision:
     AVX512-BF16 alone is no gain on Intel's processors: matrix products of 512 rows reach 78 GFLOP/s in
     bfloat16 and 160 in float32 on a Sapphire Rapids core whose AMX is hidden, as in many virtual machines;
     training steps of ResNet-20 take 1.2 to 1.4 times as long. AMD's are 1.5 to 1.9 times as fast with it.
-
-    Args:
-        device: The device asked about; `select_device()` when omitted.
     """
     device = select_device() if device is None else device
     return Precision(device, torch.bfloat16 if _has_fast_bfloat16(device) else torch.float32)
@@ -99,10 +92,6 @@ def accepted_layout(model: nn.Module, example: Inputs) -> torch.memory_format:
 
     Channels last is the faster one; contiguous where the network's own code asks for it, such as
     `x.view(len(x), -1)` behind a convolution.
-
-    Args:
-        model: The network; it runs in evaluation mode, and its mode stays as it was.
-        example: An input or two, on the network's device.
     """
     if not isinstance(example, Tensor) or example.ndim != 4:
         return torch.contiguous_format

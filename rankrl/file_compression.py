@@ -45,18 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileSource:
-    """A network in an ONNX file, what it is used on, and how it is judged.
-
-    Attributes:
-        path: The file; it is only read.
-        inputs: A .npz or .npy file, a folder of images, arrays, or batches of them.
-        images: How image files become inputs, where `inputs` is a folder of them.
-        batch_axes: The axis of every input that counts the inputs of a batch, by name.
-        heldout: Share of the inputs that the result is compared on; nothing is fitted to them.
-        score: From an onnxruntime session to a number, higher is better; the agreement with the original on
-            the held-out inputs when None.
-        term: What plans are scored by without a score (`OnnxScoring`).
-    """
+    """A network in an ONNX file, what it is used on, and how it is judged."""
 
     path: Path
     inputs: Inputs = field(repr=False)
@@ -67,16 +56,7 @@ class FileSource:
     term: FileTerm = OnnxScoring.term
 
     def read(self, request: Request, *, scored: float = 0.0) -> PreparedFile:
-        """Read the file and its inputs.
-
-        Args:
-            request: What is asked for.
-            scored: Share of the inputs that plans are scored on.
-
-        Raises:
-            OnnxGraphError: The file or the inputs cannot be used.
-            DecompositionError: `skip` or `only` match no node.
-        """
+        """Read the file and its inputs."""
         return PreparedFile.read(
             self.path,
             self.inputs,
@@ -92,14 +72,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class FileSearch:
-    """What a search over a network in an ONNX file begins with.
-
-    Attributes:
-        request: What is asked for; times are taken of batches that the file can take.
-        network: The network.
-        candidates: What may become of its nodes.
-        kept: Whether the network as it was rewritten keeps a budget in time already.
-    """
+    """What a search over a network in an ONNX file begins with."""
 
     request: Request
     network: GraphNetwork
@@ -108,17 +81,7 @@ class FileSearch:
 
     @classmethod
     def of(cls, source: FileSource, request: Request) -> FileSearch:
-        """Read a network, refuse what cannot work, and rewrite what is slow under a budget in time.
-
-        Args:
-            source: Where the network is from.
-            request: What is asked for.
-
-        Raises:
-            OnnxGraphError: The file or the inputs cannot be used, or no node can be compressed.
-            ConfigError: An option does not suit a file.
-            DecompositionError: No plan reaches the budget.
-        """
+        """Read a network, refuse what cannot work, and rewrite what is slow under a budget in time."""
         request.check()
         check_options(request)
         file = source.read(request, scored=source.heldout if _chooses(source, request) else 0.0)
@@ -167,19 +130,7 @@ def compress_file(
     folder: Path | None = None,
     on_episode: Callable[[EpisodeRow], None] | None = None,
 ) -> Compression:
-    """Compress a network in an ONNX file; see `rankrl.compress`.
-
-    Args:
-        source: The network, its inputs, and how it is judged.
-        target: The file to write.
-        request: What is asked for.
-        folder: Where the search keeps its record, or None.
-        on_episode: Called with the row of every newly scored plan.
-
-    Raises:
-        RankrlError: As `rankrl.compress`.
-        KeyboardInterrupt: The search was interrupted; with a folder the same call goes on with it.
-    """
+    """Compress a network in an ONNX file; see `rankrl.compress`."""
     _check_target(target, source.path)
     begun = FileSearch.of(source, request)
     if begun.kept:
@@ -199,18 +150,7 @@ def compress_file(
 
 
 def compress_file_in(source: FileSource, folder: Path | None, request: Request, target: Path) -> Compression:
-    """Compress a file; where the target is a folder, with plan, numbers and report there.
-
-    Args:
-        source: The network and its inputs.
-        folder: Where the search keeps its record, or None.
-        request: What is asked for.
-        target: The ONNX file to write, or `folder`.
-
-    Raises:
-        RankrlError: As `compress_file`.
-        ConfigError: The folder holds the results of another call.
-    """
+    """Compress a file; where the target is a folder, with plan, numbers and report there."""
     request = request.timed_in(request.cache, folder)
     if folder is None or target != folder:
         return compress_file(source, target, request, folder=folder)
@@ -233,33 +173,13 @@ def compress_file_in(source: FileSource, folder: Path | None, request: Request, 
 
 
 def write_file_kit(source: FileSource, request: Request, folder: Path) -> WrittenKit:
-    """Write the timing kit of a network in an ONNX file; see `rankrl.timing_kit`.
-
-    Args:
-        source: The network and its inputs.
-        request: What is asked for.
-        folder: The folder.
-
-    Raises:
-        RankrlError: As `rankrl.compress`.
-    """
+    """Write the timing kit of a network in an ONNX file; see `rankrl.timing_kit`."""
     begun = FileSearch.of(source, request)
     return write_kit(begun.network, begun.candidates, begun.request, folder)
 
 
 def apply_to_file(source: FileSource, plan: CompressionPlan, target: Path, request: Request) -> Compression:
-    """Carry out a plan on a network in an ONNX file; see `rankrl.apply_plan`.
-
-    Args:
-        source: The network, its inputs, and how it is judged.
-        plan: What becomes of every node.
-        target: The file to write.
-        request: How nodes are fitted and time is measured.
-
-    Raises:
-        PlanError: The plan was made for another network, or does something that a node cannot become.
-        RankrlError: As `rankrl.compress`.
-    """
+    """Carry out a plan on a network in an ONNX file; see `rankrl.apply_plan`."""
     _check_target(target, source.path)
     check_runtimes(request.timing)
     file = source.read(request)
@@ -277,11 +197,7 @@ def apply_to_file(source: FileSource, plan: CompressionPlan, target: Path, reque
 
 
 def check_options(request: Request) -> None:
-    """Refuse what only PyTorch modules can do.
-
-    Raises:
-        ConfigError: Naming the option.
-    """
+    """Refuse what only PyTorch modules can do."""
     options = request.decomposition
     check_formats(options.choices)
     if options.channels:

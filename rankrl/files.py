@@ -26,29 +26,13 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
     """Write `data` to `path` so that `path` never holds a part of it.
 
     Missing parent folders are created.
-
-    Args:
-        path: The file to create or replace.
-        data: Its whole content; text is written as UTF-8.
-
-    Raises:
-        StorageError: The folder cannot be written or the disk is full; `path` is as it was before.
     """
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         file.write(data.encode("utf-8") if isinstance(data, str) else data)
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write `value` as indented, standard JSON, atomically.
-
-    Args:
-        path: The file to create or replace.
-        value: Anything `json` can write; NaN and infinities are refused, because standard JSON has neither.
-
-    Raises:
-        StorageError: The file cannot be written.
-        ValueError: `value` holds NaN or an infinity.
-    """
+    """Write `value` as indented, standard JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -59,16 +43,6 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     The temporary name lies in the folder of `path` and keeps its suffix. When the block ends normally the
     temporary file is flushed to the disk and renamed to `path`, with the mode of any new file; when it
     raises, the file is removed.
-
-    Args:
-        path: The file to create or replace; missing parent folders are created.
-
-    Yields:
-        The path to write to.
-
-    Raises:
-        StorageError: The system refused something in the block or while renaming (full disk, unwritable
-            folder).
     """
     target = Path(path)
     with storage_errors():
@@ -82,11 +56,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def storage_errors() -> Iterator[None]:
-    """Turn what the system refuses while files are written into our error, as a block or as a decorator.
-
-    Raises:
-        StorageError: A library below could not write a file, or the disk is full.
-    """
+    """Turn what the system refuses while files are written into our error, as a block or as a decorator."""
     try:
         yield
     except errors.StorageError as error:
@@ -135,11 +105,7 @@ def written_files(folder: Path) -> frozenset[str] | None:
 
 @contextmanager
 def recording(folder: Path) -> Iterator[None]:
-    """List what is written into a folder within the block, each file before it is there.
-
-    Raises:
-        StorageError: A file would be replaced that no run wrote.
-    """
+    """List what is written into a folder within the block, each file before it is there."""
     root, lock = Path(os.path.abspath(folder)), Lock()
 
     def list_file(path: Path) -> None:
@@ -171,11 +137,7 @@ def recording_entries(folder: Path, name: str) -> Iterator[None]:
 
 
 def check_own(folder: Path) -> None:
-    """Refuse a folder with a file that no run wrote and the next one may replace.
-
-    Raises:
-        ConfigError: Naming the first.
-    """
+    """Refuse a folder with a file that no run wrote and the next one may replace."""
     known = written_files(folder)
     for name in _FILES:
         if known is not None and name not in known and os.path.lexists(folder / name):
@@ -196,11 +158,7 @@ def remove_written(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Set a run's files aside, and no others; those of one that has not ended itself are removed.
-
-    Raises:
-        ConfigError: There is no list of them.
-    """
+    """Set a run's files aside, and no others; those of one that has not ended itself are removed."""
     if written_files(folder) is None:
         raise ConfigError(
             f"{folder} holds a run whose list of files, {folder / FILE_LIST}, is missing or damaged; without "

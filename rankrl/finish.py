@@ -32,11 +32,7 @@ def _plan_alone(plan: CompressionPlan, measurement: Measurement) -> Mapping[str,
 
 
 def measurement(network: Network, plan: CompressionPlan, compressed: Any, tuned: Any = None) -> Measurement:
-    """Return what a compressed network costs and is worth; `finish` explains the arguments.
-
-    Raises:
-        NonFiniteError: A score is NaN or infinite.
-    """
+    """Return what a compressed network costs and is worth; `finish` explains the arguments."""
     last = compressed if tuned is None else tuned
     with logged_seconds(log, "the original's score"):
         baseline_score = network.score(None)
@@ -88,22 +84,7 @@ def finish(
     budget: BudgetOptions = _NO_BUDGET,
     notes: Notes = _plan_alone,
 ) -> Compression:
-    """Measure a compressed network and write it as a file, verified and timed.
-
-    Args:
-        network: What was compressed: a module, a data set's classifier or an ONNX graph.
-        plan: What became of its layers.
-        compressed: The compressed network (`SearchableNetwork.applied`).
-        path: The file to write.
-        tuned: The compressed network after fine-tuning; None where there was none.
-        search: Where the plan is from.
-        budget: What was to be kept, or may be lost.
-        notes: The text that the file holds besides the graph.
-
-    Raises:
-        ExportError: The network cannot be exported, quantised or timed, or its file computes something else.
-        NonFiniteError: A score is NaN or infinite.
-    """
+    """Measure a compressed network and write it as a file, verified and timed."""
     last = compressed if tuned is None else tuned
     measured = measurement(network, plan, compressed, tuned)
     with logged_seconds(log, "the file, verified and timed"):

@@ -58,13 +58,6 @@ def in_float32(model: nn.Module, *, keep_double: bool = False) -> nn.Module:
 
     Where parameters have other types, what its forward casts to these stays in float32, too: a network of
     several types casts between its layers.
-
-    Args:
-        model: Any module; left untouched.
-        keep_double: Leave float64 as it is, which training in float32 would make worse.
-
-    Raises:
-        DecompositionError: It cannot be copied.
     """
     network = copied(unwrapped(model))
     types = _NARROW if keep_double else (*_NARROW, torch.float64)
@@ -94,12 +87,7 @@ def as_float32(inputs: Inputs, *, keep_double: bool = False) -> Inputs:
 
 
 def back_in(model: nn.Module, types: Mapping[str, torch.dtype]) -> nn.Module:
-    """Give a network that `in_float32` returned, or a user's training, its own types back, in place.
-
-    Args:
-        model: The network.
-        types: From `own_types`.
-    """
+    """Give a network that `in_float32` returned, or a user's training, its own types back, in place."""
     model.__class__ = getattr(model, _OWN_CLASS, type(model))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype != types.get(name, tensor.dtype):

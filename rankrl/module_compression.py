@@ -54,14 +54,7 @@ another)."""
 
 @dataclass(frozen=True)
 class FineTuner:
-    """How a compressed network is fine-tuned.
-
-    Attributes:
-        how: Epochs, a recipe or a function; None leaves it as it was fitted.
-        loss: From outputs and labels of a batch to a scalar, for our own training.
-        teacher: The network to learn from in our own training, or several, whose outputs are averaged; None
-            for the dense one.
-    """
+    """How a compressed network is fine-tuned."""
 
     how: FineTuning | None = None
     loss: Loss | None = None
@@ -120,22 +113,7 @@ def compress_module(
     test: CalibrationInputs | None,
     tuner: FineTuner,
 ) -> ModuleCompression:
-    """Compress a PyTorch module; see `rankrl.compress`.
-
-    Args:
-        model: The network, left as it was.
-        data: Inputs to fit to.
-        folder: Where everything is written.
-        request: What is asked for.
-        score: From a network to a number, higher is better; None for what the held-out inputs say.
-        heldout: Share of `data` that plans are scored on, or other inputs for that.
-        test: Inputs that choose nothing, for the report.
-        tuner: How the compressed network is fine-tuned.
-
-    Raises:
-        RankrlError: As `rankrl.compress`.
-        KeyboardInterrupt: The search was interrupted.
-    """
+    """Compress a PyTorch module; see `rankrl.compress`."""
     model = unwrapped(model)
     log.info("computes on %s, where the network is", model_device(model))
     recipe = tuner.recipe
@@ -238,18 +216,7 @@ def write_module_kit(
     request: Request,
     heldout: float | CalibrationInputs,
 ) -> WrittenKit:
-    """Write the timing kit of a PyTorch module; see `rankrl.timing_kit`.
-
-    Args:
-        model: The network.
-        data: Inputs, as `compress_module` takes them.
-        folder: The folder.
-        request: What is asked for.
-        heldout: What layers are not fitted to.
-
-    Raises:
-        RankrlError: As `rankrl.compress`.
-    """
+    """Write the timing kit of a PyTorch module; see `rankrl.timing_kit`."""
     request.check()
     candidates = request.timed_candidates()
     dense = _plain(unwrapped(model))
@@ -282,11 +249,7 @@ def calibration_batches(inputs: Inputs, model: nn.Module) -> list[Inputs]:
 def _teacher_score(
     tuner: FineTuner, dense: nn.Module, held: Sample, measure: HeldoutScore
 ) -> dict[str, float]:
-    """Return what metrics.json says of a teacher: its score on the held-out inputs, which is logged first.
-
-    Raises:
-        ConfigError: It cannot take the inputs, or its outputs have other shapes than the network's.
-    """
+    """Return what metrics.json says of a teacher: its score on the held-out inputs, which is logged first."""
     teacher = tuner.teacher_of(dense)
     check_outputs(teacher, dense, held.inputs)
     score = measure(teacher)

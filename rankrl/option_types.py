@@ -27,12 +27,7 @@ _LISTS = (list, tuple, Sequence, Collection)
 
 
 def parameter_types(function: Callable[..., Any], *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Return the annotations of a function's or a class's named parameters; Any where there is none.
-
-    Args:
-        function: What takes the options.
-        without: Parameters that are no options.
-    """
+    """Return the annotations of a function's or a class's named parameters; Any where there is none."""
     return {
         name: Any if parameter.annotation is parameter.empty else parameter.annotation
         for name, parameter in inspect.signature(function, eval_str=True).parameters.items()
@@ -41,12 +36,7 @@ def parameter_types(function: Callable[..., Any], *, without: Collection[str] = 
 
 
 def parameter_defaults(function: Callable[..., Any], *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Return the defaults of a function's or a class's named parameters; `Parameter.empty` for none.
-
-    Args:
-        function: What takes the options.
-        without: Parameters that are no options.
-    """
+    """Return the defaults of a function's or a class's named parameters; `Parameter.empty` for none."""
     parameters = inspect.signature(function).parameters
     return {name: parameters[name].default for name in parameter_types(function, without=without)}
 
@@ -57,17 +47,7 @@ def takes_any_option(function: Callable[..., Any]) -> bool:
 
 
 def check_options(owner: str, group: str, values: Mapping[str, Any], allowed: OptionTypes) -> None:
-    """Refuse unknown options, and values that are not of an option's type.
-
-    Args:
-        owner: Who has the options, for the message, such as "selector 'ddpg'".
-        group: What their names begin with, such as "selector".
-        values: Plain values by the name of the option.
-        allowed: The types of all options.
-
-    Raises:
-        ConfigError: Naming the option in full, the value and what is allowed.
-    """
+    """Refuse unknown options, and values that are not of an option's type."""
     for name, value in values.items():
         if name not in allowed:
             raise ConfigError(
@@ -78,16 +58,7 @@ def check_options(owner: str, group: str, values: Mapping[str, Any], allowed: Op
 
 
 def check_option(name: str, value: Any, wanted: Any) -> None:
-    """Refuse a value that is not of an option's type, and everything that is NaN or infinite.
-
-    Args:
-        name: The option's full name.
-        value: A plain value.
-        wanted: The annotation.
-
-    Raises:
-        ConfigError: Naming the option, the value and what is allowed.
-    """
+    """Refuse a value that is not of an option's type, and everything that is NaN or infinite."""
     if any(not math.isfinite(number) for number in _floats(value)):
         raise ConfigError(f"{name} must be finite, got {shown(value)}; {_allowed(wanted)}")
     if any(abs(number) > _LARGEST for number in _integers(value)):

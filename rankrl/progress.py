@@ -14,12 +14,7 @@ __all__ = ["Progress", "ProgressBar", "in_words", "listening", "logged_seconds",
 
 @contextmanager
 def logged_seconds(log: logging.Logger, what: str) -> Iterator[None]:
-    """Log how long a block took, once it has ended.
-
-    Args:
-        log: The logger of the caller's module.
-        what: What the block makes, in a few words.
-    """
+    """Log how long a block took, once it has ended."""
     start = time.perf_counter()
     yield
     log.info("%s: %.1f s", what, time.perf_counter() - start)

@@ -15,11 +15,7 @@ class RankSelectionSpec(EnvSpec):
     """Gymnasium's record of how the environment is made, of which JSON holds no network."""
 
     def to_json(self) -> str:
-        """Write the record as JSON.
-
-        Raises:
-            ConfigError: It holds a problem.
-        """
+        """Write the record as JSON."""
         if "problem" in self.kwargs:
             raise ConfigError(
                 f"the spec of {self.id} holds problem=, a network and its fits, which JSON cannot; keep what "

@@ -29,21 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """What may become of a network's layers, what plans keep to, and who chooses.
-
-    Attributes:
-        goal: Budget, limits, reward, and how time is measured.
-        decomposition: What may become of layers, and how they are fitted.
-        selector: Name of what chooses.
-        selector_options: Its options.
-        seed: Seed of everything random.
-        cache: Folder of fits, sensitivities and times that later calls reuse, or None.
-        progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
-            called with the stage, the number of its steps that are done and of all.
-        score_name: What the report calls the score that plans are chosen by; None for one that the report has
-            a name for.
-        overwrite: Whether the results of another call in the folder are removed.
-    """
+    """What may become of a network's layers, what plans keep to, and who chooses."""
 
     goal: SearchGoal
     decomposition: DecompositionOptions
@@ -66,12 +52,7 @@ class Request:
         return None if self.cache is None else self.cache / "fits"
 
     def check(self) -> None:
-        """Refuse what can be refused before anything is read.
-
-        Raises:
-            ConfigError: There is no budget, or the selector or one of its options is unknown, out of range or
-                does not suit the others.
-        """
+        """Refuse what can be refused before anything is read."""
         if self.goal.needs_budget:
             raise ConfigError(
                 "give a budget: params=0.4 keeps at most 40 % of the parameters; macs=, bytes=, latency= "
@@ -98,11 +79,7 @@ class Request:
         return replace(self, goal=replace(self.goal, timing=self.timing.kept_in(cache, folder)))
 
     def record(self, network: str) -> dict[str, Any]:
-        """Return what a search depends on besides the data and the score, which its own state tells apart.
-
-        Args:
-            network: The network's digest.
-        """
+        """Return what a search depends on besides the data and the score, which its own state tells apart."""
         goal = self.goal
         return {
             "task": COMPRESS,
@@ -120,18 +97,7 @@ class Request:
 def write_kit(
     network: PricedNetwork, candidates: CandidateOptions, request: Request, folder: Path
 ) -> WrittenKit:
-    """Write all that a budget in time would time of a network into a folder, for another device.
-
-    Args:
-        network: The network.
-        candidates: What may become of its layers.
-        request: What else is asked for.
-        folder: The folder.
-
-    Raises:
-        DecompositionError: No layer can be compressed.
-        ExportError: A layer or the network cannot be written.
-    """
+    """Write all that a budget in time would time of a network into a folder, for another device."""
     library = network.library(candidates, cache=request.fits, seed=request.seed)
     sites = [library.unfitted(name, limit=candidates.candidates) for name in library.specs]
     kit = LatencyBudget(network, sites, 1.0, request.timing, library).kit.write(folder)
@@ -142,16 +108,7 @@ def write_kit(
 def opened_session(
     network: SearchableNetwork, candidates: CandidateOptions, request: Request
 ) -> SearchSession:
-    """Calibrate a network's layers and return the session of a search; nothing is fitted yet.
-
-    Args:
-        network: The network.
-        candidates: What may become of its layers.
-        request: What else is asked for.
-
-    Raises:
-        DecompositionError: No layer can be compressed.
-    """
+    """Calibrate a network's layers and return the session of a search; nothing is fitted yet."""
     library = network.library(candidates, cache=request.fits, seed=request.seed)
     limit = candidates.candidates
     return SearchSession(network, library, request.goal, candidates=limit, progress=request.progress)

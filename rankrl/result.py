@@ -27,16 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a compressed network costs, and how good it is.
-
-    Attributes:
-        before: `params`, `macs`, `bytes` (of the parameters) and `file_bytes` of the original.
-        after: The same of the compressed network.
-        baseline_score: The score of the original, as `score`.
-        compressed_score: The score before fine-tuning.
-        score: The user's score of the compressed network, the accuracy of a data set's classifier on its test
-            images, or the agreement of the outputs with the original's (1 at most).
-    """
+    """What a compressed network costs, and how good it is."""
 
     before: Mapping[str, int]
     after: Mapping[str, int]
@@ -47,18 +38,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredNetwork(Measurement):
-    """A compressed network and what is known of it without its file.
-
-    Attributes:
-        plan: What became of every layer.
-        layers: The same, as the report shows it.
-        heldout: How many inputs it was compared on.
-        rewritten: What became of nodes of a file before anything was compressed, by name.
-        collapsed: What to tell a reader if it answers no better than a constant, else None.
-        certificate: What it loses of the original's score, with a 95 % interval; None where no scores of
-            single inputs are known, or all inputs chose plans.
-        uncertified: Why there is none although a loss was accepted, else None.
-    """
+    """A compressed network and what is known of it without its file."""
 
     plan: CompressionPlan
     layers: tuple[LayerRow, ...] = field(repr=False)
@@ -135,12 +115,7 @@ def shallow(known: Any) -> dict[str, Any]:
 
 
 def missed_latency(budget: float | None, times: LatencyComparison) -> str | None:
-    """Return what to tell a reader if a finished file misses its budget in time, else None.
-
-    Args:
-        budget: Fraction of the original's time to keep at most, or None for no such budget.
-        times: The file's time next to the original's.
-    """
+    """Return what to tell a reader if a finished file misses its budget in time, else None."""
     kept = 1 / times.ratio
     if budget is None or 1 / times.ratio_high <= budget:  # within what the timing can tell
         return None
@@ -209,11 +184,7 @@ def certificate_numbers(result: MeasuredNetwork) -> dict[str, Any]:
 
 
 def run_numbers(result: Compression) -> dict[str, Any]:
-    """Return what the metrics.json of a call from Python says of a compressed network.
-
-    Args:
-        result: The network; of one that was fine-tuned, `agreement` is that of the last one.
-    """
+    """Return what the metrics.json of a call from Python says of a compressed network."""
     numbers = summary(result)
     if isinstance(result, ModuleCompression):
         last = numbers["compressed"]
@@ -236,15 +207,7 @@ def run_numbers(result: Compression) -> dict[str, Any]:
 def write_run(
     run: RunFolder, result: Compression, request: Request, model: str, numbers: Mapping[str, Any]
 ) -> None:
-    """Write the report and, last, the numbers of a call from Python; log what its reader must know.
-
-    Args:
-        run: The folder.
-        result: The compressed network.
-        request: What was asked for.
-        model: The network's name.
-        numbers: What `run_numbers` says.
-    """
+    """Write the report and, last, the numbers of a call from Python; log what its reader must know."""
     metrics = {
         "task": "compress",
         "model": model,

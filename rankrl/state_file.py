@@ -20,34 +20,14 @@ from rankrl.files import write_atomically
 
 
 def write_state(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any], version: int) -> None:
-    """Write a state.
-
-    Args:
-        path: The file to create or replace.
-        tensors: Its tensors; they are copied to the CPU and to contiguous memory.
-        content: Its plain values, JSON-able.
-        version: Version of the layout of both.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Write a state."""
     plain = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
     text = json.dumps({"version": version, **content})
     write_atomically(path, safetensors.torch.save(plain, metadata={"rankrl": text}))
 
 
 def check_setup(path: Path, what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on from a state with another setup than its own.
-
-    Args:
-        path: The state's file, for the message.
-        what: What has the setup, for the message: "training".
-        before: The setup that the state was written with.
-        now: The present one, JSON-able.
-
-    Raises:
-        CheckpointError: They differ; the message names the first difference.
-    """
+    """Refuse to go on from a state with another setup than its own."""
     for key, value in json.loads(json.dumps(now)).items():
         if before.get(key) != value:
             raise CheckpointError(
@@ -66,19 +46,7 @@ def damaged_state(path: Path, what: str, error: Exception) -> CheckpointError:
 
 
 def read_state(path: Path, version: int, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `write_state` wrote.
-
-    Args:
-        path: The file.
-        version: The version that the caller reads.
-        what: What the file should be, for messages, for example "search state".
-
-    Returns:
-        The tensors on the CPU, and the plain values.
-
-    Raises:
-        CheckpointError: The file is missing, damaged or of another version.
-    """
+    """Read what `write_state` wrote."""
     if not path.is_file():
         raise CheckpointError(f"there is no {what} {path} to resume from")
     try:

@@ -18,12 +18,7 @@ Entries = dict[str, tuple[LayerPlan, LayerSpec]]
 
 
 def check_applied(model: nn.Module, compressed: nn.Module, entries: Entries) -> None:
-    """Refuse a result that differs from what the plan says.
-
-    Raises:
-        DecompositionError: If a layer is not in the form that its entry says, its cores are not fitted or not
-            finite, or the parameters are not as many as the plan adds up to.
-    """
+    """Refuse a result that differs from what the plan says."""
     modules, factorised = dict(compressed.named_modules()), factorised_layers(compressed)
     expected = count_parameters(model)
     for name, (entry, spec) in entries.items():

@@ -260,16 +260,7 @@ def fitted_layer(
     sensitivity: torch.Tensor | None,
     options: FitOptions,
 ) -> FittedLayer:
-    """Apply an entry's operations one after the other to a dense layer.
-
-    Args:
-        dense: The dense layer; left untouched.
-        entry: The layer's entry in a plan.
-        spec: What it is.
-        problem: What it has to reproduce.
-        sensitivity: G (out, out) of the network's output to the layer's; `None` counts channels alike.
-        options: How much work to do.
-    """
+    """Apply an entry's operations one after the other to a dense layer."""
     fitted = FittedLayer(dense, problem.target)
     for operation in entry.layer_operations:
         fitted = operation.fit(fitted.module, spec, problem, sensitivity=sensitivity, options=options)

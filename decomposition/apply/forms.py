@@ -45,12 +45,7 @@ def contracted(model: nn.Module, only: Collection[str] | None = None) -> nn.Modu
 
 
 def dense_form(model: nn.Module, plan: CompressionPlan) -> nn.Module:
-    """Return a copy of a compressed model with dense layers of the contracted weights in place again.
-
-    Args:
-        model: The compressed model.
-        plan: Its plan; what group operations changed stays changed.
-    """
+    """Return a copy of a compressed model with dense layers of the contracted weights in place again."""
     network = copied(unwrapped(model))
     modules = dict(network.named_modules())
     for layer in plan:

@@ -165,11 +165,7 @@ def _loaded_back(model: nn.Module, path: Path, dense: nn.Module | None) -> nn.Mo
 
 
 def _compare(model: nn.Module, loaded: nn.Module, input_shape: InputShape, path: Path) -> None:
-    """Refuse a model that differs after loading it back.
-
-    Raises:
-        PlanError: If a tensor is not equal bit for bit, or the outputs on a random input differ.
-    """
+    """Refuse a model that differs after loading it back."""
     expected, actual = _own_tensors(model), _own_tensors(loaded)
     for name, tensor in expected.items():
         if actual[name].dtype != tensor.dtype or not _equal(tensor.detach(), actual[name].detach()):

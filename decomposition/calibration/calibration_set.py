@@ -28,32 +28,14 @@ _BATCH = 64  # items of a dataset in a batch
 
 
 def calibration_batches(calibration: CalibrationInputs, model: nn.Module | None = None) -> list[Inputs]:
-    """Return a calibration set as a list of batches without labels.
-
-    Args:
-        calibration: One batch (a tensor, a tuple or a dict of tensors), an iterable of batches, or a dataset.
-            Batches may be pairs of inputs and labels, as data loaders yield them.
-        model: What takes the inputs; its forward tells a pair of inputs from inputs with labels.
-
-    Raises:
-        DecompositionError: If it holds anything but tensors, cannot be told from labels, or holds inputs of
-            different shapes.
-    """
+    """Return a calibration set as a list of batches without labels."""
     return [inputs for inputs, _ in labelled_batches(calibration, model)]
 
 
 def labelled_batches(
     data: CalibrationInputs, model: nn.Module | None = None
 ) -> list[tuple[Inputs, Any | None]]:
-    """Return a set of inputs as a list of batches, each with its labels, or `None` where it has none.
-
-    Args:
-        data: As for `calibration_batches`.
-        model: As for `calibration_batches`.
-
-    Raises:
-        DecompositionError: As `calibration_batches`.
-    """
+    """Return a set of inputs as a list of batches, each with its labels, or `None` where it has none."""
     forward = _Forward.of(model)
     batches = [_parted(batch, forward) for batch in _batches(data, forward)]
     for batch, _ in batches:
@@ -70,13 +52,7 @@ def labelled_batches(
 
 @dataclass(frozen=True)
 class _Forward:
-    """What the forward of a model takes.
-
-    Attributes:
-        least: Positional arguments that it needs.
-        most: Positional arguments that it takes.
-        names: Its named parameters; None if it takes any, or nothing is known.
-    """
+    """What the forward of a model takes."""
 
     least: int = 1
     most: float = 1
@@ -120,11 +96,7 @@ def _batches(data: Any, forward: _Forward) -> Iterable[Any]:
 
 
 def _is_one_batch(data: Any, forward: _Forward) -> bool:
-    """Tell whether a tuple or list is inputs, with their labels perhaps, and not batches of inputs.
-
-    Raises:
-        DecompositionError: It may be either.
-    """
+    """Tell whether a tuple or list is inputs, with their labels perhaps, and not batches of inputs."""
     if not isinstance(data, list | tuple) or not data:
         return False
     if isinstance(data, tuple) and forward.least > 1 and _all_tensors(data):
@@ -150,11 +122,7 @@ def _is_one_batch(data: Any, forward: _Forward) -> bool:
 
 
 def _collated(dataset: Dataset[Any]) -> Iterator[Any]:
-    """Yield the items of a dataset in batches.
-
-    Raises:
-        DecompositionError: Items cannot be joined.
-    """
+    """Yield the items of a dataset in batches."""
     every: Iterable[Any] = (
         dataset if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, _range(dataset))
     )

@@ -24,16 +24,7 @@ _TRIED = 64  # inputs with gaps that are run at once
 def checked_batches(
     calibration: CalibrationInputs, model: nn.Module, layers: Collection[str] = ()
 ) -> list[Inputs]:
-    """Return a calibration set as a list of batches that a model takes.
-
-    Args:
-        calibration: One batch, batches or a dataset (`decomposition.calibration`); labels are left away.
-        model: What takes them; it is run on the first two inputs.
-        layers: Names of layers that are fitted to what they get of the inputs.
-
-    Raises:
-        DecompositionError: There are none, the model does not take them, or they are not finite.
-    """
+    """Return a calibration set as a list of batches that a model takes."""
     batches = accepted(model, calibration_batches(calibration, model))
     if sum(map(count_inputs, batches)) == 0:
         shapes = ", ".join(str(tuple(tensor.shape)) for batch in batches[:1] for tensor in tensors_of(batch))
@@ -52,21 +43,7 @@ def accepted(
     *,
     device: torch.device | None = None,
 ) -> list[Inputs]:
-    """Return batches in the form that a model takes, after running it on the first two inputs.
-
-    Args:
-        model: The model; left as it was.
-        batches: Alike.
-        what: What they are, for messages.
-        device: Where the model is run; None for the inputs' own device.
-
-    Returns:
-        The batches; in the floating-point type of the model's parameters, and in the usual order of memory,
-        where it takes no other.
-
-    Raises:
-        DecompositionError: The model fails on them. The message names the layer at fault and what it takes.
-    """
+    """Return batches in the form that a model takes, after running it on the first two inputs."""
     if not batches or count_inputs(batches[0]) == 0:
         return list(batches)
 
@@ -97,14 +74,7 @@ def accepted(
 def refusal(
     model: nn.Module, inputs: Inputs, error: Exception, what: str = "the calibration set"
 ) -> DecompositionError:
-    """Return the error for inputs that a model fails on: where it fails, what it takes there, and what to do.
-
-    Args:
-        model: The model.
-        inputs: A batch of them.
-        error: What it raised.
-        what: What they are.
-    """
+    """The error for inputs that a model fails on: where it fails, what it takes there, and what to do."""
     few = rows(inputs, slice(2))
     where = _failing_layer(model, few) or _failing_layer(model, inputs)
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -135,19 +105,7 @@ def check_finite(
     *,
     device: torch.device | None = None,
 ) -> None:
-    """Refuse inputs with NaN or infinite values, unless the model masks them.
-
-    Args:
-        model: What takes them; left as it was.
-        inputs: One batch.
-        layers: Names of layers that are fitted to the inputs that they get, and so must get finite ones.
-        what: What the inputs are, for messages.
-        device: Where the model is run; None for the inputs' own device.
-
-    Raises:
-        DecompositionError: The model's outputs for such inputs are not finite, or one of the layers sees what
-            is not.
-    """
+    """Refuse inputs with NaN or infinite values, unless the model masks them."""
     positions = gaps(inputs)
     if not len(positions):
         return
@@ -179,12 +137,7 @@ def check_finite(
 
 
 def remedy_for_gaps(seeing: Iterable[str], *, masked: bool) -> str:
-    """Return what to do about NaN or infinite values: the end of a message that says where they are.
-
-    Args:
-        seeing: Names of the layers that are to be fitted and see them.
-        masked: Whether the outputs are finite all the same.
-    """
+    """Return what to do about NaN or infinite values: the end of a message that says where they are."""
     if not masked:
         return "; leave such inputs out, or check how they are normalised"
     return (

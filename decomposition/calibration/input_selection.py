@@ -26,13 +26,7 @@ _AT_A_TIME = 32
 
 @dataclass(frozen=True)
 class Selection:
-    """A layer that reads only some of its input channels.
-
-    Attributes:
-        reads: The channels that it reads, sorted.
-        weight: Its weight (out, in, kernel), float64; zero for the other channels.
-        error: Relative output error.
-    """
+    """A layer that reads only some of its input channels."""
 
     reads: tuple[int, ...]
     weight: torch.Tensor
@@ -41,12 +35,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Narrowing:
-    """How many input channels a layer may read, and which layer then loses the others.
-
-    Attributes:
-        producer: Name of the layer whose outputs it alone reads, channel by channel.
-        counts: Numbers of channels to choose from, besides all of them.
-    """
+    """How many input channels a layer may read, and which layer then loses the others."""
 
     producer: str
     counts: tuple[int, ...]
@@ -58,16 +47,6 @@ def select_inputs(
     """Select the input channels that a layer reads best, for several numbers of them.
 
     A smaller selection is part of every larger one.
-
-    Args:
-        weight: The dense weight (out, in, kernel).
-        metric: Second moments E[x x'] of the input patches, (in * kernel, in * kernel); `None` counts all
-            inputs alike, and then nothing makes up for a channel.
-        sensitivity: G (out, out) of the network's output to the layer's; `None` counts outputs alike.
-        counts: Numbers of channels, each at least 1 and less than all.
-
-    Returns:
-        The selections by number of channels.
     """
     outputs, channels, kernel = weight.shape
     original = weight.double().flatten(1)

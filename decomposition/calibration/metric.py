@@ -22,9 +22,7 @@ log = logging.getLogger(__name__)
 class RowFactor:
     """The matrix F'F + r I.
 
-    Attributes:
-        rows: F, shape (n, D), float64.
-        ridge: r, 0 or more.
+    Shapes: rows (n, D).
     """
 
     rows: torch.Tensor
@@ -108,9 +106,6 @@ def cholesky(matrix: torch.Tensor) -> torch.Tensor:
     """Return the lower triangular root of a symmetric matrix, or of several, that rounding may have spoilt.
 
     What it lacks to be positive is added to its diagonal, with a warning.
-
-    Raises:
-        DecompositionError: A hundredth of its mean power does not make it positive.
     """
     power = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -189,12 +184,7 @@ def squared_norm(metric: Metric) -> float:
 
 
 def shrunk(metric: Metric, share: float) -> Metric:
-    """Mix the metric with the identity of the same trace.
-
-    Args:
-        metric: The metric.
-        share: Proportion of the identity, 0 to 1.
-    """
+    """Mix the metric with the identity of the same trace."""
     return shrunk_rows(metric, share) if isinstance(metric, RowFactor) else shrunk_matrix(metric, share)
 
 

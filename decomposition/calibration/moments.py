@@ -94,12 +94,7 @@ class InputMoments:
 
 
 def settled(moments: dict[str, InputMoments]) -> dict[str, InputMoments]:
-    """Return moments that are shrunk already, so that fits in them need no second copy of the matrices.
-
-    Args:
-        moments: Moments by layer name; the dictionary is empty then, so that each matrix is free before the
-            next one is shrunk.
-    """
+    """Return moments that are shrunk already, so that fits in them need no second copy of the matrices."""
     shrunken = {}
     for name in list(moments):
         each = moments.pop(name)
@@ -156,15 +151,7 @@ class MomentAccumulator:
 
 
 def check_memory(sizes: Sequence[tuple[int, int]]) -> None:
-    """Refuse to collect moments that do not fit into memory.
-
-    Args:
-        sizes: Numbers in a patch and patches of each layer.
-
-    Raises:
-        DecompositionError: They and two more of the largest, while it is made, take more than half of what is
-            free.
-    """
+    """Refuse to collect moments that do not fit into memory."""
     numbers = [columns * min(columns, most_rows(columns, patches)) for columns, patches in sizes]
     check_room(
         8 * (sum(numbers) + 2 * max(numbers, default=0)),

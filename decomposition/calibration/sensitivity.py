@@ -179,17 +179,6 @@ def _measured(
     With random signs s of numbers, E|f(y + h s e_c) - f(y)|^2 / h^2 is G_cc summed over positions, and what
     an error of that size does where f is no smooth function, as behind a rounding. Signs differ from channel
     to channel, too: an argmax does not notice what all of them share.
-
-    Args:
-        model: The network.
-        linear: Whether channels are the last axis of a layer's output, by name.
-        silent: The channels that no gradient reaches, of the layers that have some.
-        batches: Calibration inputs.
-        weights: Of the outputs, in their units.
-        generator: Source of the signs.
-
-    Returns:
-        Diagonal matrices of those layers whose silent channels carry more than `_SILENT_SHARE` of the effect.
     """
     if not silent:
         return {}

@@ -28,10 +28,7 @@ class Spread:
     def add(self, rows: torch.Tensor, labels: torch.Tensor, mean: torch.Tensor | None = None) -> None:
         """Add patches.
 
-        Args:
-            rows: Patches, (n, D).
-            labels: Which input each is from, (n,), integers from 0; those of another call are other inputs.
-            mean: What is subtracted from every patch, (D,); nothing when omitted.
+        Shapes: rows (n, D), mean (D,).
         """
         counts = labels.cpu().bincount().to(labels.device)
         self._rows += len(rows)
@@ -39,12 +36,7 @@ class Spread:
         self._squares += _squared_norms(rows, labels, counts, mean)
 
     def shrinkage(self, metric: Metric, scale: float | None = None) -> float:
-        """Return the proportion of the identity, from 0 to 1 (b^2 / d^2 in the paper).
-
-        Args:
-            metric: The matrix that was estimated: the sum of all products of rows, times `scale`.
-            scale: 1 / n when omitted.
-        """
+        """Return the proportion of the identity, from 0 to 1 (b^2 / d^2 in the paper)."""
         scale = 1 / self._rows if scale is None else scale
         size = squared_norm(metric)
         distance = size - trace(metric) ** 2 / columns(metric)
@@ -59,11 +51,7 @@ def shrinkage(
 ) -> float:
     """Return the proportion of the identity for the matrix E[x x'] of some patches, from 0 to 1.
 
-    Args:
-        rows: Patches, (n, D).
-        labels: Which input each is from, (n,), integers from 0.
-        metric: Their matrix, (D, D).
-        mean: What was subtracted from every patch, (D,); nothing when omitted.
+    Shapes: rows (n, D), metric (D, D), mean (D,).
     """
     spread = Spread()
     spread.add(rows, labels, mean)

@@ -43,16 +43,7 @@ _ELEMENTS = 2**22
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What is known of every number of an output over N inputs; arrays have the shape of one answer.
-
-    Attributes:
-        count: N.
-        mean: Its mean.
-        variance: Its variance, of a sample.
-        low: The least.
-        high: The greatest.
-        active: The share of inputs for which it is not exactly 0.
-    """
+    """What is known of every number of an output over N inputs; arrays have the shape of one answer."""
 
     count: int
     mean: Array
@@ -115,14 +106,7 @@ def in_parts(batches: Iterable[Array]) -> Iterable[Array]:
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Groups of an output's channels that have a unit each.
-
-    Attributes:
-        axis: The axis of the channels.
-        groups: The channels of every group, ascending; at least two groups.
-        spreads: What a constant answer's squared error is in each, on average over its numbers and the
-            inputs.
-    """
+    """Groups of an output's channels that have a unit each."""
 
     axis: int
     groups: tuple[Array, ...]
@@ -162,14 +146,7 @@ def output_weight(answers: Answers, units: Units | None) -> Array:
 
 
 def find_units(answers: Answers) -> Units | None:
-    """Find quantities of different units along the axis on which they differ most.
-
-    Args:
-        answers: What is known of the output.
-
-    Returns:
-        None where all channels have one unit.
-    """
+    """Find quantities of different units along the axis on which they differ most."""
     shape = answers.mean.shape
     if not answers.mean.size or not np.isfinite(answers.variance).all():
         return None

@@ -300,13 +300,7 @@ def in_one_block(here: CandidateSet, behind: CandidateSet) -> bool:
 
 
 def saved(sites: Sequence[CandidateSet], choices: Iterable[int], measure: str) -> float:
-    """Return what sites save because their successors do not read all of their outputs.
-
-    Args:
-        sites: The candidates of every site.
-        choices: Index of the chosen candidate of every site.
-        measure: `params`, `macs`, `bytes` or `latency`.
-    """
+    """Return what sites save because their successors do not read all of their outputs."""
     return sum(
         float(site.saved(measure)[int(choice), behind.levels[int(next_choice)]])
         for (site, choice), (behind, next_choice) in pairwise(zip(sites, choices, strict=True))

@@ -13,14 +13,7 @@ from decomposition.operations import Factorise, Operation
 
 @dataclass
 class FitCache:
-    """What was computed of a network's layers.
-
-    Attributes:
-        fits: By layer and factorisation.
-        selections: Input channels that are read, by layer and number of channels.
-        rounded: Rounded cores, or the rounded weight of a dense layer, in float32: by layer, what is done
-            with it, and how many input channels it reads (`None` for all).
-    """
+    """What was computed of a network's layers."""
 
     fits: dict[tuple[str, Factorise], Fit] = field(default_factory=dict)
     selections: dict[tuple[str, int], Selection] = field(default_factory=dict)

@@ -20,16 +20,7 @@ _VERSION = 5
 
 
 class LayerFits:
-    """Fits of a network's layers to what the network makes of their outputs.
-
-    Args:
-        specs: The layers by name.
-        weights: Their weights (out, in, kernel), float64.
-        metrics: Second moments of their input patches; `None` fits to the weight.
-        sensitivities: G (out, out) of the network's output to the layer's, for layers that have one.
-        options: How much work each fit may do.
-        disk: Where fits are kept.
-    """
+    """Fits of a network's layers to what the network makes of their outputs."""
 
     def __init__(
         self,
@@ -62,11 +53,7 @@ class LayerFits:
         self._fitter = None
 
     def fit(self, name: str, operation: Factorise) -> Fit:
-        """Return the fit of a layer, from disk or computed.
-
-        Raises:
-            DecompositionError: If the weight is not finite.
-        """
+        """Return the fit of a layer, from disk or computed."""
 
         def compute() -> dict[str, torch.Tensor]:
             fit = self._compute(name, operation)

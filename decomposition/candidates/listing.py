@@ -32,27 +32,7 @@ Spectra = Callable[[TensorFormat], Sequence[np.ndarray]]
 
 
 class CandidateLister:
-    """Lists the candidates of a network's layers from their shapes, without looking at weights.
-
-    Args:
-        specs: The compressible layers.
-        formats: Name of the format, or names of several that every layer may choose from.
-        precisions: Names of what layers may compute with or be stored in (`PRECISIONS`); every candidate
-            comes in each of them. The dense layer in float32 is always a candidate.
-        unreached: Names of layers that no calibration input reaches; they stay dense.
-        unrounded: Names of layers that come in float32 alone, whatever the precisions.
-        floating: Names of layers that cannot compute in integers; theirs become `int8_weights`.
-        tensorised: Split channel counts into small factors.
-        as_nodes: Whether candidates have to be convolutions and matrix products in a row.
-        multiple: Candidate ranks are multiples of it (`candidate_ranks`).
-        narrowings: For layers that may read only some of their input channels: how many, and which layer
-            loses the others.
-        removals: For layers that may leave the network with their block: how.
-        norm_parameters: Parameters of the batch norm behind a layer for each output channel.
-
-    Raises:
-        DecompositionError: There is no such format or precision, or none is given.
-    """
+    """Lists the candidates of a network's layers from their shapes, without looking at weights."""
 
     def __init__(
         self,
@@ -104,19 +84,7 @@ class CandidateLister:
         only: Sequence[str] = (),
         **options: Any,
     ) -> CandidateLister:
-        """Make the lister of a network's layers.
-
-        Args:
-            model: The dense model.
-            input_shape: Shape of one input without the batch axis, or a batch of inputs.
-            formats: Name of the format, or names of several.
-            skip: Layers that stay as they are (`decomposition.network.layers.skipping`).
-            only: Layers that alone may change; empty for all.
-            **options: Those of `CandidateLister`.
-
-        Raises:
-            DecompositionError: If the model has no layer to decompose.
-        """
+        """Make the lister of a network's layers."""
         model = unwrapped(model)
         specs = changing_layers(model, input_shape, skip, only)
         return cls(
@@ -128,14 +96,7 @@ class CandidateLister:
         return self._modes[name, tensor_format.name]
 
     def candidates(self, name: str, *, limit: int = 16, spectra: Spectra | None = None) -> CandidateSet:
-        """Return a layer's candidates and their costs; errors are 1 but for the dense layer's 0.
-
-        Args:
-            name: The layer.
-            limit: Candidate ranks a format at most.
-            spectra: Lets formats that can choose a rank for every bond, by the weight's spectra; without it
-                bonds share one. The smallest candidate is the same.
-        """
+        """Return a layer's candidates and their costs; errors are 1 but for the dense layer's 0."""
         spec = self.specs[name]
         choices = [
             rounded
@@ -292,11 +253,7 @@ class CandidateLister:
 def changing_layers(
     model: nn.Module, input_shape: ExampleInputs, skip: Sequence[str], only: Sequence[str]
 ) -> list[LayerSpec]:
-    """Return the layers of a network that may change, in forward order.
-
-    Raises:
-        DecompositionError: There is none.
-    """
+    """Return the layers of a network that may change, in forward order."""
     every = skipping(inspect_layers(model, input_shape), skip, only)
     specs = [spec for spec in every if spec.refusal is None]
     if not specs:

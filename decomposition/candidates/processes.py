@@ -45,17 +45,6 @@ def in_processes(
 
     A job is made when a worker is free for it, so memory holds no more jobs than workers. A new worker takes
     over the job of a worker that dies. All workers end with the iteration, whatever ends it.
-
-    Args:
-        function: A function of a module; it, jobs and results are pickled.
-        jobs: What it is called with.
-        workers: Processes, 1 or more.
-        work: What is done, for messages.
-        threads: Threads that each process computes with.
-
-    Raises:
-        DecompositionError: If `workers` is less than 1, or workers end over the same job without a result.
-        Exception: What the function raises.
     """
     if workers < 1:
         raise DecompositionError(f"{work} take 1 worker or more, got workers={workers}")

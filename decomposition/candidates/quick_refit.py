@@ -46,15 +46,7 @@ MAX_PATCHES = 8_192
 
 @dataclass(frozen=True)
 class _Dense:
-    """What a layer of the dense network says about the calibration inputs.
-
-    Attributes:
-        layer: A copy of the layer.
-        weight: (out, in * kernel), float64.
-        outputs: W x of the sampled patches, (n, out).
-        outputs_mean: Their mean, float64 (out,).
-        share: By which second moments of the layer's inputs are shrunk.
-    """
+    """What a layer of the dense network says about the calibration inputs."""
 
     layer: DecomposableModule
     weight: torch.Tensor
@@ -68,15 +60,6 @@ class QuickRefit:
 
     Weights are written into the dense network; a factorised layer becomes the dense weight that it equals.
     Rounding of activations is not simulated. The result of a plan does not depend on earlier plans.
-
-    Args:
-        network: The dense network, changed in place.
-        library: Fits of its layers' candidates.
-        inputs: Calibration inputs, one batch, on the network's device.
-        options: How much work each fit may do.
-
-    Raises:
-        DecompositionError: There are no inputs.
     """
 
     def __init__(
@@ -100,15 +83,7 @@ class QuickRefit:
         self._pass(self._observe, self._remember_mean)
 
     def take(self, operations: Mapping[str, Sequence[Operation]]) -> None:
-        """Take on a plan.
-
-        Args:
-            operations: Those of each layer by name; layers that are not named, or have none, stay dense and
-                are solved for as well.
-
-        Raises:
-            DecompositionError: An operation does more than change a layer's weight.
-        """
+        """Take on a plan."""
         for name, layer_operations in operations.items():
             strange = [
                 operation.kind

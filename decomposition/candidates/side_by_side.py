@@ -32,14 +32,7 @@ def fit_side_by_side(
     workers: int | Spread[Any, Any],
     finish: Callable[[CandidateSet], None],
 ) -> None:
-    """Fit layers in processes, each with the part of the library that holds one layer.
-
-    Args:
-        library: The library; it takes over what the processes computed.
-        jobs: Layers by name, with the candidates to fit, or how many ranks a format to fit at most.
-        workers: How many processes, or what does the work of `in_processes` elsewhere.
-        finish: Called with the fitted candidates of each layer when it is finished.
-    """
+    """Fit layers in processes, each with the part of the library that holds one layer."""
     parts = ((library.part(name), site_or_limit) for name, site_or_limit in jobs)
     results: Iterator[tuple[FitCache, CandidateSet]]
     if callable(workers):
@@ -52,11 +45,7 @@ def fit_side_by_side(
 
 
 def _fit_part(job: tuple[FitLibrary, CandidateSet | int]) -> tuple[FitCache, CandidateSet]:
-    """Fit a library's only layer, in a process of its own: these candidates, or at most so many a format.
-
-    Returns:
-        What was computed, and the fitted candidates.
-    """
+    """Fit a library's only layer, in a process of its own: these candidates, or at most so many a format."""
     part, site_or_limit = job
     (name,) = part.specs
     before = part.cache.of(name)

@@ -82,16 +82,6 @@ def _relaxed(
     """Return argmin of sum_l exp(w_l) loss_l + lambda cost with the least lambda that keeps the budget.
 
     With two budgets the cost is a mixture, so that neither budget is left unused.
-
-    Args:
-        sites: The candidates of every site.
-        budget: The budget.
-        log_weights: w, shape (weightings, sites).
-        bisections: How exactly lambda is found.
-        finish: Improves choices (weightings, sites) at a mixture (weightings, limits).
-
-    Returns:
-        Shape (weightings, sites).
     """
     table = CostTable(sites, budget)
     # A common factor changes nothing, and it keeps exp and lambda within the range of floats.

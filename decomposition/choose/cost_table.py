@@ -15,13 +15,7 @@ _MIXTURES = 8
 
 
 class CostTable:
-    """Costs of all candidates as arrays, padded to the longest site, and the cheapest way through them.
-
-    Attributes:
-        limits: The budgets.
-        losses: Shape (sites, width); infinite where there is no candidate, so that none is chosen there.
-        absent: Likewise where there is no candidate.
-    """
+    """Costs of all candidates as arrays, padded to the longest site, and the cheapest way through them."""
 
     def __init__(self, sites: Sequence[CandidateSet], budget: Budget) -> None:
         width = max(map(len, sites))
@@ -38,14 +32,7 @@ class CostTable:
         self._couplings = [_Coupling.of(sites, budget, site, width) for site in range(len(sites) - 1)]
 
     def shares(self, mixture: np.ndarray) -> np.ndarray:
-        """Return the costs as shares of their budgets' totals, mixed.
-
-        Args:
-            mixture: Factor of each budget, shape (weightings, limits).
-
-        Returns:
-            Shape (weightings, sites, width), 0 where there is no candidate.
-        """
+        """Return the costs as shares of their budgets' totals, mixed."""
         mixed: np.ndarray = np.tensordot(mixture, self._shares, axes=1)
         return mixed
 
@@ -72,13 +59,6 @@ class CostTable:
 
         Uncoupled sites are independent; the best way through a chain of coupled sites is found exactly by
         dynamic programming (Viterbi 1967).
-
-        Args:
-            values: Shape (weightings, sites, width).
-            prices: Price of each budget's cost, shape (weightings, limits).
-
-        Returns:
-            Shape (weightings, sites). Of equal candidates the first: the last one is the dense layer.
         """
         values = np.where(self.absent, np.inf, values)
         if all(coupling is None for coupling in self._couplings):
@@ -105,13 +85,7 @@ class CostTable:
 
 @dataclass(frozen=True)
 class _Coupling:
-    """Shared costs of a site's candidates and the next site's, of which there are few kinds.
-
-    Attributes:
-        costs: In the unit of each budget, shape (limits, width, kinds); 0 where there is no candidate.
-        shares: The same as shares of the budgets' totals.
-        kinds: The kind of each of the next site's candidates, shape (width,).
-    """
+    """Shared costs of a site's candidates and the next site's, of which there are few kinds."""
 
     costs: np.ndarray
     shares: np.ndarray
@@ -153,11 +127,6 @@ def best_mixture(
 
     Bisection lowers the share of the budget that is used less, until both are used equally or only one
     counts.
-
-    Args:
-        table: Costs of two budgets.
-        weightings: How many choices are made at once.
-        choose: Returns choices (weightings, sites) for a mixture (weightings, 2), and how good each is.
     """
     low, high = np.zeros(weightings), np.ones(weightings)
     best, highest = choose(np.tile([1.0, 0.0], (weightings, 1)))

@@ -225,16 +225,7 @@ def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> flo
 
 
 def _climb(sites: Sequence[CandidateSet], budget: Budget, levels: Sequence[np.ndarray]) -> np.ndarray:
-    """Raise a common level from the cheapest candidates until the next step would break the budget.
-
-    Args:
-        sites: The candidates of every site.
-        budget: The budget.
-        levels: For each site the level from which each candidate is taken, ascending.
-
-    Returns:
-        Index of the chosen candidate of every site, shape (sites,).
-    """
+    """Raise a common level from the cheapest candidates until the next step would break the budget."""
     check_reachable(sites, budget)
     costs = [site.cost(budget.measure) for site in sites]
     # Keep only candidates that are cheaper than all larger ones: MACs and latency can exceed the dense

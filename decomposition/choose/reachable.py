@@ -33,12 +33,7 @@ def least_fraction(sites: Sequence[CandidateSet], budget: Budget) -> float:
 
 
 def check_reachable(sites: Sequence[CandidateSet], budget: Budget) -> None:
-    """Refuse a budget that no plan can reach.
-
-    Raises:
-        DecompositionError: Naming the least fraction that can be reached; of two budgets that are out of
-            reach only together, how near one comes to both.
-    """
+    """Refuse a budget that no plan can reach."""
     for limit in budget.limits:
         least = least_fraction(sites, limit)
         if least > limit.fraction:

@@ -78,11 +78,7 @@ def _threshold_tau(alpha: float) -> float:
 def _noise_variance(squares: np.ndarray, long: int, alpha: float, threshold: float) -> float:
     """Minimise the free energy over the noise variance, between the bounds within which it must lie.
 
-    Args:
-        squares: Squared singular values, descending; shape (L,).
-        long: M, the longer side.
-        alpha: L / M.
-        threshold: Least square, in units of M sigma^2, of a component that is kept.
+    Shapes: squares (L,).
     """
     short = len(squares)
     upper = float(squares.mean()) / long

@@ -25,15 +25,6 @@ def compensated_weight(weight: torch.Tensor, moments: Metric | None, bits: int) 
     The scale is the one that plain rounding takes, and a row's largest entry stays as it is: rounding the
     result once more (`decomposition.network.rounding`, or a runtime's quantiser) finds the same
     integers. Columns of zeros stay zero. No row changes its outputs more than plain rounding does.
-
-    Args:
-        weight: Shape (rows, columns), floating point.
-        moments: Second moments of the inputs, (columns, columns), or one matrix a row, (rows, columns,
-            columns); `None` rounds every entry to the nearest.
-        bits: At least 2.
-
-    Returns:
-        Float64 on the CPU, in the weight's own units.
     """
     weight = weight.double().cpu()  # where moments are; a GPU would wait at every column
     used = weight.abs().sum(0) > 0

@@ -64,13 +64,7 @@ class Fit:
 
 
 class _TwoMatrices:
-    """The best products of two matrices of every rank, computed when they are asked for.
-
-    Args:
-        weight: Weight (out, in * kernel), float64.
-        metric: As for `Fitter`.
-        sensitivity: As for `Fitter`.
-    """
+    """The best products of two matrices of every rank, computed when they are asked for."""
 
     def __init__(self, weight: torch.Tensor, metric: Metric | None, sensitivity: torch.Tensor | None) -> None:
         self._weight, self._metric, self._sensitivity = weight, metric, sensitivity
@@ -118,19 +112,7 @@ class _TwoMatrices:
 class Fitter:
     """Fits of one weight in one format, which compute once what all ranks have in common.
 
-    Args:
-        tensor_format: The format.
-        weight: Weight (out, in, kernel).
-        modes: How the weight is read as a tensor.
-        metric: E[x x'] (D, D) of the layer's input patches, D = in * kernel in the order of
-            `weight.flatten(1)`, whole or as rows; `None` fits to the weight itself.
-        sensitivity: G (out, out) of the network's output to the layer's (`collect_sensitivities`); its scale
-            does not matter. `None` counts all output channels alike.
-        like: Fits of the same problem in another format; where both are products of two matrices, solutions
-            are computed once.
-
-    Raises:
-        DecompositionError: If the weight, the metric or the sensitivity is not finite.
+    Shapes: metric (D, D).
     """
 
     def __init__(
@@ -168,20 +150,7 @@ class Fitter:
     def fit(
         self, ranks: Ranks, options: FitOptions = FAST, start: Sequence[torch.Tensor] | None = None
     ) -> Fit:
-        """Fit the format at some ranks.
-
-        Args:
-            ranks: One rank a bond, validated.
-            options: How much work to do.
-            start: Cores at these ranks to begin with, of a problem much like this one; `None` begins with the
-                format's own. Without a kernel the best cores are known in any case.
-
-        Returns:
-            The best fit of all starts whose terms A[:, p] Q[p, :] do not cancel: together, in the Frobenius
-            norm, they are at most `LARGEST_AMPLIFICATION` times the weight, and so are their outputs in the
-            metric unless not even those of the algebraic solution are. Its error is no larger than that of
-            the point it starts from, unless that one's terms cancel, but for what `stability` gives away.
-        """
+        """Fit the format at some ranks."""
         with _few_threads(self.modes.columns):
             if self._vanishes:
                 cores, error = self._unseen(ranks, options), 0.0

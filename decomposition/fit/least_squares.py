@@ -45,13 +45,7 @@ _CANCELLED = 1e-8
 
 @dataclass(frozen=True)
 class Stop:
-    """When a minimisation may stop before its last iteration.
-
-    Attributes:
-        tolerance: When an iteration lowers the squared error by less than this fraction of it,
-        patience: on the mean of so many iterations.
-        squared_error: When the squared error is at most that.
-    """
+    """When a minimisation may stop before its last iteration."""
 
     tolerance: float
     patience: int
@@ -63,15 +57,7 @@ class Stop:
 
 
 class LeastSquares:
-    """The least-squares problem of one weight, scaled so that weight and output have norm one.
-
-    Args:
-        tensor_format: The format.
-        weight: Weight (out, in, kernel), float64.
-        modes: How it is read as a tensor.
-        metric: E[x x'], float64; `None` fits to the weight itself.
-        sensitivity: G (out, out); `None` counts all output channels alike.
-    """
+    """The least-squares problem of one weight, scaled so that weight and output have norm one."""
 
     def __init__(
         self,
@@ -202,14 +188,7 @@ class LeastSquares:
         stop: Stop,
         penalty: float = LEAST_PENALTY,
     ) -> Cores:
-        """Run L-BFGS from `cores`; the output factor is eliminated where it is free.
-
-        Args:
-            cores: The start.
-            iterations: Iterations at most; where each takes long, no more than are affordable.
-            stop: When to stop before.
-            penalty: Weight of |A|^2 + |Q|^2, which keeps terms from growing.
-        """
+        """Run L-BFGS from `cores`; the output factor is eliminated where it is free."""
         fixed = 1 if self.free_output else 0
         if iterations == 0:
             return self._with_best_output(cores, 0.0) if fixed else cores

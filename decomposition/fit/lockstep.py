@@ -45,13 +45,7 @@ _ADVICE = "use sequential=False (decomposition.sequential=false on the command l
 class RefitProblem:
     """What a layer has to reproduce, handed to the function that fits it.
 
-    Attributes:
-        target: Weight (out, in, kernel) that maps the arriving inputs best to the dense outputs.
-        metric: E[y y'] of the arriving patches, (D, D); around the mean where the mean is corrected; `None`
-            fits to the weight itself.
-        count: Number of patches.
-        start: Cores of a fit to a problem much like this one, which a factorisation begins with; `None` takes
-            the format's own.
+    Shapes: metric (D, D).
     """
 
     target: torch.Tensor
@@ -65,12 +59,7 @@ Refit = Callable[[RefitProblem], tuple[nn.Module, torch.Tensor]]
 
 
 def solved(layer: DecomposableModule, inputs: int) -> Refit:
-    """Return the refit of a layer that stays dense: the weight that best undoes the errors before it.
-
-    Args:
-        layer: The dense layer, left untouched.
-        inputs: How many of its in * kernel inputs arrive; with too few patches for them it keeps its weight.
-    """
+    """Return the refit of a layer that stays dense: the weight that best undoes the errors before it."""
 
     def refit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
         fitted = copied(layer)
@@ -84,13 +73,7 @@ def solved(layer: DecomposableModule, inputs: int) -> Refit:
 
 @dataclass(frozen=True)
 class Refitted:
-    """A layer fitted to what arrives.
-
-    Attributes:
-        module: The layer, its bias as the fit left it.
-        shift: What its mean output lacks, float64 (out,): for its bias, or for the batch norm behind it.
-        error: Relative output error, errors of the layers before included.
-    """
+    """A layer fitted to what arrives."""
 
     module: nn.Module
     shift: torch.Tensor
@@ -106,17 +89,7 @@ def refit_to_patches(
     *,
     mean_absorbed: bool,
 ) -> Refitted:
-    """Fit a layer so that on the patches that arrive it does what the dense one does on its own.
-
-    Args:
-        dense: The dense layer, left untouched.
-        refit: How to fit it.
-        dense_patches: Input patches in the dense network, (n, in * kernel).
-        arriving: The same patches in the compressed network.
-        labels: Which input each patch is from, (n,), to shrink what few inputs do not determine; `None`
-            shrinks nothing.
-        mean_absorbed: Whether the shift is corrected, so that the layer is fitted around the mean.
-    """
+    """Fit a layer so that on the patches that arrive it does what the dense one does on its own."""
     weight = weight_of(dense)
     matrix = weight.flatten(1)
     # Second moments in half precision are no longer positive, or overflow.
@@ -166,32 +139,7 @@ def refit_in_lockstep(
     seed: int,
     shrink: bool = True,
 ) -> dict[str, float]:
-    """Replace layers of `model` in forward order, each fitted to the inputs that reach it.
-
-    Args:
-        model: The dense model; changed in place.
-        refits: How to fit each layer, by name.
-        images: Calibration inputs, one batch of N. Memory grows with 2 N activations of the largest layer.
-        present: For some layers, which of their input channels there still are (boolean, shape (in,)); the
-            others arrive as zero.
-        removed: Modules that hand their input on instead; what is in them takes no part.
-        substitutes: What takes the place of some modules for the compressed half, by their names.
-        mean_absorbed: Layers whose mean output is corrected elsewhere: by their bias or, with
-            `correct_batch_norm`, by the batch norm behind them. They are fitted around the mean.
-        correct_batch_norm: Shift every batch norm's running mean by the change of its input's mean.
-        max_patches: Patches a layer is fitted on at most.
-        seed: Seed of the patch positions.
-        shrink: Keep what few images do not determine near the original weight by calibration, in
-            the target and in the metric.
-
-    Returns:
-        Relative output error of each layer that was called, errors of the layers before included; a layer
-        that was not stays as it is.
-
-    Raises:
-        DecompositionError: If the model's outputs for one input depend on the others in the batch, or the
-            first axis of a layer's input does not count the batch.
-    """
+    """Replace layers of `model` in forward order, each fitted to the inputs that reach it."""
     modules = dict(model.named_modules())
     with evaluation_mode(model):
         expected = run_model(model, rows(images, slice(2)))

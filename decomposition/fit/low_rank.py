@@ -22,10 +22,7 @@ _ROUNDING = 1e-9
 class LowRank:
     """The best approximations V = A Q of a matrix, of every rank.
 
-    Args:
-        weight: W, shape (out, D), float64, not zero in the metric.
-        metric: S, shape (D, D), float64; `None` for the identity.
-        sensitivity: G, shape (out, out), float64; `None` for the identity.
+    Shapes: weight (out, D), metric (D, D).
     """
 
     def __init__(self, weight: torch.Tensor, metric: Metric | None, sensitivity: torch.Tensor | None) -> None:
@@ -56,11 +53,7 @@ class LowRank:
         return self._energy(rest) / self._energy(self._weight)
 
     def terms(self, metric: Metric | None) -> torch.Tensor:
-        """Return the norms of the first 1, 2, ... terms A[:, p] Q[p, :], relative to the weight's.
-
-        Args:
-            metric: Inputs whose outputs count too: the larger norm of the two is returned.
-        """
+        """Return the norms of the first 1, 2, ... terms A[:, p] Q[p, :], relative to the weight's."""
         sizes = self._output.square().sum(0)
         plain = (sizes * self._features.square().sum(1)).cumsum(0) / self._weight.square().sum()
         if metric is None:

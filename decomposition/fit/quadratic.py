@@ -15,10 +15,7 @@ from decomposition.calibration.metric import Metric, RowFactor, converted, times
 class Products:
     """What a weight W and a metric S make of one Q, shape (features, D).
 
-    Attributes:
-        gram: Q S Q', shape (features, features).
-        cross: W S Q', shape (out, features).
-        slope: Returns A'(A Q S - W S), shape (features, D), for A (out, features).
+    Shapes: slope (features, D).
     """
 
     gram: torch.Tensor
@@ -29,10 +26,7 @@ class Products:
 class Quadratic:
     """A weight in a metric.
 
-    Args:
-        weight: W, shape (out, D).
-        metric: S; `None` for the identity. Of one that is given as rows the whole is never made.
-        target: W S where it is known.
+    Shapes: weight (out, D).
     """
 
     def __init__(

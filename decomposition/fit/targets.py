@@ -53,14 +53,7 @@ def target_and_metric(
 ) -> tuple[torch.Tensor, Metric]:
     """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
 
-    Args:
-        weight: W of the dense layer, (out, in * kernel).
-        covariance: Of the patches y that arrive, (D, D).
-        cross: Covariance of the dense layer's outputs W x and y, (out, D).
-        outputs_mean: Mean of W x, (out,).
-        mean: Mean of y, (D,).
-        share: By which both are shrunk (`decomposition.calibration.shrinkage`).
-        centred: Whether the layer is fitted around the mean.
+    Shapes: covariance (D, D), cross (out, D), mean (D,).
     """
     metric = shrunk_matrix(covariance, share)
     cross = (1 - share) * cross + share * covariance.diagonal().mean() * weight
@@ -86,15 +79,6 @@ def target_and_row_metric(
     """Return what `target_and_metric` does, of patches that are fewer than the numbers in one.
 
     With X and Y the patches it is W + (W X' - W Y') (Y Y' + r I)^-1 Y, and nothing is as large as C_yy.
-
-    Args:
-        weight: W of the dense layer, (out, in * kernel).
-        outputs: What the dense layer makes of its patches, W x, (n, out).
-        arriving: The patches y that arrive, (n, in * kernel).
-        outputs_mean: As for `target_and_metric`, like the others.
-        mean: Mean of y.
-        share: By which both are shrunk.
-        centred: Whether the layer is fitted around the mean.
     """
     scale = len(arriving) ** -0.5
     metric = shrunk_rows(RowFactor((arriving.double().cpu() - mean) * scale), share)

@@ -11,13 +11,6 @@ def leading_left_vectors(matrix: torch.Tensor, count: int) -> torch.Tensor:
     They come from the eigenvectors of the smaller Gram matrix, much cheaper than an SVD of the wide
     unfoldings met here; directions lost to rounding belong to singular values below 1e-8 of the largest.
     Where `matrix` has fewer rows than `count`, the columns beyond are zero.
-
-    Args:
-        matrix: Real matrix (rows, columns).
-        count: Number of vectors wanted.
-
-    Returns:
-        Matrix (rows, count) with orthonormal leading columns.
     """
     rows, columns = matrix.shape
     if rows <= columns:

@@ -26,13 +26,7 @@ Ranks = tuple[int, ...]
 
 
 class LayerForm(NamedTuple):
-    """What can be done with a layer of a format.
-
-    Attributes:
-        in_integers: Whether it can compute in integers: plain layers hold all of its weights.
-        stored: Whether its weights can be stored in integers.
-        as_nodes: Whether convolutions and matrix products in a row compute it, as nodes of an ONNX file.
-    """
+    """What can be done with a layer of a format."""
 
     in_integers: bool
     stored: bool

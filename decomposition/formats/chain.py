@@ -26,9 +26,6 @@ class ChainFormat(TensorFormat):
     W[o.., i.., k] is the trace of the product of the cores' slices. In a ring the last bond returns to the
     first core, in a train that bond is 1. Ranks are the bonds left of every core; a train leaves out its
     first, which is 1.
-
-    Attributes:
-        closed: Whether the chain is a ring.
     """
 
     closed: ClassVar[bool]
@@ -56,11 +53,7 @@ class ChainFormat(TensorFormat):
         return [(bonds[j], size, bonds[j + 1]) for j, size in enumerate(modes.sizes)]
 
     def merged(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Contract the cores to one for the outputs, one for the inputs and one for the kernel.
-
-        Returns:
-            Cores (a, out, b), (b, in, c) and (c, kernel, a); without a kernel the last is an identity.
-        """
+        """Contract the cores to one for the outputs, one for the inputs and one for the kernel."""
         output, inner = _channels(cores, modes)
         if modes.kernel > 1:
             return output, inner, cores[-1]

@@ -77,13 +77,7 @@ class PivotingFactorisation(TensorFormat):
 
 
 class PivotedLayer(FactorisedLayer):
-    """B as a layer of r outputs, and the rows of A that are not the identity's.
-
-    Attributes:
-        features: B as a layer.
-        mixing: The other rows of A (out - r, r).
-        order: Where each row of A is among those of the identity and of `mixing`, int32 of shape (out,).
-    """
+    """B as a layer of r outputs, and the rows of A that are not the identity's."""
 
     order: torch.Tensor
 

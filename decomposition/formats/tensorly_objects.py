@@ -21,14 +21,7 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class TensorlyObject:
-    """What an object of tensorly holds, float64 on the CPU.
-
-    Attributes:
-        kind: Name of the format that it is.
-        head: Weights of a CP tensor (None when they are ones), core of a Tucker tensor, else `None`.
-        factors: Factors (size, rank) of a CP or Tucker tensor, which may lack those of its last modes; cores
-            (rank, size, next rank) of a train or ring.
-    """
+    """What an object of tensorly holds, float64 on the CPU."""
 
     kind: Kind
     head: torch.Tensor | None
@@ -44,16 +37,7 @@ class TensorlyObject:
 
 
 def read_tensorly(tensor: Any) -> TensorlyObject:
-    """Read an object of tensorly, in any of its backends, or what it takes for one.
-
-    Args:
-        tensor: A CPTensor, TuckerTensor, TTTensor or TRTensor; `(weights, factors)`, `(core, factors)` or a
-            list of cores; or one of these with the errors that a routine returned with it. A list of cores
-            whose outer ranks are 1 is a train.
-
-    Raises:
-        DecompositionError: If it is none of these, its parts do not belong together or are not finite.
-    """
+    """Read an object of tensorly, in any of its backends, or what it takes for one."""
     from tensorly.cp_tensor import CPTensor
     from tensorly.tr_tensor import TRTensor
     from tensorly.tt_tensor import TTTensor
@@ -83,11 +67,7 @@ def read_tensorly(tensor: Any) -> TensorlyObject:
 
 
 def check_sizes(tensor: TensorlyObject, modes: WeightModes) -> None:
-    """Check that a CP or Tucker tensor has the shape of the weight.
-
-    Raises:
-        DecompositionError: If it is neither (out, in, *kernel) nor (out, in, kernel positions).
-    """
+    """Check that a CP or Tucker tensor has the shape of the weight."""
     channels = (modes.out_channels, modes.in_channels)
     allowed = [(*channels, modes.kernel), (*channels, *modes.kernel_size)]
     if modes.kernel == 1:

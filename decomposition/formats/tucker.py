@@ -184,11 +184,6 @@ class _InMetric:
     V spans the leading row space of the weight's input unfolding in the channels' second moments, averaged
     over the kernel. For a given V, U and C are the best there are: a regression of reduced rank on the inputs
     that V lets through (Izenman 1975).
-
-    Args:
-        weight: Weight (out, in, kernel).
-        modes: How it is read.
-        metric: E[x x'] of the input patches.
     """
 
     def __init__(self, weight: torch.Tensor, modes: WeightModes, metric: Metric) -> None:

@@ -15,18 +15,7 @@ from decomposition.network.patches import padded_input
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything of a Conv1d, Conv2d or Linear but its weight and bias values.
-
-    Attributes:
-        out_channels: Output channels.
-        in_channels: Input channels.
-        kernel_size: Spatial kernel, `()` for a linear layer.
-        stride: Spatial stride.
-        padding: As torch takes it: a tuple, `same` or `valid`.
-        dilation: Spatial dilation.
-        padding_mode: `zeros`, `reflect`, `replicate` or `circular`.
-        bias: Whether the layer has a bias.
-    """
+    """Everything of a Conv1d, Conv2d or Linear but its weight and bias values."""
 
     out_channels: int
     in_channels: int

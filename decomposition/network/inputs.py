@@ -36,16 +36,7 @@ ExampleInputs = Sequence[int] | InputSpec | torch.Tensor | Sequence[torch.Tensor
 
 
 def input_shape_of(example: ExampleInputs) -> InputShape:
-    """Return what is known of a model's inputs, from an example or from what is known already.
-
-    Args:
-        example: The shape of one input without the batch axis, for a model that takes one tensor of
-            floating-point numbers; or a batch of inputs, the first axis of each tensor counting them: one
-            tensor, a tuple of tensors that the forward takes in order, or a dict of those it takes by name.
-
-    Raises:
-        DecompositionError: It is something else, or its tensors hold different numbers of inputs.
-    """
+    """Return what is known of a model's inputs, from an example or from what is known already."""
     if isinstance(example, InputSpec):
         return example
     if isinstance(example, torch.Tensor):
@@ -113,9 +104,6 @@ def example_tensor(model: nn.Module, example: ExampleInputs) -> torch.Tensor:
     """Return an `example_batch` of two inputs of a model with one, to trace its channels with.
 
     The batch axis of a single example could be mistaken for one that is broadcast.
-
-    Raises:
-        DecompositionError: The model has several.
     """
     batch = example_batch(model, example, batch_size=2)
     if not isinstance(batch, torch.Tensor):
@@ -137,11 +125,7 @@ def random_batch(model: nn.Module, example: ExampleInputs, batch_size: int) -> I
 
 
 def as_inputs(batch: Any) -> Inputs:
-    """Turn a tensor, or a sequence or mapping of tensors, into a batch of inputs.
-
-    Raises:
-        DecompositionError: It is something else, or its tensors hold different numbers of inputs.
-    """
+    """Turn a tensor, or a sequence or mapping of tensors, into a batch of inputs."""
     if isinstance(batch, torch.Tensor):
         return plain(_batched(batch, "an input"))
     named = isinstance(batch, Mapping)
@@ -165,10 +149,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's numbers as a `torch.Tensor` without a graph, in the same memory.
 
     Results computed from a subclass (a torchvision image, a parameter) would be of that class, too.
-
-    Raises:
-        DecompositionError: It is sparse, nested or quantised, or of a class that keeps its numbers in other
-            tensors.
     """
     wraps_others = bool(is_traceable_wrapper_subclass(tensor))
     if tensor.layout is not torch.strided or tensor.is_quantized or wraps_others:

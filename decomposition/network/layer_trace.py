@@ -20,15 +20,7 @@ from decomposition.network.opaque import OPAQUE, OpaqueModule, macs_of_call
 
 
 class LayerTrace:
-    """One forward pass that records each layer's calls and which batch norm consumes its output.
-
-    Attributes:
-        calls: Shapes of input and output at each call of each layer.
-        opaque_calls: Positions and multiply-accumulates at each call of recurrent layers and attention.
-        reached: All layers that were called, in that order.
-        uses: The same for linear layers whose weight is used without calling them, as attention does.
-        batch_norms: The batch norm that directly receives a layer's output.
-    """
+    """One forward pass that records each layer's calls and which batch norm consumes its output."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -42,11 +34,7 @@ class LayerTrace:
         self._outputs: list[tuple[torch.Tensor, nn.Module]] = []
 
     def run(self, batch: Inputs, shape: InputShape) -> None:
-        """Run the model once on a batch.
-
-        Raises:
-            DecompositionError: If the model does not accept it.
-        """
+        """Run the model once on a batch."""
         handles = []
         for module in self.names:
             if isinstance(module, ListedModule):

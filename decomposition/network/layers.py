@@ -38,14 +38,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Storage:
-    """How a file keeps the parameters of a layer.
-
-    Attributes:
-        weight: Bytes of each number of its weight, or of the factors in its place.
-        bias: Bytes of each number of its bias.
-        whole: Bytes of the layer as it is, where that is not the sum of its numbers: a sparse weight, or one
-            in a type that no new values are stored in. Such a weight stays as it is unless it is compressed.
-    """
+    """How a file keeps the parameters of a layer."""
 
     weight: int = FLOAT_BYTES
     bias: int = FLOAT_BYTES
@@ -195,17 +188,7 @@ def compressible_layers(model: nn.Module, input_shape: ExampleInputs) -> list[La
 
 
 def skipping(specs: Sequence[LayerSpec], skip: Sequence[str], only: Sequence[str] = ()) -> list[LayerSpec]:
-    """Return the layers, refusing those that are to stay as they are.
-
-    Args:
-        specs: All layers of a model, from `inspect_layers`.
-        skip: Names of layers or of modules that hold some, or shell-style patterns of such names: `fc`,
-            `layer1`, `*.downsample.*`.
-        only: The same for the layers that alone may change; empty for all.
-
-    Raises:
-        DecompositionError: If an entry matches no layer.
-    """
+    """Return the layers, refusing those that are to stay as they are."""
     skipped, allowed = _matching("skip", specs, skip), _matching("only", specs, only)
 
     def refused(spec: LayerSpec) -> LayerSpec:

@@ -23,12 +23,7 @@ _TOLD: WeakSet[nn.Module] = WeakSet()
 
 
 def tell_of_lost(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:
-    """Log the hooks and attributes of replaced layers, once for each network.
-
-    Args:
-        model: The network that they are in.
-        replaced: The layers by name.
-    """
+    """Log the hooks and attributes of replaced layers, once for each network."""
     carried = {name: lost for name, layer in replaced.items() if (lost := _carried(layer))}
     if not carried or model in _TOLD:
         return

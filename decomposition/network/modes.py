@@ -91,14 +91,7 @@ def tensorised_modes(spec: LayerSpec) -> WeightModes:
 
 
 def factorise(channels: int) -> tuple[int, ...]:
-    """Split a channel count into near-equal factors of at most 8 where its primes allow.
-
-    Args:
-        channels: A positive channel count.
-
-    Returns:
-        Factors in descending order whose product is `channels`; `(channels,)` for 1 and for primes.
-    """
+    """Split a channel count into near-equal factors of at most 8 where its primes allow."""
     primes, rest, divisor = [], channels, 2
     while rest > 1:
         while rest % divisor == 0:
@@ -116,18 +109,7 @@ def factorise(channels: int) -> tuple[int, ...]:
 
 
 def modes_from_dict(spec: LayerSpec, factors: dict[str, Sequence[int]] | None) -> WeightModes:
-    """Read the channel factors of a plan entry and check them against the layer.
-
-    Args:
-        spec: The layer.
-        factors: `{"out": [...], "in": [...]}`, or `None` for plain modes.
-
-    Returns:
-        The weight's modes.
-
-    Raises:
-        DecompositionError: If the factors do not multiply to the layer's channel counts.
-    """
+    """Read the channel factors of a plan entry and check them against the layer."""
     if factors is None:
         return plain_modes(spec)
     modes = _modes(spec, tuple(factors["out"]), tuple(factors["in"]))

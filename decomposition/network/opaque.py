@@ -20,16 +20,7 @@ OpaqueModule = nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention
 
 @dataclass(frozen=True)
 class Opaque:
-    """A module whose weights no format can replace.
-
-    Attributes:
-        kind: What it is.
-        out_features: Rows of its first weight.
-        in_features: Columns of its first weight.
-        bias: Whether it has a bias.
-        params: Parameters of its own, without those of modules inside.
-        refusal: Why it stays as it is.
-    """
+    """A module whose weights no format can replace."""
 
     kind: OpaqueKind
     out_features: int

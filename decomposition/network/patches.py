@@ -34,12 +34,7 @@ def padded_input(module: nn.Conv1d | nn.Conv2d | Geometry, x: torch.Tensor) -> t
 def patch_view(module: nn.Conv1d | nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
     """View a padded input as patches, without copying.
 
-    Args:
-        module: The convolution (groups=1).
-        x: Its padded input (N, C, *spatial).
-
-    Returns:
-        View of shape (N, *output spatial, C, *kernel).
+    Shapes: x (N, C, *spatial); returns (N, *output spatial, C, *kernel).
     """
     spatial = len(module.kernel_size)
     outputs = [
@@ -57,18 +52,7 @@ def patch_view(module: nn.Conv1d | nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
 def sample_labelled_patches(
     module: DecomposableModule, inputs: list[torch.Tensor], count: int, generator: torch.Generator
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Draw the same random patches from several inputs of one layer, and tell where they are from.
-
-    Args:
-        module: The layer.
-        inputs: Inputs of equal shape, for example a dense and a compressed network's.
-        count: Patches to draw at most; all of them, in order, when there are no more.
-        generator: Source of the positions (on the CPU).
-
-    Returns:
-        For each input a matrix (patches, in * kernel) in the column order of `weight.flatten(1)`, and each
-        patch's index on the first axis of the inputs, (patches,).
-    """
+    """Draw the same random patches from several inputs of one layer, and tell where they are from."""
     linear = isinstance(module, nn.Linear)
     views = [
         x.reshape(-1, x.shape[-1])
@@ -91,11 +75,5 @@ def sample_labelled_patches(
 
 
 def labels_of_batch(labels: torch.Tensor, axis: int, batch: int) -> torch.Tensor:
-    """Return which input each patch is from.
-
-    Args:
-        labels: Indices on the first axis of a layer's input.
-        axis: Length of that axis: a multiple of the batch where inputs are cut into pieces.
-        batch: Inputs in the batch; where they are not counted on that axis the labels stay as they are.
-    """
+    """Return which input each patch is from."""
     return labels // (axis // batch) if axis and axis % batch == 0 else labels

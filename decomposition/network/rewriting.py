@@ -48,16 +48,7 @@ class Rewrite:
 
 
 def rewritten(network: nn.Module, kind: str, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """Put layers into a network, in place, and note in it that they were rewritten.
-
-    Args:
-        network: The network, a copy that may be changed.
-        kind: The kind of rewriting.
-        layers: The new layers by the names of the old ones.
-
-    Returns:
-        The network; where it was itself the layer, the new layer.
-    """
+    """Put layers into a network, in place, and note in it that they were rewritten."""
     if not layers:
         return network
     rewrites = (*rewrites_of(network), Rewrite(kind, tuple(layers)))

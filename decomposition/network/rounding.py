@@ -58,11 +58,7 @@ def rounded_weight(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class RoundedWeight(nn.Module):
-    """The parametrisation that rounds a weight wherever it is read.
-
-    Attributes:
-        bits: Bits of the integers, at least 2.
-    """
+    """The parametrisation that rounds a weight wherever it is read."""
 
     def __init__(self, bits: int) -> None:
         super().__init__()
@@ -104,13 +100,6 @@ class ActivationRange(nn.Module):
     """The static range of one tensor a use of a layer; rounds what passes to uint8 in it.
 
     In training mode it follows the tensor, as a moving average of each batch's least and largest value.
-
-    Attributes:
-        low: Least value seen on the calibration inputs, 0 or less; of several uses, one each.
-        high: Largest value, 0 or more.
-        observing: Whether values widen the range and pass as they are.
-        calls: How often the layer was called in this pass through the network; counted while observing, and
-            where there are several uses.
     """
 
     low: torch.Tensor

@@ -43,9 +43,6 @@ def copied(model: Module) -> Module:
     Tensors that its forward computed and kept anywhere among its attributes, which torch refuses to copy
     (features in a list, the weight of `torch.nn.utils.weight_norm`), are copied by value. Functions are not
     copied: a hook that writes into a list outside writes there for the copy, too.
-
-    Raises:
-        DecompositionError: An attribute cannot be copied; it is named.
     """
     try:
         with _ComputedByValue():

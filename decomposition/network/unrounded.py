@@ -43,12 +43,6 @@ class _Unrounded(torch.Tensor):
     """A tensor of integers before it is rounded: the output of an integer layer, or a sum of such.
 
     Batch norm and ReLU pass it on, an addition rounds it and what it is added to, everything else rounds it.
-
-    Attributes:
-        numbers: The tensor that it stands for.
-        range: The range; `None` for a sum that no integer layer has taken yet.
-        use: Which use of the layer it comes from.
-        settled: Whether they are rounded.
     """
 
     numbers: torch.Tensor
@@ -112,11 +106,7 @@ def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def marked(x: torch.Tensor, where: Range | None, use: int = 0) -> torch.Tensor:
-    """Mark a tensor as yet to be rounded: in a range, or for a sum in the range of its first consumer.
-
-    Raises:
-        DecompositionError: A part of a network is exported alone.
-    """
+    """Mark a tensor as yet to be rounded: in a range, or for a sum in the range of its first consumer."""
     if not torch.compiler.is_exporting():
         handle: torch.Tensor = x.as_subclass(_Unrounded)
     elif _TRACES:

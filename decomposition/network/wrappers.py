@@ -35,14 +35,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
     Wrappers that compute what the network inside computes are taken off: torch.compile's, `DataParallel`,
     `DistributedDataParallel` and `AveragedModel`, also when they are nested.
-
-    Args:
-        model: Any module; left untouched. Where parts inside are wrapped or compiled, a copy without that is
-            returned.
-
-    Raises:
-        DecompositionError: It is a scripted, traced or exported program, a sharded or a quantised network;
-            the message says what to give instead.
     """
     if not isinstance(model, nn.Module):
         raise DecompositionError(f"a network is a torch.nn.Module, got a {type(model).__name__}; {_WAY}")
@@ -90,11 +82,7 @@ def _compiled(module: Any) -> bool:
 
 
 def _check(model: nn.Module) -> None:
-    """Refuse forms of a network that have no layers to work on.
-
-    Raises:
-        DecompositionError: It is one.
-    """
+    """Refuse forms of a network that have no layers to work on."""
     for name, module in model.named_modules():
         what = f"{f'layer {name!r}' if name else 'the network'} is a {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):

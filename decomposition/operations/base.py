@@ -90,12 +90,7 @@ class ApplyOptions:
 
 @dataclass(frozen=True)
 class FittedLayer:
-    """What an operation made of a layer.
-
-    Attributes:
-        module: The layer that takes its place.
-        weight: The dense weight (out, in, kernel) that it equals, float64.
-    """
+    """What an operation made of a layer."""
 
     module: nn.Module
     weight: torch.Tensor
@@ -263,24 +258,12 @@ def list_operations() -> list[str]:
 
 
 def operation_kind(kind: str) -> type[Operation]:
-    """Return the operation called `kind`.
-
-    Raises:
-        PlanError: If there is none of that name.
-    """
+    """Return the operation called `kind`."""
     return _OPERATIONS[kind]
 
 
 def operation_from_dict(content: Any, where: str) -> Operation:
-    """Read an operation from plain JSON values; strict.
-
-    Args:
-        content: What `Operation.to_dict` returned.
-        where: Plan and layer, for messages.
-
-    Raises:
-        PlanError: If the kind is unknown, or an entry is missing, unknown or ill-typed.
-    """
+    """Read an operation from plain JSON values; strict."""
     if not isinstance(content, dict) or not isinstance(content.get("operation"), str):
         raise PlanError(
             f"{where}: an operation must be an object with its kind as `operation`, got {content!r}"
@@ -297,11 +280,7 @@ def operation_from_dict(content: Any, where: str) -> Operation:
 
 
 def check_keys(entry: Mapping[str, Any], allowed: set[str], required: set[str], source: str) -> None:
-    """Refuse unknown and missing entries of a JSON object.
-
-    Raises:
-        PlanError: If there are any.
-    """
+    """Refuse unknown and missing entries of a JSON object."""
     unknown, missing = sorted(set(entry) - allowed), sorted(required - set(entry))
     if unknown or missing:
         raise PlanError(

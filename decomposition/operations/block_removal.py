@@ -12,24 +12,14 @@ from decomposition.operations import Operation
 
 @dataclass(frozen=True)
 class Removal:
-    """How a layer can leave the network.
-
-    Attributes:
-        operation: The operation that removes it; equal for all layers of a block, which leave together.
-        last: Whether its output is what the block adds to its input.
-    """
+    """How a layer can leave the network."""
 
     operation: Operation
     last: bool
 
 
 def whole_blocks(removals: Mapping[str, Removal], names: Sequence[str]) -> dict[str, Removal]:
-    """Return the removals of blocks whose layers may all change and follow each other.
-
-    Args:
-        removals: By the name of the layer.
-        names: The layers that may change, in forward order.
-    """
+    """Return the removals of blocks whose layers may all change and follow each other."""
     counts = Counter(removal.operation for removal in removals.values())
     whole: dict[str, Removal] = {}
     for operation, run in groupby(names, lambda name: removals[name].operation if name in removals else None):

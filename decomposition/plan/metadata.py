@@ -9,16 +9,7 @@ from decomposition.errors import PlanError
 
 
 def checked_metadata(metadata: Any, source: str) -> dict[str, Any]:
-    """Return a copy of metadata that survives JSON unchanged.
-
-    Args:
-        metadata: Names and values: None, booleans, integers, finite numbers, text, and lists and dictionaries
-            (with text as keys) of such.
-        source: Whose it is, for messages.
-
-    Raises:
-        PlanError: If it is no such mapping; the value at fault is named.
-    """
+    """Return a copy of metadata that survives JSON unchanged."""
     if not isinstance(metadata, dict):
         raise PlanError(f"{source}: metadata must be an object, got {type(metadata).__name__}")
     copied: dict[str, Any] = _checked(metadata, source, "metadata")

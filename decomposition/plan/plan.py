@@ -296,22 +296,14 @@ def fingerprint(specs: Any) -> str:
 
 
 def _preparation(entries: Any, source: str) -> tuple[Rewrite, ...]:
-    """Read the rewrites before a plan.
-
-    Raises:
-        PlanError: It is no list of rewrites.
-    """
+    """Read the rewrites before a plan."""
     if not isinstance(entries, list):
         raise PlanError(f"{source}: preparation must be a list, got {entries!r}")
     return tuple(Rewrite.from_dict(entry, REWRITERS, source) for entry in entries)
 
 
 def _shape_from_json(content: Any, source: str) -> InputShape:
-    """Read a shape, or a specification of inputs.
-
-    Raises:
-        PlanError: It is neither.
-    """
+    """Read a shape, or a specification of inputs."""
     if isinstance(content, list) and content and all(type(n) is int and n > 0 for n in content):
         return tuple(content)
     try:

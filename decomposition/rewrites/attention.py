@@ -129,11 +129,7 @@ def plain_attention(model: Module) -> Module:
 
 
 def plain_form(module: nn.Module) -> PlainAttention | None:
-    """Return an attention's plain form, or `None` for another module.
-
-    Raises:
-        ValueError: It appends keys of its own.
-    """
+    """Return an attention's plain form, or `None` for another module."""
     # A subclass may compute something else.
     return PlainAttention(module) if type(module) is nn.MultiheadAttention else None
 

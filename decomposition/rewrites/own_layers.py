@@ -80,11 +80,7 @@ def plain_form(module: nn.Module) -> DecomposableModule | None:
 
 
 def _plain(name: str, module: DecomposableModule) -> DecomposableModule:
-    """Return the plain layer with the same weights.
-
-    Raises:
-        DecompositionError: The layer holds anything else.
-    """
+    """Return the plain layer with the same weights."""
     state = {*dict(module.named_parameters()), *dict(module.named_buffers())}
     if state - {"weight", "bias"} or "weight" not in state:
         extra = ", ".join(sorted(state - {"weight", "bias"})) or "a computed weight"
@@ -108,11 +104,7 @@ def _compare(
     plain: dict[str, DecomposableModule],
     inputs: ExampleInputs,
 ) -> None:
-    """Compare layers with their plain form on the inputs that reach them.
-
-    Raises:
-        DecompositionError: A layer is not reached, or computes something else.
-    """
+    """Compare layers with their plain form on the inputs that reach them."""
     reached: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
 
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:

@@ -23,13 +23,7 @@ REWRITERS: dict[str, Callable[[nn.Module], nn.Module | None]] = {
 
 
 def prepared(model: nn.Module, rewrites: Sequence[Rewrite]) -> nn.Module:
-    """Return a network with layers rewritten; the network itself if they are already.
-
-    Args:
-        model: The network; left untouched.
-        rewrites: What to rewrite. Layers that it does not have are passed over: what a plan removes may be
-            gone, and whether the network is the plan's is told by its fingerprint.
-    """
+    """Return a network with layers rewritten; the network itself if they are already."""
     if set(rewrites) <= set(rewrites_of(model)):
         return model
     network = copied(model)

@@ -181,18 +181,7 @@ _SHORT_FOR = {"export=false": "export.skip=true"}
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
-    """Return what Hydra gets of a command line, once all of it is checked that needs no computing.
-
-    Args:
-        arguments: What was written.
-
-    Returns:
-        The arguments as Hydra reads them, with those that are known from a run's record; None where all is
-        said: a page of help, a run that is finished.
-
-    Raises:
-        RankrlError: An option, a value, a folder or a plugin is refused.
-    """
+    """Return what Hydra gets of a command line, once all of it is checked that needs no computing."""
     helping = not HELP_FLAGS.isdisjoint(arguments)
     arguments = [_SHORT_FOR.get(each, each) for each in readable_arguments(arguments)]
     finished = finished_run(arguments)

@@ -61,11 +61,7 @@ class SweepCallback(Callback):
             log.info("job %d%s: %s", int(config.hydra.job.num) + 1, of_all, config.hydra.sweep.subdir)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Print the table of the jobs, and list the failed ones.
-
-        Raises:
-            SystemExit: A job failed.
-        """
+        """Print the table of the jobs, and list the failed ones."""
         if self._watch is not None:
             self._watch.stop()
             print(self._watch.line())

@@ -37,13 +37,7 @@ _UNREADABLE = (
 def images_from_arrays(x: NDArray[np.generic], y: NDArray[np.generic], *, where: str) -> Images:
     """Check numpy arrays and turn them into `Images` without copying the pixels.
 
-    Args:
-        x: uint8, (N, H, W, C), or (N, H, W) for grey images.
-        y: Integers of any size, (N,).
-        where: What the arrays are and where they come from, for error messages.
-
-    Raises:
-        DataError: A type, shape or length does not fit.
+    Shapes: x (N, H, W, C) and (N, H, W), y (N,).
     """
     if x.dtype != np.uint8:
         raise DataError(f"{where}: images must be uint8 (0 to 255), got {x.dtype}")
@@ -67,14 +61,7 @@ def images_from_arrays(x: NDArray[np.generic], y: NDArray[np.generic], *, where:
 
 
 def read_npz(path: Path) -> tuple[Images, Images, tuple[str, ...] | None]:
-    """Read the training images, the test images and the class names, if any, of a dataset file.
-
-    Args:
-        path: A .npz file with x_train, y_train, x_test, y_test and perhaps class_names.
-
-    Raises:
-        DataError: The file is missing or damaged, lacks an array, or holds pickled objects.
-    """
+    """Read the training images, the test images and the class names, if any, of a dataset file."""
     if not path.is_file():
         raise DataError(f"there is no dataset file {path}; it must be a .npz with {', '.join(KEYS)}")
     try:

@@ -13,12 +13,7 @@ from rankrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random crop of the zero-padded image and random horizontal flip (He et al. 2016, section 4.2).
-
-    Attributes:
-        padding: Pixels of black added on every side before a crop of the original size; 0 is no crop.
-        flip: Whether half of the images, drawn at random, are mirrored left to right.
-    """
+    """Random crop of the zero-padded image and random horizontal flip (He et al. 2016, section 4.2)."""
 
     padding: int = 4
     flip: bool = True
@@ -43,11 +38,7 @@ class Augmentation:
 class Crops:
     """What happens to each image of a batch.
 
-    Attributes:
-        top: (N,) int64, first row of the crop in the padded image, 0 to 2 * padding.
-        left: (N,) int64, first column of the crop in the padded image, 0 to 2 * padding.
-        mirrored: (N,) bool, whether the crop is then mirrored left to right.
-        padding: Pixels of zeros on every side.
+    Shapes: top (N,), left (N,), mirrored (N,).
     """
 
     top: Tensor
@@ -66,11 +57,7 @@ class Crops:
     def apply(self, x: Tensor) -> Tensor:
         """Crop and mirror a batch.
 
-        Args:
-            x: (N, C, H, W), any dtype.
-
-        Returns:
-            (N, C, H, W) of the same dtype, in channels-last memory order.
+        Shapes: x (N, C, H, W); returns (N, C, H, W).
         """
         count, channels, height, width = x.shape
         padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, *([self.padding] * 4)))

@@ -30,24 +30,7 @@ def batches(
     All randomness comes from `generator` and is drawn on the CPU before the first batch, so that equal
     generators give equal batches on every device.
 
-    Args:
-        images: The images; anything else, test images above all, is refused.
-        batch_size: Images in a batch, at least 1; the last batch may be smaller.
-        mean: Per-channel mean of pixels in [0, 1].
-        std: Per-channel standard deviation of pixels in [0, 1], positive.
-        device: Where the batches are wanted; the images' own device when omitted.
-        augmentation: Random crops and flips, or None for the images as they are.
-        generator: A CPU generator; needed for `shuffle` and `augmentation`.
-        shuffle: Whether the order is random.
-        drop_last: Whether a smaller last batch is left out.
-
-    Yields:
-        x, (B, C, H, W) float32 in channels-last memory order, (pixel / 255 - mean) / std; y, (B,) int64.
-
-    Raises:
-        TypeError: `images` is no `Images`.
-        ConfigError: `batch_size` is below 1, or randomness is asked for without a generator.
-        DataError: `mean` or `std` does not fit the channels.
+    Shapes: returns (B, C, H, W) and (B,).
     """
     if not isinstance(images, Images):
         raise TypeError(
@@ -95,13 +78,7 @@ def _walk(
 
 
 def augmented_copy(images: Images, augmentation: Augmentation, seed: int) -> Images:
-    """Return a copy in which every image is randomly cropped and flipped once.
-
-    Args:
-        images: The images to copy.
-        augmentation: The crops and flips to draw.
-        seed: Seed of the draw.
-    """
+    """Return a copy in which every image is randomly cropped and flipped once."""
     generator = torch.Generator().manual_seed(seed)
     crops = augmentation.draw(len(images), generator).to(images.x.device)
     x = torch.empty_like(images.x, memory_format=torch.channels_last)

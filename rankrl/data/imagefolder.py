@@ -112,18 +112,7 @@ def decode_images(
 ) -> NDArray[np.uint8]:
     """Decode image files, resize them (bilinear, antialiased) and crop the centre.
 
-    Args:
-        files: The files.
-        height: Of the result, in pixels.
-        width: Of the result, in pixels.
-        shorter: What the shorter side is resized to before the crop; more where the crop needs it.
-        mode: `RGB`, or `L` for shades of grey.
-
-    Returns:
-        Pixels, shape (N, height, width, 3), or (N, height, width, 1) for `L`.
-
-    Raises:
-        DataError: A file cannot be decoded, or does not say what its white is (`pixel_range.eight_bits`).
+    Shapes: returns (N, height, width, 3) and (N, height, width, 1).
     """
     pixels = np.empty((len(files), height, width, 3 if mode == "RGB" else 1), dtype=np.uint8)
 

@@ -17,9 +17,7 @@ from rankrl.errors import DataError
 class Images:
     """Labelled images, kept as bytes.
 
-    Attributes:
-        x: (N, C, H, W) uint8. Memory order is free; sources use channels-last, as files do.
-        y: (N,) int64 class indices, not negative.
+    Shapes: x (N, C, H, W), y (N,).
     """
 
     x: Tensor
@@ -84,22 +82,7 @@ class TestImages:
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """A dataset, split and ready for training.
-
-    Attributes:
-        name: The registered name, for example "cifar10".
-        train: Images that training sees.
-        heldout: Images drawn from the training file, stratified by class, for rewards, early stopping and
-            every other selection.
-        test: The test set, for the report.
-        classes: Number of classes.
-        mean: Per-channel mean that normalisation subtracts, for pixels in [0, 1].
-        std: Per-channel standard deviation that normalisation divides by, for pixels in [0, 1].
-        augmentation: The random crops and flips that suit these images.
-        class_names: The name of each class, or None where they are not known.
-        resize: Length of the shorter side before the central crop, or None where the source did neither.
-        colours: "RGB" where the order of the channels is known, else None.
-    """
+    """A dataset, split and ready for training."""
 
     name: str
     train: Images

@@ -15,13 +15,6 @@ def eight_bits(image: Image.Image) -> Image.Image:
     """Return an image whose channels have 8 bits at most: shades of grey of 16 bits or in floats scaled to 8.
 
     Pillow's own `convert` cuts such shades off at 255. What has several channels it scales as it opens it.
-
-    Args:
-        image: The image as it was opened.
-
-    Raises:
-        ValueError: Its type does not say what white is: whole numbers of 32 bits or with a sign, floats
-            outside [0, 1].
     """
     if not image.mode.startswith(("I", "F")):
         return image

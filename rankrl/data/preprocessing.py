@@ -21,21 +21,7 @@ _COLOURS = ("RGB", None)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images become a network's input: (pixel / 255 - mean) / std, channel by channel.
-
-    Attributes:
-        channels: Channels of an image.
-        height: Height of the input in pixels.
-        width: Width of the input in pixels.
-        mean: Per-channel mean of pixels in [0, 1].
-        std: Per-channel standard deviation of pixels in [0, 1], positive.
-        resize: Length in pixels to which the shorter side is resized (bilinear, antialiased) before the
-            central crop of the input's size; None for images that have that size.
-        colours: "RGB" where the order of the channels is known; None for grey images, and where it is that
-            of the dataset's file.
-        class_names: The name of each class in the order of the network's outputs, or None where unknown.
-        in_graph: Whether the network's own graph normalises, so that it takes the bytes themselves.
-    """
+    """How images become a network's input: (pixel / 255 - mean) / std, channel by channel."""
 
     channels: int
     height: int
@@ -85,14 +71,7 @@ class Preprocessing:
     def normalised(self, images: Tensor) -> Tensor:
         """Normalise images of the input's size.
 
-        Args:
-            images: (N, height, width, channels), uint8.
-
-        Returns:
-            (N, channels, height, width), float32, contiguous: what the network was trained on.
-
-        Raises:
-            DataError: The images have another type or shape.
+        Shapes: images (N, height, width, channels); returns (N, channels, height, width).
         """
         shape = (self.height, self.width, self.channels)
         if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != shape:
@@ -122,11 +101,7 @@ class Preprocessing:
 
     @classmethod
     def from_dict(cls, values: Any) -> Preprocessing:
-        """Read what `to_dict` returned; strict.
-
-        Raises:
-            DataError: An entry is missing, unknown, ill-typed or contradicts another.
-        """
+        """Read what `to_dict` returned; strict."""
         if not isinstance(values, Mapping):
             raise DataError(f"preprocessing must be an object, got {type(values).__name__}")
         keys = cls(1, 1, 1, (0.0,), (1.0,)).to_dict().keys()
@@ -163,11 +138,7 @@ class Preprocessing:
 
 
 def check_normalisation(mean: Sequence[float], std: Sequence[float], channels: int) -> None:
-    """Refuse a mean or standard deviation that does not match the number of channels.
-
-    Raises:
-        DataError: The number of values differs from that of the channels, or a value is out of range.
-    """
+    """Refuse a mean or standard deviation that does not match the number of channels."""
     for name, values in (("mean", mean), ("std", std)):
         if len(values) != channels:
             raise DataError(

@@ -25,16 +25,6 @@ def read_published(
 
     torchvision stores CIFAR as Python pickles; it verifies the MD5 sum of every file before it unpickles,
     so only the published bytes are read. `NAME.npz` involves no pickle at all.
-
-    Args:
-        name: Dataset name, also that of its .npz file.
-        root: The folder to look in, and to download into.
-        class_names: The published name of each class, in the order of the labels.
-        torchvision_class: Name of the class in `torchvision.datasets`.
-        colours: "RGB" for colour images.
-
-    Raises:
-        DataError: The dataset is nowhere and cannot be downloaded, or its file is damaged.
     """
     path = root / f"{name}.npz"
     names = tuple(class_names)

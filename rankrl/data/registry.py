@@ -25,16 +25,7 @@ DEFAULT_HELDOUT = 5000
 
 @dataclass(frozen=True, eq=False)
 class SourceFiles:
-    """What a source reads: the training file and the test file, before any split.
-
-    Attributes:
-        train: Every image of the training file.
-        test: Every image of the test file.
-        classes: Number of classes that the dataset is known to have, or None to count the labels.
-        class_names: The name of each class in the order of the labels, or None where they are not known.
-        resize: Length of the shorter side before the central crop, where the source did both.
-        colours: "RGB" where the order of the channels is known, else None.
-    """
+    """What a source reads: the training file and the test file, before any split."""
 
     train: Images
     test: Images
@@ -46,16 +37,7 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A registered dataset.
-
-    Attributes:
-        name: How it is asked for.
-        description: One line for listings.
-        read: Reads the files: `read(root, **options)`.
-        augmentation: The random crops and flips that suit these images.
-        mean: Published per-channel mean, or None to measure it on the training file.
-        std: Published per-channel standard deviation, or None to measure it on the training file.
-    """
+    """A registered dataset."""
 
     name: str
     description: str
@@ -81,18 +63,7 @@ def register_dataset(
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
 ) -> Callable[[Callable[..., SourceFiles]], Callable[..., SourceFiles]]:
-    """Register the decorated function `read(root, **options)` as the dataset `name`.
-
-    Args:
-        name: The name users ask for; must be new.
-        description: One line for listings.
-        augmentation: The random crops and flips that suit these images.
-        mean: Per-channel mean of pixels in [0, 1]; measured on the training file when None.
-        std: Per-channel standard deviation of pixels in [0, 1]; measured on the training file when None.
-
-    Raises:
-        ConfigError: The name is taken.
-    """
+    """Register the decorated function `read(root, **options)` as the dataset `name`."""
 
     def register(read: Callable[..., SourceFiles]) -> Callable[..., SourceFiles]:
         source = DatasetSource(name, description, read, augmentation, mean, std)
@@ -108,20 +79,12 @@ def list_datasets(pattern: str = "*") -> list[str]:
 
 
 def dataset_source(name: str) -> DatasetSource:
-    """Return the registered dataset `name`.
-
-    Raises:
-        ConfigError: There is none; the message gives the nearest name.
-    """
+    """Return the registered dataset `name`."""
     return _SOURCES[name]
 
 
 def dataset_option_types(name: str) -> dict[str, Any]:
-    """Return the types of the options that a configuration has for a dataset: common ones and its own.
-
-    Raises:
-        ConfigError: There is no such dataset.
-    """
+    """Return the types of the options that a configuration has for a dataset: common ones and its own."""
     common = parameter_types(load_dataset, without=("name", "seed", "root"))
     return {**common, **parameter_types(dataset_source(name).read, without=("root",))}
 

@@ -26,29 +26,14 @@ UNLABELLED = -100
 
 @dataclass(frozen=True)
 class Sample:
-    """Inputs, with their labels if there are any.
-
-    Attributes:
-        inputs: One batch of all of them, on the CPU.
-        labels: A tensor, or a nesting of tensors, the first axis of each like the inputs'; or None.
-    """
+    """Inputs, with their labels if there are any."""
 
     inputs: Inputs
     labels: Any = None
 
     @classmethod
     def read(cls, data: CalibrationInputs, model: nn.Module, what: str) -> Sample:
-        """Read inputs into memory: a tensor, a tuple or a dict of tensors, batches of such, or a dataset.
-
-        Args:
-            data: The inputs; batches may come in pairs with labels.
-            model: What takes them; it is run on two.
-            what: What they are, for messages.
-
-        Raises:
-            DataError: There are none, or only some of them have labels.
-            DecompositionError: They are no inputs, of different shapes, or not what the model takes.
-        """
+        """Read inputs into memory: a tensor, a tuple or a dict of tensors, batches of such, or a dataset."""
         batches = labelled_batches(data, model)
         if not batches or sum(count_inputs(batch) for batch, _ in batches) == 0:
             raise DataError(f"{what} holds no inputs; give a few hundred")
@@ -73,11 +58,7 @@ class Sample:
         return Sample(rows(self.inputs, index), labels)
 
     def parted(self, heldout: float, seed: int) -> tuple[Sample, Sample]:
-        """Return what is left and what is held out, a share or a number of inputs, drawn at random.
-
-        Raises:
-            DataError: There are fewer than two, or no more than a number that is held out.
-        """
+        """Return what is left and what is held out, a share or a number of inputs, drawn at random."""
         count = len(self)
         if count < 2:
             raise DataError(f"{count} inputs are too few to hold some out; give a few hundred")
@@ -100,15 +81,7 @@ class Sample:
         return self.part((self.labels != UNLABELLED).nonzero().flatten())
 
     def of_classes(self, classes: int, what: str) -> Sample:
-        """Return the same sample with class labels as int64; whole numbers in floats count as classes, too.
-
-        Args:
-            classes: How many classes the network tells apart.
-            what: What the inputs are, for messages.
-
-        Raises:
-            DataError: A label is no class of the network's, or no input has one.
-        """
+        """The same sample with class labels as int64; whole numbers in floats count as classes, too."""
         labels = self.labels
         if not isinstance(labels, Tensor) or labels.ndim != 1 or not bool((labels == labels.round()).all()):
             return self
@@ -135,9 +108,7 @@ def is_number_of_inputs(heldout: object) -> bool:
 def classes_of(model: nn.Module, inputs: Inputs) -> int | None:
     """Return how many classes a model gives scores of, or None where it returns something else.
 
-    Args:
-        model: The model; scores are one tensor (N, classes), of two classes at least.
-        inputs: Any that it takes.
+    Shapes: model (N, classes).
     """
     device = model_device(model)
     with evaluation_mode(model):
@@ -159,24 +130,7 @@ def read_samples(
     score_reads_classes: bool,
     loss_reads_classes: bool,
 ) -> tuple[Sample, Sample, Sample | None]:
-    """Return the checked samples for fitting, for holding out and for testing.
-
-    Args:
-        data: Inputs, as `rankrl.compress` takes them.
-        heldout: A share of them, how many, or others.
-        test: Others, or None.
-        model: The network.
-        seed: Seed of what is held out.
-        skip: Layers that are not fitted.
-        only: Layers that alone are; empty for all.
-        score_reads_classes: Whether the score is an accuracy where labels are classes.
-        loss_reads_classes: Whether labels have to be classes, for cross-entropy.
-
-    Raises:
-        ConfigError: The share that is held out is out of range, or cross-entropy is not possible.
-        DataError: There are too few inputs, or labels are no classes of the network's where they have to be.
-        DecompositionError: Inputs are not finite, or the network does not take them.
-    """
+    """Return the checked samples for fitting, for holding out and for testing."""
     sets: dict[str, CalibrationInputs | None] = {"data": data, "heldout": None, "test": test}
     if not isinstance(heldout, int | float):
         sets["heldout"] = heldout
@@ -211,11 +165,7 @@ def _is_real(labels: Tensor) -> bool:
 
 
 def _joined(labels: Sequence[Any], what: str) -> Any:
-    """Join the labels of all batches on the CPU; return None if there are none.
-
-    Raises:
-        DataError: Some have none, or they are no tensors, or not alike.
-    """
+    """Join the labels of all batches on the CPU; return None if there are none."""
     if all(batch_labels is None for batch_labels in labels):
         return None
     refusal = (

@@ -11,16 +11,7 @@ def stratified_split(labels: Tensor, size: int, seed: int) -> tuple[Tensor, Tens
 
     Quotas are rounded by largest remainder, so exactly `size` indices are drawn.
 
-    Args:
-        labels: (N,) int64 class indices, not negative.
-        size: How many to draw, 0 to N.
-        seed: Seed of the draw.
-
-    Returns:
-        The (N - size,) indices that stay and the (size,) drawn ones, each ascending.
-
-    Raises:
-        ValueError: `size` is outside [0, N].
+    Shapes: labels (N,).
     """
     if not 0 <= size <= len(labels):
         raise ValueError(f"cannot draw {size} of {len(labels)} images")

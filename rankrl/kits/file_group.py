@@ -21,12 +21,6 @@ class FileGroup:
 
     Others have pushed its tensors out of the processor's cache, where those of a network that runs again and
     again stay.
-
-    Attributes:
-        names: A digest of the structure of each: files of one name take equal time.
-        contents: Makes the files, which takes longer than naming them.
-        runs: Timed passes of each.
-        warm_up: Untimed passes of each before them.
     """
 
     names: tuple[str, ...]

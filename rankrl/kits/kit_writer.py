@@ -28,14 +28,7 @@ _PERIOD = 1021  # a prime: rows of a weight differ
 
 @dataclass(frozen=True)
 class NamedFile:
-    """The file of a whole network in a kit.
-
-    Attributes:
-        file: Its name in the kit.
-        title: What it is called.
-        score: How good it is, 1 at best, measured where the kit was written; None where nobody knows.
-        plan: What it was made by, as JSON (`CompressionPlan.to_json`); None for none, or an unknown one.
-    """
+    """The file of a whole network in a kit."""
 
     file: str
     title: str
@@ -45,13 +38,7 @@ class NamedFile:
 
 @dataclass(frozen=True)
 class WrittenKit:
-    """A timing kit.
-
-    Attributes:
-        folder: Where it is.
-        files: Number of different files to time.
-        bytes: What the folder takes.
-    """
+    """A timing kit."""
 
     folder: Path
     files: int
@@ -63,13 +50,6 @@ class KitWriter:
 
     Large weights are replaced by their first numbers, over and over, which leaves hardly anything of a file
     when it is compressed, and nothing of a network that could be used.
-
-    Args:
-        folder: The folder.
-        about: What the files are of, by name (`TimesFile.check`).
-        threads: Threads that they are to be timed with.
-        whole: Whether files keep their weights and inputs their numbers; outputs are then compared with those
-            of each group's first file.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, str], *, threads: int, whole: bool = False) -> None:
@@ -97,11 +77,7 @@ class KitWriter:
         return np.ones(len(group.names))
 
     def finish(self, networks: Sequence[NamedFile]) -> WrittenKit:
-        """Write the list of the files and the programs that time them.
-
-        Args:
-            networks: The files of whole networks.
-        """
+        """Write the list of the files and the programs that time them."""
         content = {
             "version": VERSION,
             "about": self.about,

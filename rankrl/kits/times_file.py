@@ -26,15 +26,7 @@ _WHAT = {
 
 @dataclass(frozen=True)
 class TimedNetwork:
-    """A whole network that runs on another device.
-
-    Attributes:
-        title: What it is called.
-        score: How good it is, 1 at best, measured where the kit was written; None where nobody knows.
-        milliseconds: Its time on the device.
-        share: That / the time of the first network of its kit, which is the dense one.
-        plan: What it was made by; None where nobody knows.
-    """
+    """A whole network that runs on another device."""
 
     title: str
     score: float | None
@@ -45,16 +37,7 @@ class TimedNetwork:
 
 @dataclass(frozen=True)
 class TimesFile:
-    """Times of a kit's files on another device; a `Stopwatch`.
-
-    Attributes:
-        path: The file.
-        about: What the kit's files are of.
-        machine: What measured: processor, runtime, version, threads, clock.
-        known: Milliseconds of each file by name.
-        failed: Why other files do not run there.
-        networks: The whole networks that run there, if the first of its kit does.
-    """
+    """Times of a kit's files on another device; a `Stopwatch`."""
 
     path: Path
     about: Mapping[str, str]
@@ -65,11 +48,7 @@ class TimesFile:
 
     @classmethod
     def load(cls, path: Path) -> TimesFile:
-        """Read a table.
-
-        Raises:
-            ConfigError: It is no table, of a newer version, unfinished, or holds times that are none.
-        """
+        """Read a table."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version, left = content["version"], content["left"]
@@ -126,15 +105,7 @@ class TimesFile:
         )
 
     def check(self, about: Mapping[str, str], threads: int) -> None:
-        """Refuse a table that was measured of something else.
-
-        Args:
-            about: What the files are of that the search would time.
-            threads: Threads of `export.threads`.
-
-        Raises:
-            ConfigError: Naming what differs.
-        """
+        """Refuse a table that was measured of something else."""
         for name, value in about.items():
             if self.about.get(name) != value:
                 raise ConfigError(
@@ -150,14 +121,7 @@ class TimesFile:
             )
 
     def check_device(self, other: TimesFile) -> None:
-        """Refuse a table that was measured on another device, or otherwise.
-
-        Args:
-            other: Where layers were timed.
-
-        Raises:
-            ConfigError: Naming what differs.
-        """
+        """Refuse a table that was measured on another device, or otherwise."""
         for name in ("processor", "runtime", "version", "threads"):
             if self.machine[name] != other.machine[name]:
                 raise ConfigError(
@@ -172,11 +136,7 @@ class TimesFile:
             )
 
     def times(self, group: FileGroup) -> np.ndarray:
-        """Return the milliseconds of each file, infinity for one that does not run there.
-
-        Raises:
-            ConfigError: The table lacks a file.
-        """
+        """Return the milliseconds of each file, infinity for one that does not run there."""
         for name in group.names:
             if name not in self.known and name not in self.failed:
                 raise ConfigError(

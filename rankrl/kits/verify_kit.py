@@ -17,14 +17,7 @@ from rankrl.options.timing import LatencyOptions
 
 @dataclass(frozen=True)
 class FinishedFile:
-    """A network in a file.
-
-    Attributes:
-        title: What it is called.
-        path: The file.
-        score: How good it is, 1 at best; None where nobody knows.
-        plan: What it was made by; None where nothing was done, or nobody knows.
-    """
+    """A network in a file."""
 
     title: str
     path: Path
@@ -35,14 +28,7 @@ class FinishedFile:
 def write_verify_kit(
     files: Sequence[FinishedFile], inputs: Batch, folder: Path, timing: LatencyOptions
 ) -> WrittenKit:
-    """Write finished networks into a folder, with programs that time them and compare their outputs.
-
-    Args:
-        files: The networks, with whose first the others are compared.
-        inputs: A batch of real inputs, which all of them take.
-        folder: The folder.
-        timing: How often and with how many threads they are timed.
-    """
+    """Write finished networks into a folder, with programs that time them and compare their outputs."""
     named = [
         NamedFile(
             digest(each.path.read_bytes()),

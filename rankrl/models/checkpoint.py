@@ -35,15 +35,6 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     first, then what is called a network; what was taken and what was left out is logged.
     `num_batches_tracked` may be missing, as old files lack it, and one name of a tied parameter.
     Floating-point types are converted to the model's own.
-
-    Args:
-        model: The network to fill; untouched when an error is raised.
-        path: The file.
-
-    Raises:
-        CheckpointError: The file is missing, damaged, no state_dict, holds anything but tensors and plain
-            values, is for another architecture or class count, holds several networks that fit, a compressed
-            one, or NaN or infinite weights.
     """
     path = Path(path)
     if not path.is_file():
@@ -62,17 +53,7 @@ def save_checkpoint(
     heldout: str | None = None,
     preprocessing: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the weights of a network as .safetensors, atomically.
-
-    Args:
-        model: The network; its tensors are copied to the CPU and to contiguous memory, not moved.
-        path: The file to create or replace.
-        heldout: Which images it was not trained on (`Images.digest`), for `checkpoint_heldout`.
-        preprocessing: What its images go through, for `checkpoint_preprocessing`.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Write the weights of a network as .safetensors, atomically."""
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in model.state_dict().items()}
     known = {"heldout": heldout, "preprocessing": preprocessing}
     notes = {name: value for name, value in known.items() if value is not None}

@@ -15,16 +15,6 @@ def check_classifier(
     """Run a network on two blank images and check what comes out.
 
     The network runs in evaluation mode; its mode and values stay as they were.
-
-    Args:
-        model: The network.
-        input_shape: (channels, height, width) of one image.
-        num_classes: Number of classes.
-        name: What to call it in the message.
-
-    Raises:
-        ModelError: It is no `torch.nn.Module`, cannot take such images, or returns anything but a
-            floating-point tensor of shape (2, num_classes).
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name} is a {type(model).__name__}, not a torch.nn.Module")

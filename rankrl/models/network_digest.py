@@ -23,12 +23,7 @@ def network_digest(model: nn.Module) -> str:
 
 
 def behaviour_digest(model: nn.Module, inputs: Inputs) -> str:
-    """Return a hash that also tells networks of one name and the same weights apart by what they compute.
-
-    Args:
-        model: The network; it answers in evaluation mode.
-        inputs: A few inputs on its device.
-    """
+    """Return a hash that also tells networks of one name and the same weights apart by what they compute."""
     with evaluation_mode(model), torch.no_grad():
         answers = tensors_in(run_model(model, inputs))
     return digest(network_digest(model), list(answers), torch.__version__)

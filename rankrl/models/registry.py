@@ -20,14 +20,7 @@ Builder = Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A registered network.
-
-    Attributes:
-        name: How it is asked for.
-        description: One line for listings.
-        build: Makes the network.
-        lr: Learning rate that suits its training from scratch, or None where `default_lr` decides.
-    """
+    """A registered network."""
 
     name: str
     description: str
@@ -39,16 +32,7 @@ _MODELS: Registry[ModelSource] = Registry("model", ConfigError)
 
 
 def register_model(name: str, description: str, *, lr: float | None = None) -> Callable[[Builder], Builder]:
-    """Register the decorated function `build(input_shape, num_classes, **options)` as the model `name`.
-
-    Args:
-        name: The name users ask for; must be new.
-        description: One line for listings.
-        lr: Learning rate of SGD with momentum 0.9 that suits its training from scratch, where it is known.
-
-    Raises:
-        ConfigError: The name is taken.
-    """
+    """Register the decorated function `build(input_shape, num_classes, **options)` as the model `name`."""
 
     def register(build: Builder) -> Builder:
         _MODELS.add(name, ModelSource(name, description, build, lr), description)
@@ -63,20 +47,12 @@ def list_models(pattern: str = "*") -> list[str]:
 
 
 def model_source(name: str) -> ModelSource:
-    """Return the registered model `name`.
-
-    Raises:
-        ConfigError: There is none; the message gives the nearest name.
-    """
+    """Return the registered model `name`."""
     return _MODELS[name]
 
 
 def model_option_types(name: str) -> tuple[dict[str, Any], bool]:
-    """Return the types of a model's options, and whether it passes other options on.
-
-    Raises:
-        ConfigError: There is no such model.
-    """
+    """Return the types of a model's options, and whether it passes other options on."""
     build = model_source(name).build
     shape_and_classes = list(inspect.signature(build).parameters)[:2]
     return parameter_types(build, without=shape_and_classes), takes_any_option(build)
@@ -87,13 +63,6 @@ def default_lr(name: str, network: nn.Module) -> float:
 
     It is what the model states at its registration; for one that states none, 0.1 for a network with batch
     normalisation and 0.01 for one without, in which larger steps soon let ReLUs die.
-
-    Args:
-        name: A registered name.
-        network: A network of that name.
-
-    Raises:
-        ConfigError: There is no such model.
     """
     stated = model_source(name).lr
     if stated is not None:
@@ -105,22 +74,7 @@ def default_lr(name: str, network: nn.Module) -> float:
 def create_model(
     name: str, /, *, input_shape: tuple[int, int, int], num_classes: int, **options: Any
 ) -> nn.Module:
-    """Build an initialised network and check that it classifies images of the given shape.
-
-    Args:
-        name: A registered name, see `list_models`.
-        input_shape: (channels, height, width) of one image.
-        num_classes: Number of classes.
-        **options: The model's own options, for example `shortcut="B"` for the CIFAR ResNets or
-            `name="resnet18"` for torchvision.
-
-    Returns:
-        The network in training mode, on the CPU, float32, randomly initialised from torch's global generator.
-
-    Raises:
-        ConfigError: The name or an option is unknown.
-        ModelError: The network cannot be built for this input, or is no such classifier.
-    """
+    """Build an initialised network and check that it classifies images of the given shape."""
     return build_model(name, input_shape, num_classes, options)
 
 

@@ -25,17 +25,7 @@ _NETWORKS = frozenset({"self", "model", "net", "network", "state", "dict", "para
 
 @dataclass(frozen=True)
 class StateDict:
-    """Tensors of a file under a network's names, and how far they fit that network.
-
-    Attributes:
-        place: Keys of the dicts in the file that lead to it.
-        prefix: What was removed in front of the names.
-        tensors: The tensors by name.
-        expected: The network's own.
-        others: Names in the same dict that do not have the prefix.
-        counters: Names of the trainer's own counters among the others.
-        tied: Names of the network's that stand for the same parameter as another one, which is named.
-    """
+    """Tensors of a file under a network's names, and how far they fit that network."""
 
     place: tuple[str, ...]
     prefix: str
@@ -89,16 +79,7 @@ class StateDict:
 
 
 def state_dicts(content: object, expected: Mapping[str, Tensor]) -> list[StateDict]:
-    """Return the parts of a file's content that may be a network's tensors, the best fit first.
-
-    Args:
-        content: What the file holds.
-        expected: The network's tensors by name.
-
-    Returns:
-        One entry for each dict of tensors and each prefix of its names that leads to names of the network; of
-        a dict without any such, one with the names as they are.
-    """
+    """Return the parts of a file's content that may be a network's tensors, the best fit first."""
     tied = _tied(expected)
     states = [
         state

@@ -51,38 +51,16 @@ class PricedNetwork(Protocol):
         """What a user must know, besides the budget, when that cannot be reached; None for nothing."""
 
     def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Return fractions of the original's costs as fractions of this network's.
-
-        Args:
-            kept: Fractions by `params`, `macs` and `bytes`; None sets no budget.
-        """
+        """Return fractions of the original's costs as fractions of this network's."""
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
-        """Return what lists the candidates of every layer, without any fit.
-
-        Raises:
-            DecompositionError: No layer can be compressed.
-        """
+        """Return what lists the candidates of every layer, without any fit."""
 
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
-        """Calibrate and return the library of the layers' fits; nothing is fitted yet.
-
-        Args:
-            candidates: What may become of the layers.
-            cache: Folder of fits that later runs reuse, or None.
-            seed: Seed of everything random.
-
-        Raises:
-            DecompositionError: No layer can be compressed.
-        """
+        """Calibrate and return the library of the layers' fits; nothing is fitted yet."""
 
     def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> NetworkTimer:
-        """Return what measures times of this network.
-
-        Args:
-            options: How time is measured.
-            library: The fits of its layers.
-        """
+        """Return what measures times of this network."""
 
 
 class SearchableNetwork(PricedNetwork, Protocol):
@@ -93,27 +71,12 @@ class SearchableNetwork(PricedNetwork, Protocol):
         """What plans, and the networks that they become, are scored by."""
 
     def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> Any:
-        """Return the compressed network, refit and all, as `scoring` takes it.
-
-        Args:
-            plan: What becomes of the layers.
-            library: What the plan was chosen from.
-        """
+        """Return the compressed network, refit and all, as `scoring` takes it."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A compressed network's ONNX file, verified and timed.
-
-    Attributes:
-        verified: Largest difference between the file and the network that it was made from; of a graph,
-            relative to the largest number at the outputs.
-        latency: Its time and the original's.
-        outputs: How far each output agrees with the original's on held-out inputs; empty where labels say
-            how good it is.
-        numbers: What else the section `onnx` of metrics.json says of it.
-        runtimes: The section `runtimes` (`runtime_numbers`), or None.
-    """
+    """A compressed network's ONNX file, verified and timed."""
 
     verified: float
     latency: LatencyComparison
@@ -140,16 +103,7 @@ class Network(SearchableNetwork, Protocol):
         """
 
     def write(self, compressed: Any, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
-        """Write a compressed network as an ONNX file, verify it, and time it along with the original's.
-
-        Args:
-            compressed: What `applied` returned, fine-tuned or not.
-            path: The file to write; it takes its name only after it was verified.
-            metadata: Text to store in the file.
-
-        Raises:
-            ExportError: The network cannot be written, or the file computes something else.
-        """
+        """Write a compressed network as an ONNX file, verify it, and time it along with the original's."""
 
     def costs_before(self) -> dict[str, int]:
         """Return `params`, `macs`, `bytes` (of the parameters) and `file_bytes` of the original."""
@@ -165,19 +119,10 @@ class Network(SearchableNetwork, Protocol):
         """What `values` are."""
 
     def values(self, compressed: Any | None) -> np.ndarray | None:
-        """Return a score of every input, shape (N,), by which a loss is certified; None: of the original.
-
-        Returns:
-            None where only one number for all inputs is known, or every input took part in a choice.
-        """
+        """Return a score of every input, shape (N,), by which a loss is certified; None: of the original."""
 
     def collapsed(self, compressed: Any, score: float) -> str | None:
-        """Return what to tell a reader if a compressed network answers no better than a constant.
-
-        Args:
-            compressed: The network.
-            score: What `score` says of it.
-        """
+        """Return what to tell a reader if a compressed network answers no better than a constant."""
 
     def rows(self, plan: CompressionPlan, compressed: Any) -> Sequence[LayerRow]:
         """Return the report's row of every layer."""

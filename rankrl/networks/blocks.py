@@ -14,15 +14,7 @@ from rankrl.operations import RemoveBlock
 
 
 def block_removals(model: nn.Module, input_shape: InputShape) -> dict[str, Removal]:
-    """Return with which operation layers may leave the network, by name.
-
-    Args:
-        model: The dense network.
-        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
-
-    Raises:
-        ConfigError: If the network has no residual block that can be removed.
-    """
+    """Return with which operation layers may leave the network, by name."""
     order = [spec.name for spec in compressible_layers(model, input_shape)]
     removals: dict[str, Removal] = {}
     for block in residual_blocks(model, example_tensor(model, input_shape)):

@@ -16,15 +16,7 @@ from rankrl.options.decomposition import (
 
 @dataclass(frozen=True)
 class CandidateOptions(FittingOptions):
-    """Which candidates there are and how they are fitted.
-
-    Attributes:
-        formats: Names of the tensor formats that every layer chooses from.
-        precisions: Names of what every layer may compute with or be stored in (`PRECISIONS`); `int7` takes
-            the place of `int8` where weights are to have 7 of 8 bits.
-        reduce_range: Whether they are, as in `quantise_onnx`.
-        multiple: Ranks are multiples of it.
-    """
+    """Which candidates there are and how they are fitted."""
 
     formats: tuple[str, ...]
     precisions: tuple[str, ...] = ("float32",)
@@ -45,14 +37,7 @@ class CandidateOptions(FittingOptions):
         multiple: int | None = None,
         reduce_range: bool | None = None,
     ) -> CandidateOptions:
-        """Return which candidates there are under a budget.
-
-        Args:
-            options: How layers are factorised.
-            budget: What plans keep to, which says what precisions lower.
-            multiple: What ranks are multiples of where the options say nothing.
-            reduce_range: As in `quantise_onnx`.
-        """
+        """Return which candidates there are under a budget."""
         return cls(
             differing_formats(options.choices, budget),
             default_precisions(budget) if options.precisions is None else options.precisions,

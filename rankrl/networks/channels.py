@@ -25,15 +25,6 @@ def channel_narrowings(
     them, one reads them, and the two follow each other: inside a residual block, or along a plain chain.
     Channels that several layers share, a residual stream say, or that a layer norm normalises together, are
     what `task=prune` removes.
-
-    Args:
-        model: The dense network.
-        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
-        fractions: Of the channels to keep, each in (0, 1).
-        multiple: Numbers of channels are multiples of it, but for layers that have no more than that.
-
-    Raises:
-        ConfigError: If a fraction is out of range, the network cannot be followed, or there is no such pair.
     """
     wrong = [each for each in fractions if not 0 < each < 1]
     if wrong:

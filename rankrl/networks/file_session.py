@@ -12,12 +12,7 @@ from rankrl.onnx.runtimes import Session
 
 
 class FileSession:
-    """An open file that answers as onnxruntime's session of the same network would.
-
-    Args:
-        session: The file, in any runtime.
-        original: The network in onnxruntime, which knows the names of inputs and outputs.
-    """
+    """An open file that answers as onnxruntime's session of the same network would."""
 
     def __init__(self, session: Session, original: onnxruntime.InferenceSession) -> None:
         self._session = session

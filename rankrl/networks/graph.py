@@ -62,13 +62,7 @@ _JUDGED_PATCHES = 2**14
 
 @dataclass(frozen=True, eq=False)
 class WrittenGraph:
-    """A graph with its plan carried out: in floating point, and as it stands in a file.
-
-    Attributes:
-        graph: The graph before anything is rounded.
-        network: What is written of it.
-        scoring: What it is compared with the original by.
-    """
+    """A graph with its plan carried out: in floating point, and as it stands in a file."""
 
     graph: CompressedGraph
     network: OnnxNetwork
@@ -87,18 +81,7 @@ class WrittenGraph:
 
 @dataclass(frozen=True, eq=False)
 class GraphNetwork:
-    """A network in an ONNX file with its inputs; a `rankrl.networks.base.Network`.
-
-    Attributes:
-        file: The network and its inputs.
-        feed: The batch that is timed.
-        timing: How time is measured.
-        options: How plans are carried out.
-        judge: The user's score of an open session, or None for the agreement with the original.
-        term: What plans are scored by without one (`OnnxScoring.term`).
-        seed: Seed of the patches that a plan is carried out on.
-        time_of_original: Time of the network / that of the file, where it was rewritten.
-    """
+    """A network in an ONNX file with its inputs; a `rankrl.networks.base.Network`."""
 
     file: PreparedFile
     feed: Feed = field(repr=False)
@@ -177,14 +160,7 @@ class GraphNetwork:
         sensitivities: Mapping[str, torch.Tensor],
         patches: int = PATCHES_PER_LAYER,
     ) -> WrittenGraph:
-        """Return the network that a plan becomes, its nodes fitted one after the other (`refitted_graph`).
-
-        Args:
-            plan: What becomes of the nodes.
-            batches: Inputs that they are fitted on, and that set ranges of activations.
-            sensitivities: G (out, out) of the nodes' outputs, by name.
-            patches: Patches of a node's input at most that it is fitted to.
-        """
+        """Return the network that a plan becomes, its nodes fitted one after the other (`refitted_graph`)."""
         with progress_bar("refit nodes", total=len(self.file.sites)) as bar:
             graph = refitted_graph(
                 self.file.network,
@@ -376,16 +352,6 @@ def fit_library(
     Weights exist three times then: in the file's graph, in float32 in modules that the library reads their
     shapes from, and in float64 for fits. Moments and sensitivities, (in * kernel)^2 and out^2 numbers of 8
     bytes for each node, exist once.
-
-    Args:
-        file: The network and its inputs.
-        candidates: What may become of its nodes.
-        folder: Where fits and sensitivities are kept for later runs, or None.
-        seed: Seed of patches and perturbations.
-        measure: Scale the losses of candidates to measured ones (`GraphLibrary`).
-
-    Raises:
-        OnnxGraphError: No node can be compressed; the message gives the reasons.
     """
     usable, changing, batches = file.usable, file.changing, file.split.calibration
     unreached: list[str] = []
@@ -416,13 +382,7 @@ def fit_library(
 def measured_sensitivities(
     file: PreparedFile, *, folder: Path | None = None, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Return the sensitivity matrices of the nodes' outputs, by name (`collect_sensitivities`).
-
-    Args:
-        file: The network and its inputs.
-        folder: Where they are kept for later runs on the same network and inputs, or None.
-        seed: Seed of the perturbations.
-    """
+    """Return the sensitivity matrices of the nodes' outputs, by name (`collect_sensitivities`)."""
     with progress_bar("perturb nodes", total=len(file.usable)) as bar:
         return collect_sensitivities(
             file.network,

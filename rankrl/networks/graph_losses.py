@@ -43,12 +43,7 @@ _METHOD = 4
 
 
 class GraphLibrary(FitLibrary):
-    """Fits of the nodes of a file, whose candidates have losses that are scaled to measured ones.
-
-    Args:
-        losses: Measures the loss of a node, or None to predict it alone.
-        **options: Those of `FitLibrary`.
-    """
+    """Fits of the nodes of a file, whose candidates have losses that are scaled to measured ones."""
 
     def __init__(self, *arguments: Any, losses: NodeLosses | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -130,14 +125,7 @@ def _representatives(candidates: Sequence[Candidate]) -> tuple[dict[str, Factori
 
 @dataclass(frozen=True, eq=False)
 class NodeLosses:
-    """Measures what the outputs of a network lose when one node alone has another weight.
-
-    Attributes:
-        network: The network.
-        nodes: Its nodes, without a refusal.
-        batches: Inputs, of which the first ones are used.
-        folder: Where losses are kept for later runs, or None.
-    """
+    """Measures what the outputs of a network lose when one node alone has another weight."""
 
     network: OnnxNetwork
     nodes: Sequence[Site]
@@ -147,14 +135,7 @@ class NodeLosses:
     def of(
         self, library: FitLibrary, name: str, weights: Sequence[torch.Tensor], integer: Sequence[bool]
     ) -> list[float]:
-        """Return what the outputs lose (`OutputScore.loss`), averaged over them, for each weight of a node.
-
-        Args:
-            library: The fits of the nodes.
-            name: The node.
-            weights: (out, in, kernel).
-            integer: Whether its input is rounded to 8 bits, too, and its output, for each weight.
-        """
+        """What the outputs lose (`OutputScore.loss`), averaged over them, for each weight of a node."""
         key = None if self.folder is None else digest(self._key, name, weights, integer)
 
         def measured() -> list[float]:
@@ -167,12 +148,7 @@ class NodeLosses:
         return losses
 
     def of_lstm(self, name: str, bits: int) -> float:
-        """Return the same loss of an LSTM in integers, with onnxruntime's own kernel.
-
-        Args:
-            name: The node.
-            bits: Those of its weights.
-        """
+        """Return the same loss of an LSTM in integers, with onnxruntime's own kernel."""
         key = None if self.folder is None else digest(self._key, name, bits)
 
         def measured() -> float:

@@ -55,12 +55,6 @@ class ScoringGraph:
     session; no node is changed. (onnxruntime can be handed constants along with the model,
     `SessionOptions.add_initializer`; its convolutions then compute with those of the model all the same,
     seen in 1.31.) What is lost of the mean of a node's output is given back where something takes it up.
-
-    Args:
-        network: The network.
-        nodes: Its nodes.
-        library: The fits of its nodes.
-        sites: The candidates of its nodes.
     """
 
     def __init__(
@@ -77,11 +71,7 @@ class ScoringGraph:
         self._written = [site.dense for site in self.sites]
 
     def session(self, choices: Sequence[int]) -> onnxruntime.InferenceSession:
-        """Return the network under a plan, open.
-
-        Args:
-            choices: Index of the candidate of every site.
-        """
+        """Return the network under a plan, open."""
         for index, choice in enumerate(choices):
             if self._written[index] != choice:
                 for name, content in self._values(index, int(choice)).items():
@@ -110,14 +100,7 @@ class ScoringGraph:
 def constants_of(
     library: FitLibrary, node: Site, opened: OpenConstants, weight: torch.Tensor
 ) -> dict[str, Array]:
-    """Return what the constants of a node hold when its weight is another one, by their names, float32.
-
-    Args:
-        library: The fits of the nodes, which hold the original weight and the moments of the inputs.
-        node: The node.
-        opened: Its constants.
-        weight: The weight (out, in, kernel).
-    """
+    """Return what the constants of a node hold when its weight is another one, by their names, float32."""
     written = weight.reshape(node.weight.shape)
     if node.hidden:
         both = zip((opened.weight, opened.state), node.recurrent_weights(written), strict=True)
@@ -133,21 +116,7 @@ def constants_of(
 
 @dataclass(frozen=True)
 class OnnxScoring:
-    """What plans of a network in an ONNX file are scored by.
-
-    Attributes:
-        network: The network.
-        nodes: Its nodes.
-        feeds: Batches of inputs that nothing is fitted to.
-        single: Batches on which single nodes are looked at (`OnnxPlanEvaluator.divergences`); none that
-            results are compared on.
-        others: Other batches, on which the original alone says how near classes are to one another.
-        score: The user's score, or None for the agreement with the original on `feeds`.
-        term: `agreement`: how often an output of classes has the original's, the explained share of the
-            variation of any other (`rankrl.onnx.output_scores`), averaged over the outputs;
-            `soft_agreement`: 1 - the relative error of every output, or of the worst of its quantities, which
-            moves with every change of the weights.
-    """
+    """What plans of a network in an ONNX file are scored by."""
 
     network: OnnxNetwork
     nodes: Sequence[Site]
@@ -165,12 +134,7 @@ class OnnxScoring:
             )
 
     def check(self) -> None:
-        """Score the original, so that a score that fails does so before nodes are fitted.
-
-        Raises:
-            ConfigError: The user's score is no number.
-            NonFiniteError: It is NaN or an infinity.
-        """
+        """Score the original, so that a score that fails does so before nodes are fitted."""
         self.of_original()
 
     def weighed(self, library: FitLibrary, problem: SearchProblem) -> Sequence[CandidateSet]:
@@ -221,16 +185,7 @@ class OnnxScoring:
         return checked_score(float(np.mean(losses)), "the compressed network")
 
     def of_session(self, session: onnxruntime.InferenceSession, what: str) -> float:
-        """Return the score of an open network.
-
-        Args:
-            session: The network.
-            what: What it is, for messages.
-
-        Raises:
-            ConfigError: The user's score is no number.
-            NonFiniteError: It, or an output, is NaN or an infinity.
-        """
+        """Return the score of an open network."""
         if self.score is not None:
             return checked_score(self.score(session), what)
         outputs = self.agreement(session)
@@ -289,13 +244,7 @@ class OnnxScoring:
 
 
 class OnnxPlanEvaluator(RememberingEvaluator):
-    """Scores the plans of a search; equal plans are scored once.
-
-    Args:
-        scoring: What they are scored by.
-        library: The fits of the nodes.
-        problem: The search problem made of them.
-    """
+    """Scores the plans of a search; equal plans are scored once."""
 
     def __init__(self, scoring: OnnxScoring, library: FitLibrary, problem: SearchProblem) -> None:
         super().__init__(problem)
@@ -313,16 +262,7 @@ class OnnxPlanEvaluator(RememberingEvaluator):
         return self.scoring.of_session(self.graph.session(choices), what)
 
     def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Measure how far the outputs move when one node alone is compressed.
-
-        Args:
-            batches: On how many batches, or on all where there are fewer.
-            only: The candidate of every site that is measured alone; None for all candidates.
-
-        Returns:
-            For every site what the outputs lose (`OutputScore.loss`), averaged over them, under each of its
-            candidates; shape (candidates,), 0 for the dense one and for those that are not measured.
-        """
+        """Measure how far the outputs move when one node alone is compressed."""
         scoring = replace(self.scoring, feeds=self.scoring.single[:batches])
 
         def divergence(plan: Choices) -> float:

@@ -54,16 +54,7 @@ class ImageModule(ModuleNetwork):
     Plans are scored on images held out of the training set; test images choose nothing and are read for the
     report alone.
 
-    Attributes:
-        data: The data set.
-        images: Training images that layers are fitted on, normalised, shape (N, channels, height, width).
-        scores: What plans are scored by, and how.
-        scored_images: Held-out images that plans are scored on at most.
-        options: How plans are carried out.
-        export: How the network is exported and timed.
-        folder: Folder for the dense network's file, and for files that are of no use later.
-        seed: Seed of everything random.
-        cache: Where what is known of the dense network is kept for other runs.
+    Shapes: images (N, channels, height, width).
     """
 
     data: ImageData

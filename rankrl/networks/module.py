@@ -37,14 +37,7 @@ from rankrl.verify.layer_rows import layer_rows, stored_bytes
 
 @dataclass(frozen=True, eq=False)
 class ModuleNetwork:
-    """A PyTorch module, and the inputs that it is calibrated on; a `rankrl.networks.base.PricedNetwork`.
-
-    Attributes:
-        model: The dense network.
-        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
-        inputs: Batches of calibration inputs; none where nothing is fitted.
-        preprocessing: What the network's images go through, for files that do it themselves.
-    """
+    """A PyTorch module, and the inputs that it is calibrated on; a `rankrl.networks.base.PricedNetwork`."""
 
     model: nn.Module
     input_shape: InputShape
@@ -77,12 +70,7 @@ class ModuleNetwork:
         return dict(kept)
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
-        """Return what lists the candidates of every layer; see `PricedNetwork`.
-
-        Raises:
-            ConfigError: A fraction of `candidates.channels` is out of range, or no channel or block can be
-                removed.
-        """
+        """Return what lists the candidates of every layer; see `PricedNetwork`."""
         return CandidateLister.of_network(
             self.model,
             self.input_shape,
@@ -101,11 +89,7 @@ class ModuleNetwork:
         return ()
 
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
-        """Calibrate and return the library of fits; see `PricedNetwork`.
-
-        Raises:
-            ConfigError: As for `lister`.
-        """
+        """Calibrate and return the library of fits; see `PricedNetwork`."""
         return FitLibrary.calibrated(
             self.model,
             self.inputs[0],

@@ -27,13 +27,6 @@ class NodeTail:
 
     A node that shares its weight with others has the whole network behind it, and its input stays as it is.
     All values that the inputs lead to are kept, for up to 64 inputs of small networks and 8 of large ones.
-
-    Args:
-        network: The network.
-        node: The node.
-        feeds: Inputs, few enough in each to be sent through together.
-        readers: Names of the nodes that round what they take when they compute in integers.
-        scores: What each output of the network is scored by, by name.
     """
 
     def __init__(

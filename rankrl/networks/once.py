@@ -14,9 +14,6 @@ def once_per_network(function: Callable[[_Network], _Answer]) -> Callable[[_Netw
     """Return a function that calls another one once for every network and remembers its answer.
 
     Networks are told apart as objects and not kept alive. A network must not change between calls.
-
-    Args:
-        function: From a network to what is remembered of it.
     """
     answers: WeakKeyDictionary[_Network, _Answer] = WeakKeyDictionary()
 

@@ -38,14 +38,7 @@ from rankrl.verify.simulation import unlike_file
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScoredModule(ModuleNetwork):
-    """A module whose plans a function scores; a `rankrl.networks.base.SearchableNetwork`.
-
-    Attributes:
-        judge: From a network to a number, higher is better.
-        options: How plans are carried out.
-        seed: Seed of everything random.
-        progress: As for `rankrl.compress`.
-    """
+    """A module whose plans a function scores; a `rankrl.networks.base.SearchableNetwork`."""
 
     judge: Score
     options: DecompositionOptions
@@ -74,15 +67,7 @@ class ScoredModule(ModuleNetwork):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OwnModule(ScoredModule):
-    """A module that is compressed to a file; a `rankrl.networks.base.Network`.
-
-    Attributes:
-        heldout: How good a network is on the held-out inputs.
-        unseen: How good it is on inputs that choose nothing, or None where there are none.
-        files: What its files are made, verified and timed with.
-        timing: How it is exported and timed.
-        folder: Folder for the dense network's file, and for files that are of no use later.
-    """
+    """A module that is compressed to a file; a `rankrl.networks.base.Network`."""
 
     heldout: HeldoutScore
     files: OwnInputs

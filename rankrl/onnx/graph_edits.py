@@ -72,13 +72,7 @@ def node_of(
 
 
 def put_in_place(graph: ir.Graph, old: Sequence[ir.Node], new: Sequence[ir.Node]) -> None:
-    """Put nodes in a row in the place of others; the output of the last takes the place of theirs.
-
-    Args:
-        graph: The graph; changed in place.
-        old: The nodes that go, in a row.
-        new: The nodes that come.
-    """
+    """Put nodes in a row in the place of others; the output of the last takes the place of theirs."""
     before, after = old[-1].outputs[0], new[-1].outputs[0]
     known = before.name, before.type, before.shape
     ir.convenience.replace_nodes_and_values(graph, old[-1], old, new, [before], [after])
@@ -98,12 +92,7 @@ def part_of(model: ir.Model, inputs: Sequence[ir.Value | str], outputs: Sequence
 
 
 def until(model: ir.Model, values: Sequence[str]) -> ir.Model:
-    """Return the part of a model that computes some values, which become its outputs.
-
-    Args:
-        model: The model; left as it was.
-        values: Names of values of its main graph.
-    """
+    """Return the part of a model that computes some values, which become its outputs."""
     return part_of(model, list(model.graph.inputs), values)
 
 

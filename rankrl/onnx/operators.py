@@ -16,12 +16,7 @@ def opset_of(model: ir.Model) -> int:
 
 
 def is_standard(node: ir.Node, *op_types: str) -> bool:
-    """Tell whether a node is one of ONNX's own operators.
-
-    Args:
-        node: The node.
-        op_types: Names of operators; without any, all of ONNX's count.
-    """
+    """Tell whether a node is one of ONNX's own operators."""
     return node.domain in STANDARD and (not op_types or node.op_type in op_types)
 
 

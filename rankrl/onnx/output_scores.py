@@ -46,19 +46,7 @@ _LEAST_DIVERGENCE = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class OutputScore:
-    """What answers of one output are scored by.
-
-    Attributes:
-        name: The output's name.
-        kind: Of scores of classes, `classes` where the original's class varies with the inputs,
-            `distribution` where it does not; `labels` are integers and text, `values` all other numbers.
-        reason: Why it is of this kind, for a reader.
-        spread: What a constant answer's errors are, on average over the inputs: the divergence from the mean
-            distribution in nats, or the variance, of every channel where they have units of their own.
-        units: Its quantities of different units; None where there is one.
-        probabilities: Whether scores of classes are probabilities, not logits.
-        log_spread: Variance over the inputs of the centred logarithms of class probabilities.
-    """
+    """What answers of one output are scored by."""
 
     name: str
     kind: OutputKind
@@ -73,10 +61,6 @@ class OutputScore:
 
         Below 0 an answer is worse than the mean of the original's. Quantities of different units are
         averaged (`by_unit`).
-
-        Args:
-            before: The original's answers to a batch, inputs on the first axis.
-            after: Those of a compressed network, of the same shape.
         """
         means: Array = self.by_unit(before, after).mean(0)
         return means
@@ -124,10 +108,6 @@ class OutputScore:
 
         Of scores of classes it is the squared error of the logits relative to their variance: the divergence
         of a few inputs is that of the one nearest to another class. Of all others it is 1 − the score.
-
-        Args:
-            before: The original's answers to a batch, inputs on the first axis.
-            after: Those of a compressed network, of the same shape.
         """
         if not self._of_classes:
             return 1 - self(before, after)
@@ -150,11 +130,6 @@ def output_score(name: str, answers: Sequence[Array], classes: bool = False) -> 
     R-squared measure of goodness of fit for some common nonlinear regression models", Journal of
     Econometrics 77, 1997); squared errors against the variance, R^2. Both are of samples, so that a constant
     scores about 0.
-
-    Args:
-        name: The output's name.
-        answers: The original's answers, one array a batch, inputs on the first axis.
-        classes: Whether they are known to be scores of classes, by the labels.
     """
     first = answers[0]
     if first.dtype.kind not in "fu" or not first.ndim:
@@ -183,12 +158,7 @@ def output_score(name: str, answers: Sequence[Array], classes: bool = False) -> 
 def mean_loss(
     scores: Sequence[OutputScore], answers: Iterable[tuple[Sequence[Array], Sequence[Array]]]
 ) -> float:
-    """Return what a network loses (`OutputScore.loss`), averaged over the inputs and then over the outputs.
-
-    Args:
-        scores: What its outputs are scored by.
-        answers: The original's and its own answers to every batch, one array for each output.
-    """
+    """What a network loses (`OutputScore.loss`), averaged over the inputs and then over the outputs."""
     losses: list[list[Array]] = [[] for _ in scores]
     for before, after in answers:
         for score, rows, known, moved in zip(scores, losses, before, after, strict=True):
@@ -203,11 +173,7 @@ def expected_changes(margins: Array, before: Array, after: Array) -> float:
     point. Which answer meets which error is chance, though, so that every error is added to every answer,
     classes in the order of their scores.
 
-    Args:
-        margins: Scores of classes that the original gives, (M, classes), logits or logarithms: those of
-            inputs that nothing else is known of are welcome.
-        before: What it gives of some inputs, (N, classes).
-        after: What a compressed network gives of these.
+    Shapes: margins (M, classes), before (N, classes).
     """
     order = np.argsort(-before, axis=1)
     errors = np.take_along_axis(after - before, order, 1)

@@ -15,9 +15,6 @@ def load_model(path: str | Path) -> ir.Model:
     """Return the model of a file, with the data that lie next to it.
 
     Sparse constants are dense, and it ends at the tensors in front of outputs that are none.
-
-    Raises:
-        ExportError: A sparse constant is too large.
     """
     model = onnx.load(path)
     set_aside_outputs(model)

@@ -23,15 +23,7 @@ checker wants some of every output, and onnxruntime minds none."""
 
 @dataclass(frozen=True)
 class SetAside:
-    """What was set aside of a file.
-
-    Attributes:
-        sparse: Constants that are stored sparsely, by name.
-        outputs: All outputs in the order of the file; empty where all are tensors.
-        nodes: The nodes behind the tensors.
-        constants: What these nodes read of the file's constants.
-        opsets: The operator sets of the file.
-    """
+    """What was set aside of a file."""
 
     sparse: Mapping[str, onnx.SparseTensorProto] = field(default_factory=dict)
     outputs: tuple[onnx.ValueInfoProto, ...] = ()
@@ -43,12 +35,7 @@ class SetAside:
         return bool(self.sparse or self.outputs)
 
     def put_back(self, model: onnx.ModelProto, *, tensors: bool = False) -> onnx.ModelProto:
-        """Add what was set aside to a graph, in place; return it.
-
-        Args:
-            model: The graph; outputs that were tensors in front of others are none any more.
-            tensors: Whether they stay outputs, behind all others.
-        """
+        """Add what was set aside to a graph, in place; return it."""
         graph = model.graph
         store_sparsely(model, self.sparse)
         if not self.outputs:
@@ -68,11 +55,7 @@ class SetAside:
 
 
 def set_aside_outputs(model: onnx.ModelProto) -> SetAside:
-    """Cut a graph off at the tensors of which outputs of other kinds are made, sequences and maps.
-
-    Args:
-        model: The graph; changed in place. These tensors become its last outputs.
-    """
+    """Cut a graph off at the tensors of which outputs of other kinds are made, sequences and maps."""
     graph = model.graph
     tensors = [output for output in graph.output if _is_tensor(output)]
     if len(tensors) == len(graph.output):

@@ -21,15 +21,6 @@ def store_densely(model: onnx.ModelProto) -> dict[str, onnx.SparseTensorProto]:
     """Turn sparse constants into dense ones, initializers and those of `Constant` nodes alike.
 
     onnx_ir knows no sparse constants, so this precedes the conversion of a model to it.
-
-    Args:
-        model: Changed in place. Names stay.
-
-    Returns:
-        The sparse constants of the main graph, by name.
-
-    Raises:
-        ExportError: A dense constant is too large for one file with the rest of the model.
     """
     found: dict[str, onnx.SparseTensorProto] = {}
 

@@ -121,11 +121,7 @@ def removed_blocks(layers: Mapping[str, RemoveBlock]) -> list[str]:
 
 
 def _checked(model: nn.Module, by_layer: Mapping[str, RemoveBlock], input_shape: InputShape) -> list[str]:
-    """Return the names of the blocks, after checking that they can be removed as a whole.
-
-    Raises:
-        PlanError: If they cannot.
-    """
+    """Return the names of the blocks, after checking that they can be removed as a whole."""
     known = {each.name for each in residual_blocks(model, example_tensor(model, input_shape))}
     blocks = removed_blocks(by_layer)
     for block in blocks:

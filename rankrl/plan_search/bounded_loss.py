@@ -33,14 +33,7 @@ def within_loss(
     *,
     around: Callable[[SearchProblem], list[Choices]] | None = None,
 ) -> MeasuredPlan:
-    """Return the cheapest measured plan whose network loses at most `drop`; the dense one where none does.
-
-    Args:
-        measure: Carries plans out and measures them, of a problem within a budget that everything keeps; it
-            knows all of them afterwards.
-        drop: What may be lost of the score.
-        around: From the problem within a budget near the best to the best plans of a search there.
-    """
+    """Return the cheapest measured plan whose network loses at most `drop`; the dense one where none does."""
     for name, key in standard_plans(measure.problem).items():
         measure(name, key)
     left = REFITS - _spared(measure, drop)
@@ -93,9 +86,6 @@ def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, floa
     """Look for the least fraction of the budget whose plan keeps the loss.
 
     Costs are corrected by all plans that are measured so far; plans are made anew with each correction.
-
-    Returns:
-        The largest fraction that exceeded the loss or is out of reach, and the smallest one that kept it.
     """
     low, high = 0.0, min(1.0, spent(measure.problem, _cheapest(measure, drop).key))
     while True:

@@ -32,12 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ComparedSearch:
-    """One search of a comparison.
-
-    Attributes:
-        entry: The selector with all of its options.
-        seed: Its seed; None for one that is not random.
-    """
+    """One search of a comparison."""
 
     entry: SelectorEntry
     seed: int | None
@@ -50,15 +45,7 @@ class ComparedSearch:
 
 
 def compared_searches(entries: Sequence[SelectorEntry], seeds: Sequence[int]) -> list[ComparedSearch]:
-    """Return all searches: every selector with every seed, selectors that are not random once.
-
-    Args:
-        entries: The selectors.
-        seeds: Seeds, at least one.
-
-    Raises:
-        ConfigError: There are no selectors or seeds, or a seed is negative or named twice.
-    """
+    """Return all searches: every selector with every seed, selectors that are not random once."""
     if not entries or not seeds:
         raise ConfigError("compare.selectors and compare.seeds must each hold at least one entry")
     if min(seeds) < 0 or len(set(seeds)) < len(seeds):
@@ -76,19 +63,7 @@ def search_all(
     folder: Path,
     warn: Callable[[str], None] = log.warning,
 ) -> dict[ComparedSearch, SearchResult]:
-    """Run every search; finished searches are read, an interrupted one is continued.
-
-    Args:
-        session: What all of them share.
-        entered: The searches.
-        folder: Each keeps its state, `episodes.csv` and `plan.json` in a folder of its own in here.
-        warn: Called where a search goes without the policy that it would begin with.
-
-    Raises:
-        ConfigError: A selector's options are wrong, it lacks a package, or the policy that its entry names
-            was trained on this very task; nothing was searched yet.
-        RunStoppedError: The user stopped a search.
-    """
+    """Run every search; finished searches are read, an interrupted one is continued."""
     held_out = [_held_out(session, compared) for compared in entered]
     for each in sorted({each.entry.text for each, old in zip(held_out, entered, strict=True) if each != old}):
         warn(
@@ -116,15 +91,7 @@ def search_all(
 
 @dataclass(frozen=True)
 class FinalTest:
-    """Tests plans at the end of a comparison: rewritten, measured, fine-tuned alike, measured again.
-
-    Attributes:
-        data: The dataset.
-        teacher: The network that they learn from.
-        apply: From a plan to the compressed network.
-        recipe: Of fine-tuning; None leaves it out.
-        folder: Keeps results by plan: equal plans are fine-tuned once, and none again after a kill.
-    """
+    """Tests plans at the end of a comparison: rewritten, measured, fine-tuned alike, measured again."""
 
     data: ImageData
     teacher: nn.Module
@@ -187,11 +154,7 @@ def tested(
 
 
 def _held_out(session: SearchSession, compared: ComparedSearch) -> ComparedSearch:
-    """Return a search that begins without the default policy where that knows the answer.
-
-    Raises:
-        ConfigError: The entry names a policy that does.
-    """
+    """Return a search that begins without the default policy where that knows the answer."""
     entry = compared.entry
     named = entry.options.get("policy")
     policy = resolved_policy(named, entry.options.get("action"), session.problem.setting)

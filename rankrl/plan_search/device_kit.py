@@ -32,22 +32,13 @@ class DeviceKit:
 
     Whole networks are among it, under plans that anyone would write and random ones: there is no time yet
     that could choose them.
-
-    Args:
-        network: The network.
-        sites: The candidates of its layers, fitted or not.
-        timer: Knows the network's files.
     """
 
     def __init__(self, network: PricedNetwork, sites: Sequence[CandidateSet], timer: NetworkTimer) -> None:
         self.network, self.sites, self._timer = network, sites, timer
 
     def write(self, folder: Path) -> WrittenKit:
-        """Write the files that are timed in a search into a folder, with programs that time them.
-
-        Raises:
-            ExportError: A layer or a network cannot be written.
-        """
+        """Write the files that are timed in a search into a folder, with programs that time them."""
         timer = self._timer
         kit = KitWriter(folder, timer.about(self.sites), threads=timer.options.threads)
         group = timer.networks([None, *map(self._plan, self._choices.values())])
@@ -59,14 +50,7 @@ class DeviceKit:
         return kit.finish(list(networks.values()))
 
     def trials(self, table: LatencyTable) -> list[Trial]:
-        """Return the whole networks that were timed on the device and run there.
-
-        Args:
-            table: The times of the layers.
-
-        Raises:
-            ConfigError: The table of the device lacks them.
-        """
+        """Return the whole networks that were timed on the device and run there."""
         group = self._timer.networks([None, *map(self._plan, self._choices.values())])
         times = self._tables[0].times(group)
         return [
@@ -76,11 +60,7 @@ class DeviceKit:
         ]
 
     def later_trials(self, table: LatencyTable) -> list[Trial]:
-        """Return the finished networks that were timed on the device, with the dense one.
-
-        Args:
-            table: The times of the layers.
-        """
+        """Return the finished networks that were timed on the device, with the dense one."""
         trials = [
             self._trial(table, choices, network.share)
             for network in self.finished
@@ -90,11 +70,7 @@ class DeviceKit:
 
     @cached_property
     def finished(self) -> list[TimedNetwork]:
-        """The finished networks that were timed on the device.
-
-        Raises:
-            ConfigError: They are of another network, or were timed otherwise than the layers.
-        """
+        """The finished networks that were timed on the device."""
         kit, *others = self._tables
         for other in others:
             other.check_device(kit)

@@ -50,11 +50,6 @@ def best_of_standard_plans(session: SearchSession, result: SearchResult, call: S
     They are compared within budgets in time and in bytes, where they are the rivals: those that keep the
     budget, in time with a margin. A plan that is at least as good as another in score and cost, and better in
     one of them, is taken in its place.
-
-    Args:
-        session: The session of the search.
-        result: What the search chose.
-        call: What it was asked for.
     """
     problem = session.problem
     if problem.measure not in ("latency", "bytes") or session.reward.name != "accuracy":
@@ -81,13 +76,7 @@ def best_of_standard_plans(session: SearchSession, result: SearchResult, call: S
 
 
 def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -> SearchResult:
-    """Return the cheapest plan whose network loses at most so much (`within_loss`).
-
-    Args:
-        session: The session of the search, within a budget that everything keeps.
-        call: What is asked for.
-        drop: What may be lost of the score.
-    """
+    """Return the cheapest plan whose network loses at most so much (`within_loss`)."""
     start, problem = time.perf_counter(), session.problem
     loss = session.scoring.losses()
     measure = _meter(session, lambda plan: loss(session.applied(plan)), call)

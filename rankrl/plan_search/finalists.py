@@ -25,10 +25,6 @@ def finalists(result: SearchResult, count: int) -> list[EpisodeRow]:
 
     A search then never ends with a worse plan than greedy's. Where the selector has no preset, its first plan
     takes the place of it.
-
-    Args:
-        result: The search.
-        count: Number of finalists, the preset not counted.
     """
     rows = best_rows(result.rows, count)
     preset = next((row for row in result.rows if row.phase == "preset"), result.rows[0])
@@ -42,15 +38,7 @@ def best_finalist(
     reward: Reward,
     chosen_by: str,
 ) -> EpisodeRow:
-    """Return the row whose plan, applied, has the best reward; the first of equals.
-
-    Args:
-        problem: What was searched over.
-        rows: The finalists, at least one; none of them repeats a plan.
-        score: Score of the network that a plan becomes.
-        reward: The search's reward.
-        chosen_by: Recorded in the plans.
-    """
+    """Return the row whose plan, applied, has the best reward; the first of equals."""
     if len(rows) == 1:
         return rows[0]
     known = known_evaluations(problem, rows)

@@ -19,15 +19,7 @@ DEFAULT_KEPT_PARAMS = 0.4
 
 @dataclass(frozen=True)
 class SearchGoal:
-    """The common goal of all searches of a session.
-
-    Attributes:
-        budget: What plans keep at most.
-        search: Limits of a search, and its worker processes.
-        timing: How the time of a budget in time is measured.
-        reward: Name of the reward.
-        reward_options: Its options.
-    """
+    """The common goal of all searches of a session."""
 
     budget: BudgetOptions = field(default_factory=BudgetOptions)
     search: SearchOptions = field(default_factory=SearchOptions)

@@ -12,9 +12,6 @@ class FinishOnInterrupt:
     """While the block runs, the first Ctrl-C only sets `requested`; the second interrupts at once.
 
     Outside the main thread, where signals cannot be handled, Ctrl-C does what it always does.
-
-    Attributes:
-        requested: Whether Ctrl-C was pressed.
     """
 
     def __init__(self) -> None:

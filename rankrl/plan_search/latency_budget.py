@@ -55,12 +55,7 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True)
 class TimedPlans:
-    """The best plans of a search that keep a budget in time.
-
-    Attributes:
-        rows: Their rows, best first; if none keeps it, that of the fastest among the best plans.
-        missed: A message to the reader if none keeps it, else None.
-    """
+    """The best plans of a search that keep a budget in time."""
 
     rows: list[EpisodeRow]
     missed: str | None = None
@@ -68,14 +63,7 @@ class TimedPlans:
 
 @dataclass(frozen=True)
 class _TimedPlan:
-    """A plan of greedy's that was exported and timed.
-
-    Attributes:
-        time: Its time as a fraction of the dense network's.
-        loss: The sum of its candidates' losses.
-        budget: The fraction that greedy kept within.
-        table: The times that greedy counted with.
-    """
+    """A plan of greedy's that was exported and timed."""
 
     time: RelativeTime
     loss: float
@@ -84,16 +72,7 @@ class _TimedPlan:
 
 
 class LatencyBudget:
-    """A budget in time for one network, kept by the times of its layers and of whole exported networks.
-
-    Args:
-        network: The network.
-        sites: The candidates of its layers, fitted or not.
-        fraction: Fraction of the original's time to keep at most, in (0, 1].
-        options: How time is measured.
-        library: The fits of its layers.
-        counted: Fractions of other costs of the original that plans keep too, by measure.
-    """
+    """A budget in time for one network, kept by the times of its layers and of whole exported networks."""
 
     def __init__(
         self,
@@ -120,11 +99,7 @@ class LatencyBudget:
         return round(self._ratio * self.fraction, 6)
 
     def fit(self, fit: Callable[[Sequence[CandidateSet]], list[CandidateSet]]) -> None:
-        """Fit the candidates that are faster than their dense layer; the others are left out.
-
-        Args:
-            fit: Returns sites with the errors of their candidates.
-        """
+        """Fit the candidates that are faster than their dense layer; the others are left out."""
         table, sites = self._measured_sites
         self._measured_sites = table, fit(sites)
 
@@ -139,9 +114,6 @@ class LatencyBudget:
 
         Where the fastest plan misses the budget by no more than two timings of one file differ, the search
         goes on with it.
-
-        Raises:
-            DecompositionError: No plan can reach the budget.
         """
         table, _ = self._measured_sites
         key = self._key(table, self.fraction)
@@ -160,12 +132,7 @@ class LatencyBudget:
         return self._problem(self._corrected(self._measured_sites[0]), 1.0, library)
 
     def recosted(self, problem: SearchProblem, plans: Sequence[MeasuredPlan]) -> SearchProblem:
-        """Return a problem of `unbounded` by times that measured plans correct, too.
-
-        Args:
-            problem: The problem.
-            plans: Plans whose files were timed here.
-        """
+        """Return a problem of `unbounded` by times that measured plans correct, too."""
         table, measured = self._measured_sites
         contents = {site.name: [each.content() for each in site.candidates] for site in measured}
         sites = problem.sites
@@ -188,12 +155,7 @@ class LatencyBudget:
         return bool(self.options.tables)
 
     def estimate(self, problem: SearchProblem, choices: Sequence[int]) -> TimeEstimate | None:
-        """Return the estimated time of a plan on another device; None where times are taken here.
-
-        Args:
-            problem: What was searched over.
-            choices: The plan: the candidate of every site, by index.
-        """
+        """Return the estimated time of a plan on another device; None where times are taken here."""
         if not self.elsewhere:
             return None
         taken = operations_of(problem.plan(choices, ""))
@@ -319,13 +281,6 @@ class LatencyBudget:
         """Export and time the best plans of a search, until enough of them keep the budget with a margin.
 
         Where none does, the fastest is taken. For another device, the estimates that were searched by count.
-
-        Args:
-            problem: What was searched over.
-            result: The search.
-            count: Rows to return at most.
-            folder: Where the times are kept, so that a resumed search comes to the plan that its fine-tuning
-                may have begun with; None keeps nothing.
         """
         tried = best_rows(result.rows, max(_PLANS_TRIED, count))
         if self.elsewhere:
@@ -390,13 +345,7 @@ def first_trials(
     sites: Sequence[CandidateSet],
     measured: Callable[[Sequence[CandidateSet], np.ndarray], float],
 ) -> list[Trial]:
-    """Time the best and random plans of several budgets.
-
-    Args:
-        table: The measured layers.
-        sites: Their candidates.
-        measured: Time of the network under some choices, as a fraction of the dense one's.
-    """
+    """Time the best and random plans of several budgets."""
     attached = table.attach(sites)
     least = least_fraction(attached, table.budget(1.0, sites))
     generator = np.random.default_rng(0)

@@ -11,16 +11,7 @@ from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A compressed layer.
-
-    Attributes:
-        name: Its name, as `decomposition.skip` takes it; of a block's layers the first.
-        loss: What it loses by the search's own estimate: the importance of its output times its squared
-            relative error. Losses of layers add up, and have no unit.
-        saved_params: Parameters fewer; negative where there are more.
-        saved_macs: Multiply-accumulates fewer, for one input.
-        saved_time: Time less, as a fraction of the dense network's; None where layers were not timed.
-    """
+    """A compressed layer."""
 
     name: str
     loss: float
@@ -30,12 +21,7 @@ class LayerCost:
 
 
 def layer_costs(problem: SearchProblem, key: Choices) -> tuple[LayerCost, ...]:
-    """Return what every compressed layer of a plan loses and saves, the largest loss first.
-
-    Args:
-        problem: What was searched over.
-        key: The candidate of every site, by index.
-    """
+    """Return what every compressed layer of a plan loses and saves, the largest loss first."""
     budget = problem.budget
     timed = [each for each in (budget, budget and budget.also) if each and each.measure == "latency"]
     layers = []

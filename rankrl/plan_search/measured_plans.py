@@ -15,20 +15,7 @@ SMALLEST_GAIN = 0.01
 
 @dataclass(frozen=True)
 class MeasuredPlan:
-    """A plan whose network was made, refit and all.
-
-    Attributes:
-        name: What it is called: what proposed it.
-        key: The candidate of every site, by index.
-        loss: What its network loses of the original's score, in the score's unit; negative for a gain.
-        cost: What it takes of the original's cost, measured: its file's time, or what is counted.
-        measure: What that is: `latency`, `bytes`, `macs` or `params`; `estimated_latency` for the estimated
-            time on another device.
-        expected_loss: What the sum of its layers' losses says, without a unit.
-        expected_cost: What the sum of its layers' costs says, as a fraction of the original's; of times,
-            corrected by the plans measured before it where a loss is bounded.
-        width: Of the 95 % interval of a measured time; None where the cost is exact.
-    """
+    """A plan whose network was made, refit and all."""
 
     name: str
     key: Choices
@@ -68,12 +55,7 @@ def undominated(plan: MeasuredPlan, others: Iterable[MeasuredPlan]) -> MeasuredP
 
 
 def as_rows(plans: Iterable[MeasuredPlan], taken: Choices) -> list[dict[str, Any]]:
-    """Return measured plans as plain values for metrics.json, the cheapest first.
-
-    Args:
-        plans: The plans.
-        taken: The choices of the one that is returned.
-    """
+    """Return measured plans as plain values for metrics.json, the cheapest first."""
     ordered = sorted(plans, key=lambda plan: (plan.cost, plan.loss))
     return [
         {name: value for name, value in asdict(plan).items() if name != "key"} | {"taken": plan.key == taken}

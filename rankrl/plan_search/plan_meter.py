@@ -16,17 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class PlanMeter:
-    """Carries plans out, once each, and measures them.
-
-    Args:
-        problem: What is searched over; its costs are corrected by what is measured, where `recosted` does so.
-        loss: From a plan to what its network, refit and all, loses of the original's score.
-        time: From a plan to its file's time / the original's; None where costs are counted or estimated.
-        identity: What losses depend on besides the plan.
-        folder: Where measurements are kept, so that a search that is resumed goes on with the same; or None.
-        recosted: From all measured plans to the problem with the costs that they let expect; None where costs
-            add up.
-    """
+    """Carries plans out, once each, and measures them."""
 
     def __init__(
         self,
@@ -44,13 +34,7 @@ class PlanMeter:
         self.plans: dict[Choices, MeasuredPlan] = {}
 
     def __call__(self, name: str, key: Sequence[int], chosen_by: str = "") -> MeasuredPlan:
-        """Return what is measured of a plan.
-
-        Args:
-            name: What proposed it.
-            key: The candidate of every site, by index.
-            chosen_by: Recorded in the plan.
-        """
+        """Return what is measured of a plan."""
         choices: Choices = tuple(map(int, key))
         if choices not in self.plans:
             plan = self.problem.plan(choices, chosen_by or name)

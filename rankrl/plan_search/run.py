@@ -37,14 +37,7 @@ StoppedBy = Literal["episodes", "seconds", "patience", "interrupt", "selector"]
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """The time of a network on another device, estimated from the times of layers there.
-
-    Attributes:
-        share: Fraction of the original's time.
-        conditions: Device, runtime, batch and threads.
-        networks: Finished networks that were measured there, by which the estimate was corrected: `title`,
-            `score`, `milliseconds`, `share` of the dense one's, and whether that is the plan `taken`.
-    """
+    """The time of a network on another device, estimated from the times of layers there."""
 
     share: float
     conditions: str
@@ -53,22 +46,7 @@ class TimeEstimate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The plan that a search chose, and its record.
-
-    Attributes:
-        plan: The plan to apply.
-        row: Its row. That is `best`, unless the plans were compared once more after the search: by the time
-            they take when they are exported, or by the network that they become (`search.finalists`).
-        best: The row with the best reward of those scored on the most images; the first of equals.
-        rows: Every scored plan, in order.
-        seconds: Wall time of the whole search, interruptions left out.
-        stopped_by: What ended it: the number of `episodes`, the `seconds`, the `patience`, the user's
-            `interrupt`, or the `selector`, which had nothing more to try.
-        missed: A message to the reader if the plan misses the budget in time, else None.
-        measured: The plans that were carried out, scored and timed.
-        layers: What the compression of each layer loses and saves, the largest loss first.
-        estimate: Its estimated time on another device, where a budget in time was for that.
-    """
+    """The plan that a search chose, and its record."""
 
     plan: CompressionPlan
     row: EpisodeRow
@@ -134,31 +112,6 @@ def run_search(
 
     With a folder, the state is written atomically after every step, and a search that was killed at any
     moment goes on, with `resume`, to the same result, bit for bit.
-
-    Args:
-        problem: What to choose for.
-        evaluator: Scores plans.
-        selector: Chooses plans; made for the same problem, and new (its memory comes from the folder).
-        episodes: Plans to score at most, equal plans counted.
-        reward: From scores to rewards; the accuracy term under the budget when omitted.
-        seconds: Wall time after which no step is begun, those of a resumed search counted; None for no limit.
-        patience: Stop when the best reward has not improved for so many episodes; None for never.
-        folder: Where the state and `episodes.csv` are kept; None keeps nothing.
-        resume: Go on from the state in the folder; without one, begin.
-        anew_for_other_scores: Where the folder's search differs from this one in how plans are scored alone
-            (`evaluator.fingerprint`), begin anew and keep its files as `old-*`. Refused otherwise.
-        on_set_aside: Called before those files are renamed.
-        on_episode: Called with the row of every newly scored plan.
-
-    Returns:
-        The best plan and the record. After Ctrl-C the step at hand is finished and saved, and
-        `stopped_by == "interrupt"`.
-
-    Raises:
-        ConfigError: Limits are out of range, or the folder holds a search already and `resume` is off.
-        CheckpointError: The folder's state is damaged or belongs to another search.
-        StorageError: The state cannot be written; the one of the step before is still there.
-        NonFiniteError: A plan's class scores or reward are NaN or infinite.
     """
     check_limits(episodes, seconds, patience)
     reward = create_reward("accuracy", budgeted=problem.budget is not None) if reward is None else reward

@@ -42,18 +42,7 @@ def problem_of(
     goal: SearchGoal,
     library: FitLibrary | None = None,
 ) -> SearchProblem:
-    """Return what is searched over in a network where there is no budget in time.
-
-    Args:
-        network: The network.
-        sites: The candidates of its layers.
-        goal: The budgets, as fractions of the original.
-        library: The fits that the candidates come from.
-
-    Raises:
-        ConfigError: The network has nothing to search over.
-        DecompositionError: No plan can reach a budget.
-    """
+    """Return what is searched over in a network where there is no budget in time."""
     return SearchProblem.from_costs(
         network.specs,
         sites,
@@ -70,15 +59,6 @@ def check_reachable(network: PricedNetwork, candidates: CandidateOptions, goal: 
 
     Ranks are not rounded up to multiples here, nor are layers left out that integers do not suit, so a budget
     that is passed may still be refused later.
-
-    Args:
-        network: The network, trained or not; no inputs are needed.
-        candidates: What may become of its layers.
-        goal: The budgets.
-
-    Raises:
-        ConfigError: The network has nothing to search over, or blocks may go and no budget says how many.
-        DecompositionError: No plan can reach a budget, or no layer can be compressed.
     """
     if candidates.blocks and not goal.setting(candidates).measures:
         raise ConfigError(
@@ -103,24 +83,6 @@ class SearchSession:
 
     Used as a context: worker processes end with the block. Whatever cannot work is refused when the block is
     entered, before the fits take their time.
-
-    Args:
-        network: The dense network.
-        library: The fits of its layers.
-        goal: Budget, reward, limits.
-        candidates: Candidate ranks a layer and format at most.
-        progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
-            called with the stage, the number of its steps that are done and the number of all.
-
-    Attributes:
-        problem: What is searched over; set within the block, like the following.
-        evaluator: Scores plans.
-        reward: From scores to rewards.
-        latency: The budget in time, if that is what is kept.
-
-    Raises:
-        ConfigError: An option is unknown or out of range (on entry).
-        DecompositionError: No plan can reach the budget (on entry).
     """
 
     problem: SearchProblem
@@ -212,26 +174,7 @@ class SearchSession:
         on_set_aside: Callable[[], None] | None = None,
         on_episode: Callable[[EpisodeRow], None] | None = None,
     ) -> SearchResult:
-        """Let a selector look for the best plan; an interrupted search in `folder` is continued.
-
-        Args:
-            selector: Its name.
-            selector_options: Its options.
-            seed: Its seed.
-            folder: Where the search keeps its state and `episodes.csv`; None keeps nothing.
-            anew_for_other_scores: Whether a search in `folder` that scored plans otherwise is set aside for a
-                new one; refused otherwise.
-            on_set_aside: As for `run_search`.
-            on_episode: Called with the row of every newly scored plan.
-
-        Returns:
-            The chosen plan and the record. Within a budget in time the plan keeps it when it is exported and
-            timed; if none of the best does, the result says so (`missed`).
-
-        Raises:
-            ConfigError: The selector or an option is unknown, or an option is out of range.
-            NonFiniteError: A score or reward is NaN or infinite.
-        """
+        """Let a selector look for the best plan; an interrupted search in `folder` is continued."""
         run = SearchCall(
             selector, selector_options, seed, folder, anew_for_other_scores, on_set_aside, on_episode
         )

@@ -19,11 +19,7 @@ ALL_DENSE, ALL_INT8, CONVOLUTIONS = "all dense", "all int8", "int8 convolutions"
 
 
 def standard_plans(problem: SearchProblem) -> dict[str, Choices]:
-    """Return the plans of a problem that need no search, by name; those that keep its budget and differ.
-
-    Args:
-        problem: What is searched over.
-    """
+    """Return the plans of a problem that need no search, by name; those that keep its budget and differ."""
     sites = problem.sites
     dense = tuple(site.dense for site in sites)
     plans = {ALL_DENSE: dense}
@@ -43,12 +39,7 @@ def standard_plans(problem: SearchProblem) -> dict[str, Choices]:
 
 
 def without_most_sensitive(sites: Sequence[CandidateSet], count: int) -> Choices:
-    """Return the plan with all layers in integers but those that lose most by it.
-
-    Args:
-        sites: The candidates of every site.
-        count: How many stay in floating point.
-    """
+    """Return the plan with all layers in integers but those that lose most by it."""
     plan = _chosen(sites, lambda candidate: candidate.only_integers)
     losses = [site.losses[choice] for site, choice in zip(sites, plan, strict=True)]
     spared = set(np.argsort(losses)[::-1][:count].tolist())
@@ -68,12 +59,7 @@ def _uniform_plans(problem: SearchProblem) -> dict[str, Choices]:
 
 
 def uniform(problem: SearchProblem, members: Sequence[np.ndarray]) -> Choices | None:
-    """Return the plan of one family that keeps the same share of every layer, the largest within the budget.
-
-    Args:
-        problem: What is searched over.
-        members: For every site the indices of the family's candidates, and of the dense one.
-    """
+    """The plan of one family that keeps the same share of every layer, the largest within the budget."""
     shares = _shares(problem.sites, members, problem.measure)
     for level in sorted({float(share) for each in shares for share in each if share < 1}, reverse=True):
         plan = _at_share(members, shares, level)
@@ -83,13 +69,7 @@ def uniform(problem: SearchProblem, members: Sequence[np.ndarray]) -> Choices | 
 
 
 def uniform_plans(sites: Sequence[CandidateSet], measure: str, share: float) -> dict[str, Choices]:
-    """Return the plans of each format and arithmetic at one share of every layer, by name.
-
-    Args:
-        sites: The candidates of every site.
-        measure: What layers keep a share of: `params`, `macs` or `bytes`.
-        share: The share, in (0, 1].
-    """
+    """Return the plans of each format and arithmetic at one share of every layer, by name."""
     return {
         _title(name, integer): _at_share(members, _shares(sites, members, measure), share)
         for (name, integer), members in families(sites).items()

@@ -25,15 +25,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class SearchState:
-    """How far a search has come.
-
-    Attributes:
-        identity: Plain values that must be equal for a resumed search to be the same search.
-        rows: The plans scored so far.
-        seconds: Wall time spent so far.
-        tensors: The selector's arrays.
-        values: The selector's plain values.
-    """
+    """How far a search has come."""
 
     identity: Mapping[str, Any]
     rows: tuple[EpisodeRow, ...]
@@ -42,11 +34,7 @@ class SearchState:
     values: Mapping[str, Any]
 
     def save(self, path: Path) -> None:
-        """Write the state, atomically.
-
-        Raises:
-            StorageError: The file cannot be written; it is as it was before.
-        """
+        """Write the state, atomically."""
         content = {
             "identity": dict(self.identity),
             "rows": [vars(row) for row in self.rows],
@@ -57,11 +45,7 @@ class SearchState:
 
     @classmethod
     def load(cls, path: Path) -> SearchState:
-        """Read a state.
-
-        Raises:
-            CheckpointError: The file is missing, damaged or of another version.
-        """
+        """Read a state."""
         tensors, content = read_state(path, _VERSION, "search state")
         try:
             return cls(
@@ -75,11 +59,7 @@ class SearchState:
             raise damaged_state(path, "search state", error) from error
 
     def check(self, identity: Mapping[str, Any], path: Path) -> None:
-        """Refuse to go on with a search that is not the one of `identity`.
-
-        Raises:
-            CheckpointError: Naming what differs.
-        """
+        """Refuse to go on with a search that is not the one of `identity`."""
         for key in self.differing(identity):
             raise CheckpointError(
                 f"{path} belongs to another search: {key} was {self.identity.get(key)!r}, is now "

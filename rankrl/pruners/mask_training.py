@@ -35,21 +35,7 @@ STATE_VERSION = 1
 def train_channel_masks(
     model: nn.Module, data: ImageData, options: PruningOptions, state_file: Path | None
 ) -> tuple[MaskedNetwork, MaskTrainingResult]:
-    """Train a copy of the network with masks until the target is met and the masks are fixed.
-
-    Args:
-        model: The dense network, left untouched.
-        data: The dataset; held-out images measure what fixing the masks costs.
-        options: The pruner, a mask, and the target.
-        state_file: Where the state is written after every epoch, and read from when it exists; or None.
-
-    Returns:
-        The masked network on the device that it was trained on, and the history.
-
-    Raises:
-        PruningError: If the network cannot be pruned so, or the training diverges.
-        CheckpointError: If `state_file` belongs to other options.
-    """
+    """Train a copy of the network with masks until the target is met and the masks are fixed."""
     precision = inference_precision()
     dense = copied(model).to(precision.device)
     inputs = example_tensor(dense, data.input_shape)
@@ -112,11 +98,7 @@ def pruning_setup(data: ImageData, options: PruningOptions) -> dict[str, Any]:
 def read_pruning_state(
     path: Path, what: str, setup: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a state file of the same pruning.
-
-    Raises:
-        CheckpointError: If it is missing, damaged or another pruning's.
-    """
+    """Read a state file of the same pruning."""
     tensors, content = read_state(path, STATE_VERSION, what)
     check_setup(path, "pruning", content["setup"], setup)
     return tensors, content

@@ -58,16 +58,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PrunedNetwork:
-    """A network without the channels that did not matter enough.
-
-    Attributes:
-        network: The smaller network on the CPU, in evaluation mode.
-        plan: Its kept channels, for the dense network.
-        epochs: The history of the masks; empty for a criterion.
-        jump: The held-out accuracy around the moment at which the masks were fixed; None for a criterion.
-        rewound: Whether the weights of a mask's network are the dense ones again; None for a criterion.
-        seconds: How long choosing and removing took.
-    """
+    """A network without the channels that did not matter enough."""
 
     network: nn.Module
     plan: CompressionPlan
@@ -78,12 +69,7 @@ class PrunedNetwork:
 
 
 def check_target(model: nn.Module, input_shape: Sequence[int], options: PruningOptions) -> None:
-    """Refuse what cannot be pruned before anything takes time; the weights do not matter.
-
-    Raises:
-        PruningError: If no layer can be pruned, a named one cannot, or the target cannot be reached.
-        ConfigError: If `strengths` names a layer that heads no channel group.
-    """
+    """Refuse what cannot be pruned before anything takes time; the weights do not matter."""
     inputs = example_tensor(model, input_shape)
     if options.definition.unit == "blocks":
         cost = target_cost(options.measure, input_shape)
@@ -110,19 +96,6 @@ def prune_network(
 
     The weights that a criterion leaves are solved for anew, to compensate for the removed ones. A mask's
     training changes the weights; held-out images decide between them and the dense ones, solved for as well.
-
-    Args:
-        model: The dense network, left untouched.
-        data: The dataset.
-        options: The pruner and the target.
-        calibration: Model inputs, for criteria that look at activations and for batch norm statistics.
-        state_file: Where the result is kept; a later call with the same options returns it from there. Beside
-            it lies the state of a mask training, which goes on after its last finished epoch, to the result
-            of an undisturbed one.
-
-    Raises:
-        PruningError: If the network cannot be pruned so, or the training of the masks diverges.
-        CheckpointError: If `state_file` belongs to other options.
     """
     setup = pruning_setup(data, options)
     if state_file is not None and state_file.exists():
@@ -213,11 +186,7 @@ def _by_blocks(
 
 
 def _removable_blocks(model: nn.Module, inputs: Tensor, layers: Sequence[str] | None) -> list[ResidualBlock]:
-    """Return the blocks that may be removed: all, or those that hold a layer of these names.
-
-    Raises:
-        PruningError: If a layer is in no block that can be removed.
-    """
+    """Return the blocks that may be removed: all, or those that hold a layer of these names."""
     blocks = residual_blocks(model, inputs)
     if layers is None:
         return blocks

@@ -30,14 +30,7 @@ class PercentTicks(Formatter):
 
 
 def percent_decimals(values: Sequence[float]) -> int:
-    """Return the decimals with which fractions are written as per cent, true to a hundredth of their steps.
-
-    Args:
-        values: Positions of ticks.
-
-    Returns:
-        0 to 6.
-    """
+    """The decimals with which fractions are written as per cent, true to a hundredth of their steps."""
     step = min((after - before for before, after in pairwise(sorted(set(values)))), default=1e-4)
     for decimals in range(_MOST_DECIMALS):
         if all(abs(round(value, decimals + 2) - value) <= step / 100 for value in values):
@@ -50,12 +43,6 @@ def percent_axis(axes: Axes, *, which: str = "y", bins: int = 6, low: float | No
 
     Its limits leave room around what is drawn and never leave 0 to 100 %; a value alone is in the middle,
     with its neighbours. What lies on a limit is drawn whole.
-
-    Args:
-        axes: The panel.
-        which: "x" or "y".
-        bins: Steps at most.
-        low: Where the axis begins; a little below the least value when omitted.
     """
     axis = axes.xaxis if which == "x" else axes.yaxis
     least, most = _drawn(axes, which)

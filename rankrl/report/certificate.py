@@ -9,14 +9,7 @@ from rankrl.report.stages import number
 
 
 def certificate_note(metrics: Mapping[str, Any]) -> str:
-    """Return what is lost with its interval, and what that certifies; empty where the numbers do not say.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Raises:
-        ReportError: A value is no finite number.
-    """
+    """Return what is lost with its interval, and what that certifies; empty where the numbers do not say."""
     loss, low, high = (number(metrics, "certificate", key) for key in ("loss", "low", "high"))
     if loss is None or low is None or high is None:
         reason = metrics.get("uncertified")

@@ -17,22 +17,7 @@ from rankrl.wording import counted
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One search of one selector, a row of `compare.csv`.
-
-    Attributes:
-        selector: The selector.
-        seed: Its seed; None for one that draws nothing.
-        best_reward: Reward of the plan it ended with.
-        heldout_accuracy: That plan's accuracy on the held-out images it was scored on, a fraction.
-        params_kept: Fraction of the network's parameters that the plan keeps.
-        macs_kept: Fraction of the network's multiply-accumulates that the plan keeps.
-        test_accuracy: Accuracy of the rewritten network on the test set, before any fine-tuning.
-        finetuned_accuracy: The same after fine-tuning; None without it.
-        episodes: Plans proposed.
-        evaluations: Different plans scored.
-        seconds: Wall time of the search.
-        best_rewards: Best reward so far after every episode.
-    """
+    """One search of one selector, a row of `compare.csv`."""
 
     selector: str
     seed: int | None
@@ -91,14 +76,7 @@ def milestones(plans: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Spread:
-    """One measure over all seeds.
-
-    Attributes:
-        mean: Mean over the seeds.
-        std: Sample standard deviation; None for a single search.
-        half_width: Half of the mean's 95 % interval (Student's t), with as many degrees of freedom as there
-            are seeds, less one; None for a single search.
-    """
+    """One measure over all seeds."""
 
     mean: float
     std: float | None
@@ -120,11 +98,7 @@ class Spread:
 
 
 def interval_note(counts: Iterable[int]) -> str:
-    """Return what `mean ± half_width` is, in a sentence; empty where every mean is of one value.
-
-    Args:
-        counts: Of how many seeds each mean is.
-    """
+    """Return what `mean ± half_width` is, in a sentence; empty where every mean is of one value."""
     several = sorted({count for count in counts if count > 1})
     if not several:
         return ""
@@ -133,13 +107,7 @@ def interval_note(counts: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class SelectorSummary:
-    """The summary of one selector's searches.
-
-    Attributes:
-        selector: The selector.
-        runs: Its searches.
-        measures: Spread of each of `MEASURES` that was taken.
-    """
+    """The summary of one selector's searches."""
 
     selector: str
     runs: int
@@ -163,15 +131,7 @@ def summarise(rows: Sequence[ComparisonRow]) -> list[SelectorSummary]:
 def comparison_cells(
     rows: Sequence[ComparisonRow], measures: Sequence[str] = tuple(_TITLES)
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the table as text.
-
-    Args:
-        rows: The searches.
-        measures: What to show; what was not measured is left out.
-
-    Returns:
-        Titles, and a row for every selector with means and 95 % intervals in its cells.
-    """
+    """Return the table as text."""
     summaries = summarise(rows)
     taken = [name for name in measures if any(name in summary.measures for summary in summaries)]
     cells = [
@@ -182,15 +142,7 @@ def comparison_cells(
 
 
 def progress_cells(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[str]]]:
-    """Return as text how far searches had come after increasing numbers of plans.
-
-    Args:
-        rows: The searches. One that ended early keeps what it had.
-
-    Returns:
-        Titles, and a row for every selector with means and 95 % intervals of the best reward so far; no rows
-        where every search scored a single plan.
-    """
+    """Return as text how far searches had come after increasing numbers of plans."""
     longest = max(len(row.best_rewards) for row in rows)
     if longest == 1:
         return ["Selector"], []

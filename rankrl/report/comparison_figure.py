@@ -20,15 +20,7 @@ _FEWEST_FOR_CLOSER_LOOK = 4
 
 
 def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WIDE) -> Figure:
-    """Draw the best reward so far over the episodes: the mean of each selector's searches and their range.
-
-    Args:
-        rows: The searches, at least one.
-        size: Width and height in inches; the panels stand side by side where there is room.
-
-    Returns:
-        The figure.
-    """
+    """Draw the best reward so far over the episodes: the mean of each selector's searches and their range."""
     figure, panels = _panels(rows, size)
     leaders = _leaders(rows)
     for axes in panels:
@@ -45,16 +37,7 @@ def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WI
 def accuracies_figure(
     rows: Sequence[ComparisonRow], baseline: float | None = None, size: tuple[float, float] = WIDE
 ) -> Figure:
-    """Draw the test accuracy of every search's plan, before and after fine-tuning.
-
-    Args:
-        rows: The searches, at least one.
-        baseline: Test accuracy of the dense network, if it is to be shown.
-        size: Width and height in inches; the panels stand side by side where there is room.
-
-    Returns:
-        The figure.
-    """
+    """Draw the test accuracy of every search's plan, before and after fine-tuning."""
     figure, panels = _panels(rows, size)
     for axes, shown in zip(panels, (rows, _leaders(rows)), strict=False):
         style_axes(axes, "", "test accuracy")

@@ -33,13 +33,7 @@ _CAPTION = (
 def comparison_page(
     rows: Sequence[ComparisonRow], metrics: Mapping[str, Any], setup: Mapping[str, str]
 ) -> str:
-    """Write the page of a comparison as one self-contained HTML document.
-
-    Args:
-        rows: The searches, at least one.
-        metrics: The content of `metrics.json`.
-        setup: What the run was made with, from `collect_setup`.
-    """
+    """Write the page of a comparison as one self-contained HTML document."""
     baseline = number(metrics, "baseline", "accuracy")
     columns, cells = comparison_cells(rows)
     rival = rival_note(metrics)
@@ -70,11 +64,7 @@ def comparison_page(
 def write_comparison(
     folder: Path, rows: Sequence[ComparisonRow], metrics: Mapping[str, Any], setup: Mapping[str, str]
 ) -> Path:
-    """Write `compare.csv`, `compare.md`, the plots and `report.html`; return the page's path.
-
-    Raises:
-        StorageError: The folder cannot be written.
-    """
+    """Write `compare.csv`, `compare.md`, the plots and `report.html`; return the page's path."""
     write_atomically(folder / "compare.csv", comparison_csv(rows))
     write_atomically(folder / "compare.md", comparison_markdown(rows))
     save_figure(rewards_figure(rows), folder / "plots" / "rewards.png")

@@ -18,22 +18,7 @@ PRESET_PHASE = "preset"
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer before and after.
-
-    Attributes:
-        name: The layer's dotted name in the model.
-        shape: Shape of the dense weight.
-        ranks: The ranks chosen; empty for a layer without any.
-        params_before: Parameters of the dense layer.
-        params_after: Parameters of the layer in the compressed model.
-        macs_before: Multiply-accumulates for one input, dense.
-        macs_after: Multiply-accumulates for one input, compressed.
-        error: Relative error of the layer, 0 for the dense one; None where it was not measured.
-        reason: Why the layer was not decomposed, or keeps its output channels; empty if it was cut.
-        channels: Output channels kept and of how many; None in a plan that removes none.
-        format: Name of the tensor format; empty for a layer without ranks.
-        precision: What the layer computes with or is stored in, as in a plan's listing; empty for float32.
-    """
+    """One layer before and after."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,16 +51,7 @@ def layer_formats(layers: Sequence[LayerRow]) -> list[str]:
 
 @dataclass(frozen=True)
 class RunReport:
-    """Everything that one run's page shows; what is empty is left out of the page.
-
-    Attributes:
-        metrics: The content of `metrics.json`.
-        layers: The layers in forward order.
-        episodes: The evaluated plans in order.
-        epochs: The epochs of fine-tuning in order.
-        setup: What the run was made with (date, command, seed, versions, hardware), in the order to show.
-        files: Names of the run folder's files that the page leads to, and what each holds.
-    """
+    """Everything that one run's page shows; what is empty is left out of the page."""
 
     metrics: Mapping[str, Any]
     layers: Sequence[LayerRow] = ()

@@ -66,15 +66,7 @@ def method_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WIDE) -> Figure:
-    """Draw the search: every episode's reward, the moving average, the best so far, the reference plans.
-
-    Args:
-        episodes: The rows of `episodes.csv`, at least one.
-        size: Width and height in inches.
-
-    Returns:
-        The figure.
-    """
+    """Draw the search: every episode's reward, the moving average, the best so far, the reference plans."""
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
     style_axes(axes, "episode", "reward")
@@ -121,13 +113,6 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     """Draw the plan: the share of its parameters that each layer keeps, and its ranks.
 
     Where layers have several formats, bars have the formats' colours.
-
-    Args:
-        layers: The layers in forward order, at least one.
-        size: Width and height in inches; the height grows with the labels and the panel of ranks.
-
-    Returns:
-        The figure.
     """
     ranked = any(row.ranks for row in layers)
     width, height = size
@@ -188,16 +173,7 @@ def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:
 def fine_tuning_figure(
     epochs: Sequence[EpochRow], size: tuple[float, float] = WIDE, *, score: Quality = HELDOUT_ACCURACY
 ) -> Figure:
-    """Draw fine-tuning: the score on held-out inputs and training loss per epoch.
-
-    Args:
-        epochs: The epochs in order, at least one.
-        size: Width and height in inches; the panels stand side by side where there is room.
-        score: The score that the best epoch was chosen by.
-
-    Returns:
-        The figure.
-    """
+    """Draw fine-tuning: the score on held-out inputs and training loss per epoch."""
     side_by_side = size[0] > NARROW[0]
     figure = Figure(figsize=size if side_by_side else (size[0], 1.5 * size[1]), layout="constrained")
     left, right = figure.subplots(*((1, 2) if side_by_side else (2, 1)))

@@ -21,19 +21,7 @@ _CONFIGURATION = Path("state", "configuration.json")
 
 @dataclass(frozen=True)
 class GatheredRun:
-    """One run of many.
-
-    Attributes:
-        folder: Its folder, relative to the one that was searched.
-        status: Whether it has ended, ended with an error, or neither.
-        error: What it failed with, one paragraph; empty where it did not fail.
-        metrics: The content of its `metrics.json`, as far as the run got.
-        config: Its configuration, as far as it was recorded.
-        stages: Baseline, compressed and fine-tuned, as far as the run went.
-        has_page: Whether it has a page of its own.
-        overrides: What its configuration was composed from, `optim.lr=0.001`.
-        best_in: What it is best in among the runs it is shown with (`rankrl.report.pareto`).
-    """
+    """One run of many."""
 
     folder: Path
     status: Status
@@ -99,17 +87,7 @@ class GatheredRun:
 
 
 def gather_runs(folder: str | Path) -> list[GatheredRun]:
-    """Read all runs below a folder.
-
-    Args:
-        folder: A sweep's folder, or any that holds run folders.
-
-    Returns:
-        The runs, by their folders' names. A damaged run counts as failed.
-
-    Raises:
-        ReportError: There is no such folder, it holds no run, or it is one run itself.
-    """
+    """Read all runs below a folder."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ReportError(f"there is no folder {folder}; give the folder of a sweep with runs=FOLDER")

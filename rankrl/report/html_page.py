@@ -24,14 +24,7 @@ _TEMPLATES = Environment(
 
 @dataclass(frozen=True)
 class Head:
-    """The top of a page.
-
-    Attributes:
-        title: The page's title.
-        eyebrow: Words above it.
-        warnings: What the page warns of.
-        cards: Headline numbers: (name, value, note) each.
-    """
+    """The top of a page."""
 
     title: str
     eyebrow: Sequence[str] = ()
@@ -41,13 +34,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure in two drawings, of which the page shows the one that fits the window.
-
-    Attributes:
-        wide: SVG for wide windows.
-        narrow: SVG for narrow ones.
-        caption: Text below it.
-    """
+    """A figure in two drawings, of which the page shows the one that fits the window."""
 
     wide: str
     narrow: str
@@ -56,12 +43,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table.
-
-    Attributes:
-        text: What it shows.
-        link: Where it leads, or None.
-    """
+    """A cell of a table."""
 
     text: str
     link: str | None = None
@@ -69,14 +51,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table; the first cell of each row is the row's heading.
-
-    Attributes:
-        caption: What it holds.
-        columns: Titles of the columns.
-        rows: Cells of each row.
-        text_columns: Columns of words, which are set flush left; all others hold numbers.
-    """
+    """A table; the first cell of each row is the row's heading."""
 
     caption: str
     columns: Sequence[str]
@@ -87,14 +62,7 @@ class Table:
 def drawing(
     draw: Callable[[tuple[float, float]], Figure], identifier: str, description: str, caption: str
 ) -> Drawing:
-    """Draw a figure for wide and for narrow windows.
-
-    Args:
-        draw: Draws it in a size (width and height in inches).
-        identifier: A name that no other figure of the page has.
-        description: What the figure shows, for readers who cannot see it.
-        caption: Text below it.
-    """
+    """Draw a figure for wide and for narrow windows."""
     wide, narrow = (
         inline_svg(draw(size), f"{identifier}-{name}", description)
         for name, size in (("wide", WIDE), ("narrow", NARROW))
@@ -111,14 +79,5 @@ def text_table(
 
 
 def render(template: str, head: Head, **content: Any) -> str:
-    """Write a page as one self-contained HTML document.
-
-    Args:
-        template: Name of a page's template, for example `run`.
-        head: The top of the page.
-        **content: What its sections show, by name; a section whose content is empty is left out.
-
-    Returns:
-        The document. All text in it is escaped.
-    """
+    """Write a page as one self-contained HTML document."""
     return _TEMPLATES.get_template(f"{template}.html.jinja").render(head=head, **content)

@@ -15,14 +15,7 @@ LAYER_COSTS_NOTE = (
 
 
 def layer_cost_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the table as text; no rows where the numbers do not tell.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Returns:
-        The column titles, and one row for each compressed layer, the largest loss first.
-    """
+    """Return the table as text; no rows where the numbers do not tell."""
     layers = metrics.get("layers") or ()
     whole = sum(layer["loss"] for layer in layers) or 1.0
     timed = any(layer["saved_time"] is not None for layer in layers)

@@ -16,13 +16,7 @@ from rankrl.files import write_atomically
 def shown_command(
     arguments: Sequence[str], *, shortened: Mapping[str, str] | None = None, dropped: Sequence[str] = ()
 ) -> str:
-    """Return the command line for a page that others read: nothing in it belongs to this machine alone.
-
-    Args:
-        arguments: `sys.argv`.
-        shortened: What to write instead of an argument, such as a file's bare name for its path.
-        dropped: Options that are left out together with their values.
-    """
+    """Return the command line for a page that others read: nothing in it belongs to this machine alone."""
     words: list[str] = []
     skip = False
     for word in arguments:
@@ -36,19 +30,7 @@ def shown_command(
 
 
 def write_section(path: Path, marker: str, title: str, text: str) -> None:
-    """Put text between a section's markers in a Markdown file, or its tables into a CSV file, atomically.
-
-    Args:
-        path: The file; made when missing. Without the markers the section is appended. A CSV file is replaced
-            as a whole: the text around the tables, such as command and machine, becomes comments (`#`).
-        marker: The section's name in its markers, `<!-- NAME:start -->` and `<!-- NAME:end -->`.
-        title: Heading of a section that is appended.
-        text: The section's text.
-
-    Raises:
-        ValueError: If only one of the markers is there.
-        StorageError: The file cannot be written.
-    """
+    """Put text between a section's markers in a Markdown file, or its tables into a CSV file, atomically."""
     if path.suffix == ".csv":
         write_atomically(path, _comma_separated(text))
         return

@@ -18,15 +18,7 @@ _COLUMNS = ["Plan", "Loss of score", "Cost", "Expected cost"]
 
 
 def measured_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the table of measured plans as text, for the terminal and the page.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Returns:
-        The column titles, and one row for each plan, the cheapest first; no rows where none was measured.
-        Costs are shares of the original's; the expected one is the sum of the layers' costs.
-    """
+    """Return the table of measured plans as text, for the terminal and the page."""
     rows = [
         [
             str(plan["name"]) + (" (taken)" if plan["taken"] else ""),

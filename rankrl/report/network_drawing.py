@@ -17,18 +17,7 @@ _LEAST = 5.0
 
 @dataclass(frozen=True)
 class Block:
-    """A layer: an outline as high as it was, filled as far as it is kept.
-
-    Attributes:
-        x: Left edge.
-        y: Upper edge of the outline.
-        width: Width of both.
-        height: Height of the outline.
-        filled_y: Upper edge of the filling.
-        filled: Height of the filling.
-        colour: Role of the filling's colour.
-        title: What the layer was and is.
-    """
+    """A layer: an outline as high as it was, filled as far as it is kept."""
 
     x: float
     y: float
@@ -42,14 +31,7 @@ class Block:
 
 @dataclass(frozen=True)
 class NetworkDrawing:
-    """The blocks of all layers, in rows.
-
-    Attributes:
-        width: Width of the drawing.
-        height: Height of the drawing.
-        blocks: The layers.
-        lines: The line that joins the layers of each row: x1, x2 and y.
-    """
+    """The blocks of all layers, in rows."""
 
     width: float
     height: float
@@ -59,14 +41,7 @@ class NetworkDrawing:
 
 @dataclass(frozen=True)
 class PlanDrawing:
-    """The plan, for wide and for narrow windows.
-
-    Attributes:
-        wide: Drawn in long rows.
-        narrow: Drawn in short ones.
-        legend: Words and the role of their colour.
-        caption: Text below it.
-    """
+    """The plan, for wide and for narrow windows."""
 
     wide: NetworkDrawing
     narrow: NetworkDrawing

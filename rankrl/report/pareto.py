@@ -124,15 +124,7 @@ def _cost(run: GatheredRun, stage: Stage, cost: str) -> float | None:
 
 
 def pareto_figure(runs: Sequence[GatheredRun], *, narrow: bool) -> Figure:
-    """Draw accuracy over each cost that was measured: runs, their Pareto front and the dense networks.
-
-    Args:
-        runs: The runs, at least one of which was compressed and measured.
-        narrow: Whether the panels stand below each other, for a window as narrow as a telephone's.
-
-    Returns:
-        The figure.
-    """
+    """Draw accuracy over each cost that was measured: runs, their Pareto front and the dense networks."""
     costs = [cost for cost in COSTS if plotted(runs, cost)]
     count = len(costs)
     columns = 1 if narrow else 2 if count == 4 else count

@@ -20,16 +20,7 @@ _PACKAGES = ("rankrl", "torch", "onnx", "onnxruntime", "stable-baselines3", "num
 
 
 def collect_setup(command: Sequence[str], seed: int) -> dict[str, str]:
-    """Describe this run and this machine for the report.
-
-    Args:
-        command: The command line as a list, e.g. `sys.argv` with the program's plain name.
-        seed: The run's seed.
-
-    Returns:
-        Text by name in the order to show: date, command, seed, versions, system, processor, GPU if there is
-        one.
-    """
+    """Describe this run and this machine for the report."""
     setup = {DATE: date_line(), "Command": shlex.join(command), "Seed": str(seed)}
     versions = [f"Python {platform.python_version()}"]
     for package in _PACKAGES:

@@ -14,13 +14,7 @@ AGREEMENT = "Agreement"
 
 @dataclass(frozen=True)
 class Quality:
-    """One measure of how good networks are, higher is better.
-
-    Attributes:
-        title: Its name.
-        values: Its value at every stage, None where it was not measured.
-        is_share: Whether values are fractions, written as percent.
-    """
+    """One measure of how good networks are, higher is better."""
 
     title: str
     values: tuple[float | None, ...]
@@ -60,14 +54,7 @@ HELDOUT_ACCURACY = Quality("Held-out accuracy", ())
 
 
 def score_quality(metrics: Mapping[str, Any]) -> Quality | None:
-    """Return the score that plans were chosen by, where the run gives it a name (`score_name`).
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Raises:
-        ReportError: A value is no finite number.
-    """
+    """Return the score that plans were chosen by, where the run gives it a name (`score_name`)."""
     name, values = metrics.get("score_name"), tuple(stage.score for stage in stages(metrics))
     known = [value for value in values if value is not None]
     if not name or not known:
@@ -76,14 +63,7 @@ def score_quality(metrics: Mapping[str, Any]) -> Quality | None:
 
 
 def epoch_score(metrics: Mapping[str, Any]) -> Quality:
-    """Return what the epochs of fine-tuning are judged by.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Raises:
-        ReportError: A value is no finite number.
-    """
+    """Return what the epochs of fine-tuning are judged by."""
     return score_quality(metrics) or HELDOUT_ACCURACY
 
 
@@ -91,12 +71,6 @@ def qualities(metrics: Mapping[str, Any]) -> list[Quality]:
     """Return what was measured of how good the networks are, what counts most first.
 
     That is the score that plans were chosen by, then test accuracy, then the agreement with the original.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Raises:
-        ReportError: A value is no finite number.
     """
     score, run_stages = score_quality(metrics), stages(metrics)
     measured = [

@@ -21,15 +21,7 @@ from rankrl.report.stages import (
 
 @dataclass(frozen=True)
 class Remaining:
-    """One bar.
-
-    Attributes:
-        name: What was measured.
-        kept: The compressed network's share of the original's.
-        share: The same in words.
-        note: Both values.
-        good_if_kept: Whether more is better, as of accuracy.
-    """
+    """One bar."""
 
     name: str
     kept: float
@@ -49,14 +41,7 @@ class Remaining:
 
 
 def remains(metrics: Mapping[str, Any]) -> list[Remaining]:
-    """Return a bar for what was measured of quality, parameters, MACs, time and bytes.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Raises:
-        ReportError: A value is no finite number.
-    """
+    """Return a bar for what was measured of quality, parameters, MACs, time and bytes."""
     run_stages = stages(metrics)
     if len(run_stages) < 2:
         return []

@@ -24,17 +24,7 @@ _NAME = 28
 
 
 def results_table(folder: str | Path) -> Table:
-    """Return the finished runs below a folder for the terminal, the best first.
-
-    Args:
-        folder: A sweep's folder, or any that holds run folders.
-
-    Returns:
-        A rich table, without rows where no run is finished.
-
-    Raises:
-        ReportError: The folder holds no run, or is one run itself.
-    """
+    """Return the finished runs below a folder for the terminal, the best first."""
     runs = [run for run in gather_runs(folder) if run.status == "finished"]
     columns = {column.key: column for column in shown_columns(runs)}
     shown = [columns[key] for key in ("folder", SCORE, *_TITLES) if key in columns]

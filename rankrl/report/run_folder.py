@@ -17,17 +17,7 @@ EPISODE_COLUMNS = tuple(column.name for column in dataclasses.fields(EpisodeRow)
 
 
 def read_metrics(folder: str | Path) -> dict[str, Any]:
-    """Read `metrics.json`.
-
-    Args:
-        folder: The run folder.
-
-    Returns:
-        Its content.
-
-    Raises:
-        ReportError: The file is missing or is no JSON object.
-    """
+    """Read `metrics.json`."""
     path = Path(folder) / "metrics.json"
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
@@ -43,17 +33,7 @@ def read_metrics(folder: str | Path) -> dict[str, Any]:
 
 
 def read_episodes(folder: str | Path) -> list[EpisodeRow]:
-    """Read `episodes.csv`.
-
-    Args:
-        folder: The run folder.
-
-    Returns:
-        Its rows in order; none where the run had no search and the file is missing.
-
-    Raises:
-        ReportError: A column is missing, or a value is no finite number; the line is named.
-    """
+    """Read `episodes.csv`."""
     path = Path(folder) / "episodes.csv"
     if not path.exists():
         return []

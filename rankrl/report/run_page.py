@@ -52,17 +52,7 @@ from rankrl.wording import counted
 
 
 def run_page(report: RunReport) -> str:
-    """Write the page of one run as one self-contained HTML document.
-
-    Args:
-        report: What the run brought; sections without data are left out.
-
-    Returns:
-        The document.
-
-    Raises:
-        ReportError: A value in the metrics is no finite number.
-    """
+    """Write the page of one run as one self-contained HTML document."""
     metrics = report.metrics
     eyebrow = [*_eyebrow(metrics), *([report.setup[DATE]] if DATE in report.setup else [])]
     head = Head(run_title(metrics), eyebrow, metrics.get("warnings") or (), _headline(metrics))

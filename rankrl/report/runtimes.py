@@ -24,18 +24,7 @@ _FILES = {
 
 
 def runtime_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the table of files in runtimes as text, for the terminal and the page.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Returns:
-        The column titles, and one row for each file with its time and score in every runtime and the runtime
-        in which it is fastest; no rows where one runtime alone was measured.
-
-    Raises:
-        ReportError: A value is no finite number.
-    """
+    """Return the table of files in runtimes as text, for the terminal and the page."""
     section = metrics.get("runtimes") or {}
     rows = []
     for before, title in _FILES.items():

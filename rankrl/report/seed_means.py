@@ -16,15 +16,7 @@ _NO_MEANS = ("seed", "folder", "best_in")
 
 
 def mean_rows(runs: Sequence[GatheredRun]) -> list[dict[str, Any]]:
-    """Return a row for all runs that differ in their seed alone, those that have ended.
-
-    Args:
-        runs: The runs.
-
-    Returns:
-        What tells the runs apart, how many they are (`runs`), the mean of every number, and as
-        `NAME_interval` half of its 95 % interval; None where there are fewer than two.
-    """
+    """Return a row for all runs that differ in their seed alone, those that have ended."""
     rows = []
     columns = [column for column in (*varied_columns(runs), *COLUMNS) if column.key not in _NO_MEANS]
     for group in seed_groups(runs):
@@ -41,11 +33,7 @@ def mean_rows(runs: Sequence[GatheredRun]) -> list[dict[str, Any]]:
 
 
 def mean_table(runs: Sequence[GatheredRun]) -> Table | None:
-    """Return the table of means for the page; None where no two runs differ in their seed alone.
-
-    Args:
-        runs: The runs, all of which have ended.
-    """
+    """Return the table of means for the page; None where no two runs differ in their seed alone."""
     groups = seed_groups(runs)
     if len(groups) == len(runs):
         return None

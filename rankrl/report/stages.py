@@ -25,18 +25,7 @@ _CLOCKS = {"processor": "processor time", "wall": "time on the wall"}
 
 @dataclass(frozen=True)
 class Stage:
-    """One state of the model; None where a number was not measured.
-
-    Attributes:
-        name: `Baseline`, `Compressed` or `Fine-tuned`.
-        accuracy: Test accuracy, a fraction.
-        params: Parameters.
-        macs: Multiply-accumulates for one input.
-        latency_ms: Measured latency of its ONNX file in milliseconds.
-        agreement: How far its outputs agree with the original's on held-out inputs, 1 at most.
-        score: The score that plans were chosen by.
-        file_bytes: Size of its ONNX file.
-    """
+    """One state of the model; None where a number was not measured."""
 
     name: str
     accuracy: float | None = None
@@ -49,18 +38,7 @@ class Stage:
 
 
 def stages(metrics: Mapping[str, Any]) -> list[Stage]:
-    """Return the stages that a run went through, read from its metrics.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Returns:
-        Baseline, compressed (before fine-tuning) and fine-tuned, as far as the run went; without the last
-        where no epoch was trained. The latency of the exported file belongs to the last of them.
-
-    Raises:
-        ReportError: A value is no finite number.
-    """
+    """Return the stages that a run went through, read from its metrics."""
     run_stages = [
         Stage(name, *(number(metrics, key, field) for field in ("accuracy", "params", "macs")))
         for name, key in (("Baseline", "baseline"), ("Compressed", "compressed"))
@@ -91,14 +69,7 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
 
 
 def dense_int8(metrics: Mapping[str, Any]) -> Stage | None:
-    """Return the dense network in 8-bit integers, which needs no search; None where it was not measured.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Raises:
-        ReportError: A value is no finite number.
-    """
+    """Return the dense network in 8-bit integers, which needs no search; None where it was not measured."""
     if not metrics.get("dense_int8"):
         return None
     latency, faster = (
@@ -118,11 +89,7 @@ def dense_int8(metrics: Mapping[str, Any]) -> Stage | None:
 
 
 def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
-    """Return one number of the metrics, or None where it is not there.
-
-    Raises:
-        ReportError: It is there and is no finite number.
-    """
+    """Return one number of the metrics, or None where it is not there."""
     value = (metrics.get(section) or {}).get(key)
     if value is None:
         return None
@@ -135,9 +102,6 @@ def heldout_note(metrics: Mapping[str, Any]) -> str:
     """Return a sentence for readers of held-out accuracies; empty where the network has not seen the images.
 
     A checkpoint that rankrl trained says what was held out; what another was trained on cannot be known.
-
-    Args:
-        metrics: The content of `metrics.json`.
     """
     if not metrics.get("checkpoint") or metrics.get("heldout_is_new"):
         return ""

@@ -42,15 +42,7 @@ _COST_WORDS = {"Parameters": "parameters", "MACs": "MACs", "Time": "time", "Byte
 def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the before/after table as text, for the terminal and the page.
 
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Returns:
-        The column titles, and one row per measure (accuracy, parameters, MACs, latency, file) that was taken.
-        The column after the stages compares the last with the first; then comes the dense network in int8.
-
-    Raises:
-        ReportError: A value is no finite number.
+    Shapes: returns (accuracy, parameters, MACs, latency, file).
     """
     run_stages = stages(metrics)
     if not run_stages:
@@ -92,17 +84,7 @@ def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[st
 
 
 def summary_table(metrics: Mapping[str, Any]) -> Table:
-    """Return the before/after table for the terminal.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Returns:
-        A rich table.
-
-    Raises:
-        ReportError: A value is no finite number.
-    """
+    """Return the before/after table for the terminal."""
     columns, rows = comparison_rows(metrics)
     name = " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key))
     known = number(metrics, "onnx", "latency_ratio_low") is not None
@@ -110,14 +92,7 @@ def summary_table(metrics: Mapping[str, Any]) -> Table:
 
 
 def conclusion(metrics: Mapping[str, Any]) -> str:
-    """Return what a run came to, and what its loss is known to be; empty where it compressed nothing.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Raises:
-        ReportError: A value is no finite number.
-    """
+    """Return what a run came to, and what its loss is known to be; empty where it compressed nothing."""
     bars = remains(metrics)
     costs = [f"{bar.share} of the {_COST_WORDS[bar.name]}" for bar in bars if not bar.good_if_kept]
     if not costs:
@@ -142,32 +117,17 @@ def _worth(metrics: Mapping[str, Any]) -> str:
 
 
 def runtimes_table(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of runtimes for the terminal; without rows where only one was measured.
-
-    Args:
-        metrics: The content of `metrics.json`.
-
-    Raises:
-        ReportError: A value is no finite number.
-    """
+    """Return the table of runtimes for the terminal; without rows where only one was measured."""
     return _table(*runtime_rows(metrics), caption=runtime_note(metrics))
 
 
 def measured_table(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of measured plans for the terminal; without rows where none was measured.
-
-    Args:
-        metrics: The content of `metrics.json`.
-    """
+    """Return the table of measured plans for the terminal; without rows where none was measured."""
     return _table(*measured_rows(metrics), caption=measured_note(metrics))
 
 
 def device_table(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of networks measured on another device; without rows where none was.
-
-    Args:
-        metrics: The content of `metrics.json`.
-    """
+    """Return the table of networks measured on another device; without rows where none was."""
     return _table(*device_rows(metrics), caption=device_note(metrics))
 
 

@@ -26,14 +26,6 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> str:
 
     Its colours become CSS variables (`var(--accent)`, ...), its text stays text in the page's own font, and
     it refers to nothing outside the page.
-
-    Args:
-        figure: A figure drawn in `PALETTE`.
-        identifier: A name that no other figure of the page has; it keeps the elements' ids apart.
-        description: What a reader who cannot see the figure is told.
-
-    Returns:
-        The element as text.
     """
     buffer = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": identifier}):

@@ -32,18 +32,7 @@ CSV_FILE = "runs.csv"
 
 
 def write_sweep_report(folder: str | Path) -> Path:
-    """Write the page and the CSV file of all runs below a folder into that folder.
-
-    Args:
-        folder: A sweep's folder, or any that holds run folders.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        ReportError: The folder holds no run, or is one run itself.
-        StorageError: The folder cannot be written.
-    """
+    """Write the page and the CSV file of all runs below a folder into that folder."""
     folder = Path(folder)
     runs = with_fronts(gather_runs(folder))
     write_atomically(folder / CSV_FILE, runs_csv(runs))
@@ -71,16 +60,7 @@ def load_runs(folder: str | Path, *, average_seeds: bool = False) -> list[dict[s
 
 
 def sweep_page(runs: Sequence[GatheredRun], folder: Path, *, date: str = "") -> str:
-    """Write the page of many runs as one self-contained HTML document.
-
-    Args:
-        runs: The runs, at least one.
-        folder: The folder that they were found in.
-        date: When the page is written.
-
-    Returns:
-        The document; it refers to nothing but the runs' own pages below its folder.
-    """
+    """Write the page of many runs as one self-contained HTML document."""
     finished = [run for run in runs if run.status == "finished"]
     titles = {run_title(run.metrics) for run in finished}
     title = titles.pop() if len(titles) == 1 else folder.resolve().name

@@ -30,17 +30,7 @@ from rankrl.report.varied import BUDGET, option, varied_options
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table.
-
-    Attributes:
-        key: Its name in the CSV file.
-        title: Its title on the page.
-        value: What a run has there; None where it has nothing.
-        write: How a number is written on the page; None for words.
-        optional: Whether it is left out of the page where all runs have the same.
-        words: What is written instead of a run's number, where there is something to be said.
-        is_measure: Whether it is a result, which can be averaged over runs.
-    """
+    """A column of the table."""
 
     key: str
     title: str

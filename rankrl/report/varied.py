@@ -38,15 +38,7 @@ class Configured(Protocol):
 
 
 def option(run: Configured, name: str) -> Option:
-    """Return the value of an option, lists as JSON.
-
-    Args:
-        run: The run.
-        name: The option's name with dots, `optim.lr`; of a group, the name of its choice is returned.
-
-    Returns:
-        None where the run has no such option, or it is not set.
-    """
+    """Return the value of an option, lists as JSON."""
     if name.startswith(BUDGET):
         return _plain(run.budgets.get(name.removeprefix(BUDGET)))
     value: Any = run.config
@@ -60,12 +52,7 @@ def option(run: Configured, name: str) -> Option:
 
 
 def varied_options(runs: Sequence[Configured]) -> list[str]:
-    """Return the names of the options in which runs differ, without those that the table names itself.
-
-    Args:
-        runs: The runs. Of those from the command line, options that one of them was given count; of those
-            from Python, all that its record holds.
-    """
+    """Return the names of the options in which runs differ, without those that the table names itself."""
     names = dict.fromkeys(name for run in runs for name in _asked(run))
     return [
         name

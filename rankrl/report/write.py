@@ -42,20 +42,6 @@ def write_report(
     """Write the report of a run next to its other files.
 
     `episodes.csv` is read from the folder where there is one.
-
-    Args:
-        folder: The run folder.
-        metrics: The numbers of a run that has yet to write its `metrics.json`; read from it when omitted.
-        layers: The plan's layers in forward order.
-        epochs: The epochs of fine-tuning.
-        setup: What the run was made with, from `collect_setup`.
-
-    Returns:
-        The path of `report.html`.
-
-    Raises:
-        ReportError: A file in the folder is missing or damaged.
-        StorageError: The folder cannot be written.
     """
     folder = Path(folder)
     report = RunReport(

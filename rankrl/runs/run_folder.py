@@ -49,15 +49,7 @@ _BEGAN = time.time()  # when this process did, or a little later
 
 @dataclass
 class RunNotes:
-    """Results of a run's steps for its `metrics.json`.
-
-    Attributes:
-        warnings: What a reader must know before trusting the numbers.
-        trainings: The learning rate that each training followed to its end, how often it was halved before,
-            and the epochs, by stage: `train`, `finetune`, ...
-        missed: That of the warnings which says that the budget is missed, or None.
-        collapsed: That of them which says that the network is no better than a constant, or None.
-    """
+    """Results of a run's steps for its `metrics.json`."""
 
     warnings: list[str] = field(default_factory=list)
     trainings: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -67,13 +59,7 @@ class RunNotes:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run's results; `metrics.json` is written last, so a folder with it is complete.
-
-    Attributes:
-        path: The folder.
-        tracking: Trackers that the run reports to while it goes on.
-        notes: Results of its steps that its end needs.
-    """
+    """The folder of a run's results; `metrics.json` is written last, so a folder with it is complete."""
 
     path: Path
     tracking: Tracking = field(default=NOT_TRACKED, compare=False)
@@ -176,12 +162,7 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every other run out of the folder, and list what is written into it.
-
-        Raises:
-            FolderInUseError: Another run holds it; the message says which.
-            StorageError: The folder cannot be written, or a file would be replaced that no run wrote.
-        """
+        """Keep every other run out of the folder, and list what is written into it."""
         with locked(self.path), recording(self.path):
             yield
 
@@ -193,18 +174,7 @@ class RunFolder:
         resume: bool = False,
         paths: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Record the configuration whose results the folder is about to hold.
-
-        Args:
-            config: The run's configuration, plain values.
-            overrides: The overrides that it was composed from, for `resume=`.
-            resume: Whether the user asked to go on here.
-            paths: Paths that lead from here to what the run needs, by option.
-
-        Raises:
-            ConfigError: As `check`, unless `resume` is on.
-            StorageError: The folder cannot be written.
-        """
+        """Record the configuration whose results the folder is about to hold."""
         if not resume:
             self.check(config)
         places = {
@@ -215,15 +185,7 @@ class RunFolder:
         write_json(self.record, {"config": configuration, "overrides": list(overrides), "paths": places})
 
     def check(self, config: Mapping[str, Any], *, advice: str = _ANOTHER_FOLDER) -> None:
-        """Refuse a folder with results of another configuration, or files of others; nothing is written.
-
-        Args:
-            config: The run's configuration, plain values.
-            advice: What to do instead.
-
-        Raises:
-            ConfigError: It does; the options that differ are named, or the file.
-        """
+        """Refuse a folder with results of another configuration, or files of others; nothing is written."""
         check_own(self.path)
         difference = self.difference(config)
         if difference is not None:
@@ -231,14 +193,7 @@ class RunFolder:
             raise ConfigError(f"{self.path} holds a run {difference}; {advice if known else _BEGIN_ANEW}")
 
     def replace(self, config: Mapping[str, Any]) -> None:
-        """Begin anew where the folder holds results of another configuration; the same one's stay.
-
-        Args:
-            config: The run's configuration, plain values.
-
-        Raises:
-            ConfigError: There is a file that no run wrote, or no list of those that one wrote.
-        """
+        """Begin anew where the folder holds results of another configuration; the same one's stay."""
         difference = self.difference(config)
         if difference is not None:
             log.warning("%s held a run %s; it is overwritten", self.path, difference)
@@ -246,11 +201,7 @@ class RunFolder:
         check_own(self.path)
 
     def begin_anew(self) -> None:
-        """Set a run's files aside, and no other file, until the next run here has ended.
-
-        Raises:
-            ConfigError: As `replace`.
-        """
+        """Set a run's files aside, and no other file, until the next run here has ended."""
         check_own(self.path)
         set_aside(self.path)
 
@@ -259,14 +210,7 @@ class RunFolder:
         return not self.holds_results and bring_back(self.path)
 
     def finish(self, metrics: Mapping[str, Any]) -> None:
-        """Write `metrics.json`, the mark that the run has ended, and remove what it replaces.
-
-        Args:
-            metrics: Its content.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """Write `metrics.json`, the mark that the run has ended, and remove what it replaces."""
         write_json(self.metrics, metrics)
         remove_previous(self.path)
 
@@ -328,11 +272,7 @@ class RunFolder:
                 break
 
     def prepare(self) -> None:
-        """Create the folder and make sure that it can be written.
-
-        Raises:
-            StorageError: If it cannot be.
-        """
+        """Create the folder and make sure that it can be written."""
         try:
             self.state.mkdir(parents=True, exist_ok=True)
             probe = self.state / f".probe-{os.getpid()}"
@@ -354,15 +294,7 @@ def _relative(text: str, folder: Path) -> str:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Refuse a folder that cannot be made or written; folders made for this check are removed again.
-
-    Args:
-        folder: The folder, which need not exist.
-        option: The option that names it.
-
-    Raises:
-        StorageError: It cannot be.
-    """
+    """Refuse a folder that cannot be made or written; folders made for this check are removed again."""
     made: list[Path] = []
     try:
         for place in (*reversed(folder.parents), folder):
@@ -385,11 +317,7 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for fits that later runs reuse: RANKRL_CACHE, or `rankrl` in the user's cache.
-
-    Raises:
-        StorageError: If it cannot be created.
-    """
+    """Return the folder for fits that later runs reuse: RANKRL_CACHE, or `rankrl` in the user's cache."""
     named = os.environ.get("RANKRL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(named) if named else Path(base) / "rankrl"

@@ -43,13 +43,6 @@ def locked(folder: Path) -> Iterator[None]:
     """Keep every other run out of a folder, runs in other threads included.
 
     Processes that this one starts do not hold the lock.
-
-    Args:
-        folder: The folder of the run; it is made where there is none, and removed again if it stays empty.
-
-    Raises:
-        FolderInUseError: Another run holds it; the message says which.
-        StorageError: The folder cannot be written.
     """
     path, process = folder / LOCK_FILE, os.getpid()
     try:
@@ -73,11 +66,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_free(folder: Path) -> None:
-    """Refuse a folder that a run is using; nothing is written.
-
-    Raises:
-        FolderInUseError: One is.
-    """
+    """Refuse a folder that a run is using; nothing is written."""
     path = folder / LOCK_FILE
     try:
         descriptor = os.open(path, os.O_RDWR)

@@ -27,12 +27,7 @@ _KINDS = 4
 
 @dataclass(frozen=True)
 class Trial:
-    """A whole network that was exported and timed.
-
-    Attributes:
-        parts: Its times by the table: the sums of the four kinds of layers, of borders, and the rest.
-        time: Its measured time, as a fraction of the dense network's.
-    """
+    """A whole network that was exported and timed."""
 
     parts: tuple[float, ...]
     time: float
@@ -65,11 +60,6 @@ def correction(table: LatencyTable, first: Sequence[Trial], later: Sequence[Tria
 
     They come from non-negative least squares on relative errors, drawn towards 1; a part that is in no trial
     keeps its factor.
-
-    Args:
-        table: The measured layers.
-        first: Trials of plans of all kinds.
-        later: Trials of plans on the way to a budget, which correct the first ones.
     """
     factors = _factors(table, first, np.ones(_KINDS + 2), _PRIOR)
     return _factors(table, later, factors, _LATER_PRIOR)

@@ -14,7 +14,8 @@ from decomposition.network.input_specs import InputShape
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied, replace_module
 from rankrl.onnx.export import export_onnx
-from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch
+from rankrl.onnx.runtimes import Batch
+from rankrl.options.timing import DEFAULT_RUNTIME
 from rankrl.timing.latency import time_in_turns
 from rankrl.timing.layer_timing import LayerTimer
 
@@ -41,18 +42,6 @@ def fastest_form(
     are equally fast. The choice is kept in the scratch folder, so that a run that goes on after an
     interruption repeats it whatever a later timing says. The file is None where no file of this form was
     written now: without cores, with rounded cores, or with a form other than `staged` that was chosen before.
-
-    Args:
-        network: The network.
-        shape: Shape of one input without the batch.
-        scratch: Folder for the files that are timed.
-        timing: `batch`, `threads`, `runs` and `runtime` of `compare_latency`.
-        timed: The batch that files are timed on; None for random numbers.
-        channel_block: As in `export_onnx`.
-        **options: Further options of `export_onnx`.
-
-    Raises:
-        ExportError: The network cannot be exported.
     """
     layers = factorised_layers(network)
     if not layers:

@@ -24,13 +24,7 @@ from rankrl.timing.passes import measuring_conditions
 
 @dataclass(frozen=True, eq=False)
 class GraphFiles:
-    """A network in an ONNX file as it is written; a `TimedFiles`.
-
-    Attributes:
-        prepared: The network.
-        feed: The batch that is timed.
-        library: The fits of its nodes, which stand in the files.
-    """
+    """A network in an ONNX file as it is written; a `TimedFiles`."""
 
     prepared: PreparedFile
     feed: Feed
@@ -62,14 +56,7 @@ class GraphFiles:
 
 
 def relative_time(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options: LatencyOptions) -> float:
-    """Return the time of a network / that of the one it was rewritten from, measured once.
-
-    Args:
-        original: The network before.
-        network: The rewritten network.
-        feed: A batch of real inputs.
-        options: How time is measured; the result is kept in the folder.
-    """
+    """Return the time of a network / that of the one it was rewritten from, measured once."""
 
     def measured() -> float:
         with tempfile.TemporaryDirectory() as scratch:

@@ -28,17 +28,7 @@ _BUSY_LOAD = 0.5  # of a core, beyond those there are: our own work before the t
 
 @dataclass(frozen=True)
 class Latency:
-    """Time of one forward pass.
-
-    Attributes:
-        median_ms: Median over the runs, in milliseconds.
-        low_ms: 10th percentile, in milliseconds.
-        high_ms: 90th percentile, in milliseconds.
-        batch: Inputs per forward pass.
-        threads: Threads that the runtime computed with.
-        runs: Number of timed forward passes.
-        clock: Whether it is processor time or time on the wall.
-    """
+    """Time of one forward pass."""
 
     median_ms: float
     low_ms: float
@@ -57,12 +47,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class RelativeTime:
-    """Time of a network / that of the original.
-
-    Attributes:
-        share: The fraction.
-        width: Of its 95 % interval.
-    """
+    """Time of a network / that of the original."""
 
     share: float
     width: float = 0.0
@@ -77,17 +62,7 @@ class RelativeTime:
 
 @dataclass(frozen=True)
 class LatencyComparison:
-    """Two models timed in turns.
-
-    Attributes:
-        baseline: Latency of the first model.
-        compressed: Latency of the second.
-        ratio: Median of the baseline ÷ median of the compressed model; above 1 the second is the faster one.
-        ratio_low: Lower end of the ratio's 95 % interval, from resampled turns (bootstrap percentiles, Efron
-            and Tibshirani 1993, chapter 13).
-        ratio_high: Its upper end.
-        busy: What shows that the machine was busy with something else, or None.
-    """
+    """Two models timed in turns."""
 
     baseline: Latency
     compressed: Latency
@@ -108,16 +83,7 @@ class LatencyComparison:
 
 
 def is_unchanged(ratio: float, low: float | None = None, high: float | None = None) -> bool:
-    """Tell whether a ratio of two times is no change, for reports and choices alike.
-
-    Args:
-        ratio: One time ÷ the other.
-        low: Lower end of its 95 % interval, if it is known.
-        high: Upper end.
-
-    Returns:
-        True when the interval covers 1, or the ratio is within `SMALLEST_CHANGE` of it either way.
-    """
+    """Tell whether a ratio of two times is no change, for reports and choices alike."""
     if max(ratio, 1 / ratio) < 1 + SMALLEST_CHANGE:
         return True
     return low is not None and high is not None and low <= 1 <= high
@@ -133,25 +99,7 @@ def measure_latency(
     runtime: str = DEFAULT_RUNTIME,
     inputs: Batch | None = None,
 ) -> Latency:
-    """Time an ONNX model on random inputs of its type: standard normal numbers, or bytes.
-
-    Args:
-        path: The ONNX file.
-        batch: Inputs per forward pass; must be the file's own where that is fixed.
-        threads: Threads for one operator.
-        runs: Timed forward passes.
-        warm_up: Untimed forward passes before them.
-        runtime: The runtime.
-        inputs: A batch to use in place of random inputs, such as real ones for a file with several inputs;
-            `batch` is then the number of inputs that it holds.
-
-    Returns:
-        Median and spread.
-
-    Raises:
-        ConfigError: The runtime is unknown, or cannot be used here.
-        ExportError: The file cannot be loaded, or an option is out of range or does not fit the file.
-    """
+    """Time an ONNX model on random inputs of its type: standard normal numbers, or bytes."""
     timed = time_in_turns(
         [(runtime, path)], batch=batch, threads=threads, runs=runs, warm_up=warm_up, inputs=inputs
     )
@@ -169,26 +117,7 @@ def compare_latency(
     runtime: str = DEFAULT_RUNTIME,
     inputs: Batch | None = None,
 ) -> LatencyComparison:
-    """Time two ONNX models in turns (A B, B A, A B, ...), so that disturbances affect both.
-
-    Args:
-        baseline: ONNX file of the original model.
-        compressed: ONNX file of the compressed one.
-        batch: Inputs per forward pass; must be the files' own where that is fixed.
-        threads: Threads for one operator.
-        runs: Timed forward passes of each model.
-        warm_up: Untimed forward passes of each before them.
-        runtime: The runtime.
-        inputs: A batch to use in place of random inputs, such as real ones for a file with several inputs;
-            `batch` is then the number of inputs that it holds.
-
-    Returns:
-        Both latencies, and the ratio of their medians with its interval.
-
-    Raises:
-        ConfigError: The runtime is unknown, or cannot be used here.
-        ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
-    """
+    """Time two ONNX models in turns (A B, B A, A B, ...), so that disturbances affect both."""
     files = [(runtime, baseline), (runtime, compressed)]
     timed = time_in_turns(files, batch=batch, threads=threads, runs=runs, warm_up=warm_up, inputs=inputs)
     return timed.compare(0, 1)
@@ -196,13 +125,7 @@ def compare_latency(
 
 @dataclass(frozen=True)
 class TimedTurns:
-    """Times of files that were run in turns, whatever the model and the runtime.
-
-    Attributes:
-        latencies: Of each file.
-        times: Milliseconds of every forward pass, shape (runs, files).
-        busy: What shows that the machine was busy with something else, or None.
-    """
+    """Times of files that were run in turns, whatever the model and the runtime."""
 
     latencies: Sequence[Latency]
     times: Times
@@ -234,20 +157,7 @@ def time_in_turns(
     warm_up: int = 3,
     inputs: Batch | None = None,
 ) -> TimedTurns:
-    """Time several ONNX files in turns (A B C, C B A, ...), each in its runtime.
-
-    Args:
-        files: The names of runtimes, each with the file it runs; at least one.
-        batch: Inputs per forward pass; must be the files' own where that is fixed.
-        threads: Threads for one operator.
-        runs: Timed forward passes of each file.
-        warm_up: Untimed forward passes of each before them.
-        inputs: A batch for all of the files, in place of random inputs of each file's type.
-
-    Raises:
-        ConfigError: A runtime is unknown, or cannot be used here.
-        ExportError: A file cannot be loaded, or an option is out of range or does not fit a file.
-    """
+    """Time several ONNX files in turns (A B C, C B A, ...), each in its runtime."""
     for name, value, least in (("batch", batch, 1), ("runs", runs, 1), ("warm_up", warm_up, 0)):
         if value < least:
             raise ExportError(f"{name} is {value}; it must be at least {least}.")

@@ -23,11 +23,7 @@ from rankrl.onnx.protobuf import save_model
 
 
 class SideBySide(nn.Module):
-    """Networks side by side, each with an output of its own; behind every layer is a ReLU.
-
-    Args:
-        networks: Their layers in a row, without rounding.
-    """
+    """Networks side by side, each with an output of its own; behind every layer is a ReLU."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -44,15 +40,7 @@ class SideBySide(nn.Module):
         return tuple(outputs)
 
     def save(self, path: Path, shape: tuple[int, ...]) -> None:
-        """Write the networks as one ONNX file; weights are called as in the module.
-
-        Args:
-            path: The file.
-            shape: Shape of the input, with the batch.
-
-        Raises:
-            ExportError: A layer cannot be exported.
-        """
+        """Write the networks as one ONNX file; weights are called as in the module."""
         if all(map(_in_a_row, self.modules())):
             save_model(self._model(shape), path)
         else:

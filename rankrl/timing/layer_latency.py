@@ -33,13 +33,7 @@ _SiteTimes = tuple[tuple[float, ...], _Rows]
 
 @dataclass(frozen=True)
 class SiteTimes:
-    """Times of sites on their own, in milliseconds.
-
-    Attributes:
-        times: Of every candidate, by the site's name.
-        narrowed: The same at every number of outputs that the next site may read, where it reads only some.
-        borders: Of the change of precision behind each site; empty where nothing computes in integers.
-    """
+    """Times of sites on their own, in milliseconds."""
 
     times: dict[str, tuple[float, ...]]
     narrowed: dict[str, _Rows]
@@ -52,17 +46,7 @@ class SiteTimes:
         in_integers: float | None = None,
         conditions: str = "",
     ) -> LatencyTable:
-        """Return the table in which the dense layers and a rest add up to the time of the dense network.
-
-        Args:
-            sites: The candidates.
-            whole: Time of the dense network.
-            in_integers: Time of the dense network in integers; `None` where no candidate is in integers.
-            conditions: Recorded in the table.
-
-        Raises:
-            DecompositionError: The dense network or one of its layers does not run.
-        """
+        """Return the table in which the dense layers and a rest add up to the time of the dense network."""
         for name, time in (("the dense network", whole), *((k, v[-1]) for k, v in self.times.items())):
             if not np.isfinite(time):
                 raise DecompositionError(
@@ -108,17 +92,7 @@ def time_sites(
     sites: Sequence[CandidateSet],
     progress: Callable[[str], None] | None = None,
 ) -> SiteTimes:
-    """Measure every candidate of every site.
-
-    Args:
-        timer: Times layers.
-        modules: The dense layers by name.
-        sites: Their candidates.
-        progress: Called with each measured layer's name.
-
-    Raises:
-        ExportError: A layer cannot be exported.
-    """
+    """Measure every candidate of every site."""
     alike: dict[str, list[CandidateSet]] = {}
     for site in sites:
         alike.setdefault(geometry(site), []).append(site)

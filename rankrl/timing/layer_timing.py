@@ -49,16 +49,7 @@ _COPIES = 6
 
 
 class LayerTimer:
-    """Times layers; neighbours are timed once for each shape and precision.
-
-    Args:
-        batch: Inputs of a forward pass.
-        threads: Threads of the runtime.
-        runs: Timed passes of each graph.
-        runtime: What runs them.
-        channel_block: Channels are filled up as in the exported network (`export_onnx`).
-        stopwatch: What times files; None times them here.
-    """
+    """Times layers; neighbours are timed once for each shape and precision."""
 
     def __init__(
         self,
@@ -77,11 +68,7 @@ class LayerTimer:
     def candidates(
         self, dense: DecomposableModule, spec: LayerSpec, operations: Sequence[Sequence[Operation]]
     ) -> np.ndarray:
-        """Return the median milliseconds of a layer under each list of operations, all its calls together.
-
-        Raises:
-            TypeError: If an operation acts on several layers.
-        """
+        """Return the median milliseconds of a layer under each list of operations, all its calls together."""
         total = np.zeros(len(operations))
         for size, result in zip(spec.input_sizes, spec.output_sizes, strict=True):
             shape, after = self._shapes(spec, size, result)
@@ -100,12 +87,7 @@ class LayerTimer:
         return np.where(np.isfinite(total), np.maximum(total, 1e-4), np.inf)
 
     def forms(self, spec: LayerSpec, layers: Sequence[nn.Module]) -> np.ndarray:
-        """Return the median milliseconds of a layer's replacements in floating point, all calls together.
-
-        Args:
-            spec: The dense layer.
-            layers: Its replacements.
-        """
+        """Return the median milliseconds of a layer's replacements in floating point, all calls together."""
         sizes = zip(spec.input_sizes, spec.output_sizes, strict=True)
         shapes = (self._shapes(spec, size, result) for size, result in sizes)
         times = [self._between(list(map(copied, layers)), *ends, integer=False) for ends in shapes]
@@ -114,14 +96,7 @@ class LayerTimer:
     def _between(
         self, layers: Sequence[nn.Module], shape: tuple[int, ...], after: tuple[int, ...], integer: bool
     ) -> np.ndarray:
-        """Return the milliseconds of layers between neighbours; their weights are overwritten.
-
-        Args:
-            layers: Layers of one precision.
-            shape: Shape of their input, with the batch.
-            after: Shape of their output.
-            integer: Whether their neighbours compute in integers.
-        """
+        """Return the milliseconds of layers between neighbours; their weights are overwritten."""
         ends = [_neighbour(size, integer) for size in (shape, after)]
         stacks = [copied(_stack([ends[0], layer, ends[1]])) for layer in layers]
         around = sum(self._pair(size, integer, integer) for size in (shape, after)) / 2

@@ -16,22 +16,13 @@ from rankrl.timing.passes import clock_for, timed_passes
 
 @dataclass(frozen=True)
 class LocalStopwatch:
-    """Times files in a runtime here; a `Stopwatch`.
-
-    Attributes:
-        threads: Threads of the runtime.
-        runtime: What runs them.
-    """
+    """Times files in a runtime here; a `Stopwatch`."""
 
     threads: int
     runtime: str = DEFAULT_RUNTIME
 
     def times(self, group: FileGroup) -> np.ndarray:
-        """Return the median milliseconds of each file.
-
-        Raises:
-            ExportError: A file cannot be loaded or run.
-        """
+        """Return the median milliseconds of each file."""
         models, inputs = group.contents()
         sessions = []
         with tempfile.TemporaryDirectory() as folder:

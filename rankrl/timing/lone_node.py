@@ -21,25 +21,14 @@ from rankrl.onnx.graph_edits import depending, part_of, set_types
 
 @dataclass(frozen=True, eq=False)
 class LoneNode:
-    """An LSTM of a network in an ONNX file.
-
-    Attributes:
-        network: The network.
-        site: The node.
-        feed: Inputs of the network, for which the node is timed.
-    """
+    """An LSTM of a network in an ONNX file."""
 
     network: OnnxNetwork
     site: Site
     feed: Feed
 
     def files(self, operations: Sequence[Sequence[Operation]], runs: int) -> FileGroup:
-        """Return the node under each list of operations, to be timed.
-
-        Args:
-            operations: None, or a rounding.
-            runs: Timed passes of each.
-        """
+        """Return the node under each list of operations, to be timed."""
         spec = replace(self.site.spec, name="", index=0)
         names = [digest("node", self.network.axes.size(self.feed), spec, each) for each in operations]
         return FileGroup(tuple(names), partial(self._contents, operations), runs)

@@ -20,15 +20,7 @@ from rankrl.onnx.runtimes import Batch
 
 @dataclass(eq=False)
 class ModuleFiles:
-    """A PyTorch module as it is exported; a `TimedFiles`.
-
-    Attributes:
-        model: The dense network.
-        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
-        batch: Inputs of a forward pass.
-        channel_block: Channels are filled up to multiples of it (`export_onnx`).
-        preprocessing: Part of its files, before the network.
-    """
+    """A PyTorch module as it is exported; a `TimedFiles`."""
 
     model: nn.Module
     input_shape: InputShape

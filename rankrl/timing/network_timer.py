@@ -31,11 +31,7 @@ _METHOD = 8
 
 
 class TimedFiles(Protocol):
-    """Files to time of a network under plans.
-
-    Attributes:
-        channel_block: Channels are filled up to multiples of it in the files.
-    """
+    """Files to time of a network under plans."""
 
     channel_block: int
 
@@ -52,22 +48,11 @@ class TimedFiles(Protocol):
         """All that times depend on apart from the options and the layers, as part of a key (`digest`)."""
 
     def write(self, path: Path, plan: CompressionPlan | None) -> None:
-        """Write the network under a plan, or as it is; weights do not matter, so nothing is refitted.
-
-        Raises:
-            ExportError: It cannot be written.
-        """
+        """Write the network under a plan, or as it is; weights do not matter, so nothing is refitted."""
 
 
 class NetworkTimer:
-    """Measures a network's layers, and the whole network under a plan.
-
-    Args:
-        files: Its files.
-        specs: Its layers in forward order.
-        input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
-        options: How time is measured; the batch is that of the files' feed.
-    """
+    """Measures a network's layers, and the whole network under a plan."""
 
     def __init__(
         self, files: TimedFiles, specs: Sequence[LayerSpec], input_shape: InputShape, options: LatencyOptions
@@ -100,16 +85,6 @@ class NetworkTimer:
         The rest is the dense network's time without its layers. Where candidates compute in integers, their
         times are scaled so that, with the same rest, the dense layers in integers add up to the time of the
         dense network in integers. A table is measured once and kept.
-
-        Args:
-            sites: The candidates of the layers.
-
-        Returns:
-            Milliseconds for one batch; infinity for a candidate that does not run.
-
-        Raises:
-            ExportError: A layer or the network cannot be written.
-            ConfigError: The table of another device does not fit.
         """
         options = self.options
         about = self.about(sites)

@@ -32,20 +32,7 @@ def timed_passes(
     warm_up: int,
     settle: bool = False,
 ) -> tuple[Times, Times]:
-    """Time open files in turns (A B C, C B A, ...).
-
-    Args:
-        sessions: The files.
-        batches: The inputs of each file.
-        clocks: The clock of each file.
-        runs: Timed forward passes of each file.
-        warm_up: Untimed forward passes of each before them.
-        settle: Whether an untimed pass goes before each timed one, so that other files have not pushed this
-            one's tensors out of the processor's cache.
-
-    Returns:
-        Milliseconds of every pass by its clock, and on the wall, each of shape (runs, files).
-    """
+    """Time open files in turns (A B C, C B A, ...)."""
     for session, batch in zip(sessions, batches, strict=True):
         for _ in range(warm_up):
             session.run(batch)

@@ -40,12 +40,6 @@ def faster_positions(
 
     Every node is timed alone in each of its ways, and the network as a whole in the end: where that is no
     faster, there are none.
-
-    Args:
-        network: The network.
-        sites: Its nodes.
-        feed: A batch of real inputs.
-        options: How time is measured; results are kept in the folder.
     """
     if not _ways(network, sites, max(STEPS)):
         return {}

@@ -31,10 +31,6 @@ def fast_multiple(folder: Path | None = None, runtime: str = DEFAULT_RUNTIME) ->
 
     It is the width of the widest step whose ranks halfway up cost as much as those at its end, by the
     times of a few convolutions (16 with AVX-512, which computes 16 channels at a time).
-
-    Args:
-        folder: Where the answer is kept for later runs on this machine; None keeps none.
-        runtime: The runtime.
     """
     conditions = measuring_conditions(_SHAPE[0], 1, runtime)
     key = digest(conditions, STEPS, _SHAPE, _RUNS)
@@ -56,11 +52,7 @@ def _measured(runtime: str) -> int:
 
 
 def step_of(times: dict[int, float]) -> int:
-    """Return the width of the widest steps in which times grow, the least width if there are none.
-
-    Args:
-        times: Time by rank, for the ranks of `_step` of every step.
-    """
+    """Return the width of the widest steps in which times grow, the least width if there are none."""
     for step in STEPS:
         pairs = [_step(start, step) for start in (step, 2 * step)]
         if all(times[middle] / times[end] >= _ALIKE for middle, end in pairs):

@@ -36,16 +36,7 @@ def predict_logits(
 
     Decomposed layers run contracted to dense weights: the same function, for whole datasets in less time.
 
-    Args:
-        model: A network on the device of `precision`; its training mode is restored afterwards.
-        images: N images; test images are refused with a TypeError.
-        mean: Per-channel mean of pixels in [0, 1].
-        std: Per-channel standard deviation of pixels in [0, 1].
-        precision: Device and precision; the fastest safe precision of the model's device when omitted.
-        batch_size: Images in a batch.
-
-    Returns:
-        (N, classes) float32 on the model's device.
+    Shapes: returns (N, classes).
     """
     precision = inference_precision(model_device(model)) if precision is None else precision
     walk = batches(images, batch_size, mean=mean, std=std, device=precision.device)
@@ -73,10 +64,6 @@ def correct_images(
     """Return for every image whether its highest class score is that of its label, shape (N,), bool.
 
     The arguments are those of `predict_logits`.
-
-    Raises:
-        DataError: There are no images.
-        NonFiniteError: A score is NaN or infinite.
     """
     if isinstance(images, Images) and len(images) == 0:
         raise DataError("cannot measure an accuracy on no images")
@@ -126,18 +113,7 @@ def correct_test_images(
 
     Nothing may be chosen by it: that is what `accuracy` on held-out images is for.
 
-    Args:
-        model: A network; it runs on the device that it is on.
-        test: The test set.
-        mean: Per-channel mean of pixels in [0, 1].
-        std: Per-channel standard deviation of pixels in [0, 1].
-        batch_size: Images in a batch.
-
-    Returns:
-        Shape (N,), bool, on the model's device.
-
-    Raises:
-        NonFiniteError: A score is NaN or infinite.
+    Shapes: returns (N,).
     """
     precision = Precision(model_device(model), torch.float32)
     with exact_float32():

@@ -14,14 +14,6 @@ class WeightAverage(AveragedModel):
 
     The decay is min(decay, (1 + n) / (10 + n)) after n updates, so that a short training does not return its
     starting point. Integer buffers, such as the number of batches seen, are copied.
-
-    Args:
-        model: The network; the average starts at its values.
-        decay: Share of the old average in each update, 0 to below 1.
-
-    Attributes:
-        module: A network with the averaged weights.
-        n_averaged: Number of updates so far, and one for the starting point.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -15,8 +15,7 @@ _WORSE = 1.005
 def guessing_share(labels: Tensor) -> float:
     """Return the accuracy of one answer to all images, the commonest class: its share, in (0, 1].
 
-    Args:
-        labels: (N,) class indices, at least one.
+    Shapes: labels (N,).
     """
     return int(torch.bincount(labels).max()) / len(labels)
 
@@ -26,8 +25,7 @@ def guessing_loss(labels: Tensor) -> float:
 
     It is the entropy of the classes' shares, log(classes) where all are equal.
 
-    Args:
-        labels: (N,) class indices, at least one.
+    Shapes: labels (N,).
     """
     shares = torch.bincount(labels).double() / len(labels)
     return float(torch.special.entr(shares).sum())
@@ -38,11 +36,6 @@ def near_guessing(accuracy: float, share: float, images: int) -> bool:
 
     It is when it lies within three standard errors of a binomial of `share`, or when it is below 1.5 times
     the share and less than a twentieth of the way from there to 1.
-
-    Args:
-        accuracy: Fraction of the images with the right answer.
-        share: What guessing reaches, from `guessing_share`.
-        images: Number of images.
     """
     margin = max(guessing_noise(share, images), min(share / 2, (1 - share) / 20))
     return accuracy <= share + margin
@@ -54,12 +47,6 @@ def is_guessing(accuracy: float, loss: float, labels: Tensor, images: int) -> bo
     Both signs are needed. The loss of a network that is slow to begin stays near that of guessing while more
     of its answers become right than by chance; where one class is far commoner than the others, the loss
     falls before any other class is answered. With labels of one class there is nothing to guess.
-
-    Args:
-        accuracy: Fraction of the epoch's training images with the right answer.
-        loss: Mean cross-entropy of the epoch.
-        labels: Labels of the training set.
-        images: Images of the epoch.
     """
     share = guessing_share(labels)
     if share == 1:
@@ -74,19 +61,10 @@ def worse_than_guessing(loss: float, labels: Tensor) -> bool:
 
     A network that is slow to begin comes near that loss and stays there for long: larger steps may free it,
     smaller ones do not. One whose steps are too large lies above it.
-
-    Args:
-        loss: Mean cross-entropy of an epoch.
-        labels: Labels of the training set.
     """
     return loss > _WORSE * guessing_loss(labels)
 
 
 def guessing_noise(share: float, images: int) -> float:
-    """Return how far the accuracy of guessing may lie from its share by chance: three standard errors.
-
-    Args:
-        share: What guessing reaches, from `guessing_share`.
-        images: Number of images.
-    """
+    """Return how far the accuracy of guessing may lie from its share by chance: three standard errors."""
     return _STANDARD_ERRORS * math.sqrt(share * (1 - share) / images)

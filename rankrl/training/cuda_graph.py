@@ -32,19 +32,6 @@ class GraphedPass:
     The kernels are those that run without the graph, so results are the same. Buffers and PyTorch's random
     numbers are after the constructor what they were before, also where it fails: a training that is resumed
     tries to capture again, and must go on as if it had not.
-
-    Args:
-        compute: The pass.
-        model: The network in training, on a CUDA device.
-        x: A batch of inputs there.
-        y: Their labels.
-
-    Raises:
-        CannotCaptureError: The network's code waits for the device, draws random numbers on the host or
-            replaces its buffers, or the pass needs too much memory.
-
-    Source:
-        PyTorch's notes on CUDA semantics, section on CUDA graphs, capture of a whole network.
     """
 
     def __init__(self, compute: Pass, model: nn.Module, x: Tensor, y: Tensor) -> None:

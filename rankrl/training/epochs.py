@@ -33,18 +33,7 @@ _STEPS_BETWEEN_CHECKS = 25
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a training has come, for a progress bar or a tracker.
-
-    Attributes:
-        epoch: The running epoch, from 1 on.
-        epochs: Epochs of the recipe.
-        step: Steps done in the whole training.
-        steps: Steps of the whole training.
-        lr: Learning rate of the last step.
-        loss: Mean loss since the last report; at the end of an epoch, of the whole epoch.
-        best_accuracy: Best held-out accuracy so far, that of the first weights included.
-        row: The epoch's row at its end, or None before.
-    """
+    """How far a training has come, for a progress bar or a tracker."""
 
     epoch: int
     epochs: int
@@ -58,17 +47,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The outcome of a training.
-
-    Attributes:
-        history: One row per epoch.
-        start: Held-out accuracy before the first epoch, 0 to 1.
-        epoch: The epoch whose weights the network has now; 0 where none was better than the first weights.
-        accuracy: Held-out accuracy of these weights, 0 to 1.
-        stopped_early: Whether the held-out accuracy stopped rising before the last epoch.
-        lr: Highest learning rate of the schedule that was followed to the end.
-        halvings: How often the training started again with half the rate before.
-    """
+    """The outcome of a training."""
 
     history: tuple[EpochRow, ...]
     start: float
@@ -84,17 +63,7 @@ class DivergedError(Exception):
 
 
 class Epochs(ABC):
-    """Runs one epoch after the other on a `TrainingState`; holds what does not change between them.
-
-    Args:
-        recipe: How to train.
-        precision: Device and precision.
-        teacher: The network to learn from as well as from the labels, or None.
-        products: Factorised layers whose contracted weights decay.
-        batch_size: Inputs in a step.
-        steps: Steps in an epoch.
-        on_step: Called every few steps and at the end of every epoch.
-    """
+    """Runs one epoch after the other on a `TrainingState`; holds what does not change between them."""
 
     def __init__(
         self,
@@ -124,18 +93,10 @@ class Epochs(ABC):
 
     @abstractmethod
     def score(self, model: nn.Module) -> float:
-        """Return a network's score on the held-out inputs; higher is better.
-
-        Raises:
-            NonFiniteError: It has none.
-        """
+        """Return a network's score on the held-out inputs; higher is better."""
 
     def judge(self, state: TrainingState, epoch: int, loss: float) -> None:
-        """Tell whether an epoch, whose steps had this mean loss, has led anywhere.
-
-        Raises:
-            DivergedError: It has not.
-        """
+        """Tell whether an epoch, whose steps had this mean loss, has led anywhere."""
         state.learned = True
 
     def run(self, state: TrainingState) -> None:
@@ -193,11 +154,7 @@ class Epochs(ABC):
         return loss
 
     def passes(self, model: nn.Module, x: Inputs, y: Any) -> tuple[Tensor, Any]:
-        """Run a batch forwards and backwards.
-
-        Returns:
-            The loss and the network's outputs, both without their history; the gradients are in `.grad`.
-        """
+        """Run a batch forwards and backwards."""
         with self.precision.autocast():
             outputs = run_model(model, x)
             taught = None
@@ -246,17 +203,7 @@ class Epochs(ABC):
 
 @subnormals_as_zero()
 def follow(state: TrainingState, epochs: Epochs, recipe: TrainingRecipe, path: Path | None) -> TrainingResult:
-    """Train to the last epoch, or until patience ends, and give the network the weights that are returned.
-
-    Args:
-        state: The training, at its beginning or restored.
-        epochs: Runs its epochs.
-        recipe: How to train.
-        path: Where the state is written after every epoch, or None.
-
-    Raises:
-        NonFiniteError: The training diverged at the last of the rates too.
-    """
+    """Train to the last epoch, or until patience ends, and give the network the weights that are returned."""
     start = state.begin(epochs.score(state.model)) if state.start is None else state.start
     while len(state.history) < recipe.epochs and not _out_of_patience(state, recipe):
         try:

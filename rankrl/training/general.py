@@ -38,23 +38,7 @@ def train_on(
 ) -> TrainingResult:
     """Train a network of any kind in place, in float32 on the device that it is on.
 
-    Args:
-        model: The network; it is left in evaluation mode.
-        inputs: All training inputs.
-        labels: Their labels, a tensor or a nesting of tensors, first axis like the inputs'; without them
-            (None) the network learns to give the teacher's outputs.
-        recipe: How to train; options for images (augmentation) do not apply. Its `distillation` is the share
-            of the teacher in the loss where there are labels.
-        score: From a network to a number, higher is better, on what is held out; tells which epoch is kept.
-        loss: From outputs and labels to a scalar. Cross-entropy when omitted, for labels that are integers
-            (N,).
-        teacher: The network to imitate where there are no labels, and to distil from where
-            `recipe.distillation` is above 0: softened class scores where labels are classes, else outputs.
-        on_step: Called every few steps and at the end of every epoch.
-
-    Raises:
-        ConfigError: There is nothing to learn from, or a loss is needed.
-        NonFiniteError: The loss became NaN or infinite, at the last of the rates too.
+    Shapes: loss (N,).
     """
     check_loss(labels, loss)
     if labels is None and teacher is None:
@@ -70,11 +54,7 @@ def train_on(
 
 
 def check_loss(labels: Any, loss: Loss | None) -> None:
-    """Refuse labels that say nothing of the loss, and a loss without labels.
-
-    Raises:
-        ConfigError: One is missing.
-    """
+    """Refuse labels that say nothing of the loss, and a loss without labels."""
     if labels is None:
         if loss is not None:
             raise ConfigError("loss= needs labels; give data in pairs of inputs and labels, or leave it out")
@@ -91,12 +71,7 @@ def check_loss(labels: Any, loss: Loss | None) -> None:
 
 
 def imitation_loss(outputs: Any, taught: Any) -> Tensor:
-    """Return |outputs - taught|^2 / |taught|^2, the mean over all tensors of floating-point numbers.
-
-    Args:
-        outputs: A network's outputs, a tensor or any nesting of tensors.
-        taught: Those of its teacher, alike.
-    """
+    """Return |outputs - taught|^2 / |taught|^2, the mean over all tensors of floating-point numbers."""
     pairs = zip(tensors_in(outputs), tensors_in(taught), strict=True)
     shares = [
         (y.float() - t.float()).square().sum() / t.float().square().sum().clamp_min(1e-30)
@@ -109,16 +84,7 @@ def imitation_loss(outputs: Any, taught: Any) -> Tensor:
 
 
 def check_outputs(teacher: nn.Module, model: nn.Module, inputs: Inputs) -> None:
-    """Refuse a teacher whose outputs for two inputs have other shapes than a network's.
-
-    Args:
-        teacher: The teacher, on the network's device, in evaluation mode.
-        model: The network, likewise.
-        inputs: At least two inputs.
-
-    Raises:
-        ConfigError: They have, or it cannot take the inputs.
-    """
+    """Refuse a teacher whose outputs for two inputs have other shapes than a network's."""
     two = mapped(lambda x: x.to(model_device(model)), rows(inputs, slice(0, 2)))
     with torch.no_grad():
         expected = [tuple(each.shape) for each in tensors_in(run_model(model, two))]
@@ -202,11 +168,7 @@ class _GeneralEpochs(Epochs):
         return (1 - recipe.distillation) * loss + recipe.distillation * imitation_loss(outputs, taught)
 
     def score(self, model: nn.Module) -> float:
-        """Return what the user's score says, as a number: it may be a tensor of one.
-
-        Raises:
-            NonFiniteError: It is NaN or an infinity.
-        """
+        """Return what the user's score says, as a number: it may be a tensor of one."""
         model.eval()
         with torch.no_grad():
             score = float(self._score(model))

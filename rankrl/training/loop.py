@@ -70,27 +70,6 @@ def train(
     is no finite number; when an epoch falls back to guessing (`rankrl.training.chance`) after one that did
     better; and when the warm-up is over, or 100 steps done if that is later, no epoch did better, and the
     loss is above that of guessing. A network that merely waits on the plateau of guessing is left to it.
-
-    Args:
-        model: The network; it is moved to the device and left there, in evaluation mode.
-        data: The dataset.
-        recipe: How to train.
-        precision: Device and precision; the fastest safe one when omitted.
-        teacher: The network to distil from, moved to the device and run in evaluation mode; needed when
-            `recipe.distillation` is above 0, not run otherwise.
-        state_file: A .safetensors file to which the state is written after every epoch.
-        resume: Whether to go on from `state_file`; the result is that of an undisturbed run, bit for bit.
-        on_step: Called every few steps and at the end of every epoch.
-
-    Returns:
-        The history, and which epoch's weights the network has.
-
-    Raises:
-        ConfigError: The recipe needs a teacher and has none, or the optimizer refuses its options.
-        ModelError: The network does not fit the images or classes.
-        CheckpointError: `state_file` cannot be resumed from.
-        NonFiniteError: The loss or a class score became NaN or infinite, at the last of the rates too.
-        StorageError: `state_file` cannot be written.
     """
     precision = inference_precision() if precision is None else precision
     path = None if state_file is None else Path(state_file)

@@ -11,13 +11,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float) -> T
 
     The factor T^2 keeps the gradient's size independent of the temperature.
 
-    Args:
-        student: (N, classes) class scores.
-        teacher: (N, classes) class scores.
-        temperature: T, positive.
-
-    Returns:
-        A scalar, the mean over the batch, not negative; float32.
+    Shapes: student (N, classes), teacher (N, classes).
     """
     divergence = F.kl_div(
         F.log_softmax(student.float() / temperature, dim=1),
@@ -39,16 +33,7 @@ def training_loss(
 ) -> Tensor:
     """Return (1 - m) * cross-entropy + m * distillation, with m = `distillation`.
 
-    Args:
-        student: (N, classes) class scores.
-        labels: (N,) class indices.
-        teacher: (N, classes) class scores, or None for cross-entropy alone.
-        label_smoothing: Probability mass spread over all classes, 0 to below 1.
-        distillation: m, 0 to 1.
-        temperature: Temperature of the distillation.
-
-    Returns:
-        A float32 scalar.
+    Shapes: student (N, classes), labels (N,), teacher (N, classes).
     """
     loss = F.cross_entropy(student.float(), labels, label_smoothing=label_smoothing)
     if teacher is None:

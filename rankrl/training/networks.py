@@ -38,16 +38,7 @@ _NAMING_OPTIONS = ("name", "model_name", "arch")
 
 
 def build_network(model: Mapping[str, Any], data: ImageData, *, seed: int) -> nn.Module:
-    """Build the network that a configuration describes and load its checkpoint, if it names one.
-
-    Args:
-        model: `architecture`, `checkpoint` and the architecture's own options.
-        data: The dataset, for the input shape and the number of classes.
-        seed: Seed of the initial weights.
-
-    Returns:
-        The network in evaluation mode, float32, on the CPU.
-    """
+    """Build the network that a configuration describes and load its checkpoint, if it names one."""
     options = {key: value for key, value in model.items() if key not in ("architecture", "checkpoint")}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -62,10 +53,6 @@ def model_title(model: Mapping[str, Any], network: nn.Module) -> str:
 
     A custom network is called by the option that names it, else by its class, and by the function that built
     it; a class of torch says nothing.
-
-    Args:
-        model: The configuration that `build_network` takes.
-        network: The network that was built.
     """
     named = next((str(model[option]) for option in _NAMING_OPTIONS if model.get(option)), None)
     target = model.get("_target_")
@@ -79,15 +66,7 @@ def model_title(model: Mapping[str, Any], network: nn.Module) -> str:
 
 
 def guessing_warning(network: nn.Module, data: ImageData) -> str | None:
-    """Return a warning about a network that is hardly better than guessing on held-out images, or None.
-
-    Args:
-        network: The network, on the CPU, where it is returned to.
-        data: The dataset; its test images are not read.
-
-    Raises:
-        NonFiniteError: A class score is NaN or infinite.
-    """
+    """Return a warning about a network that is hardly better than guessing on held-out images, or None."""
     heldout = data.heldout.subset(torch.arange(0, len(data.heldout), -(-len(data.heldout) // JUDGED_IMAGES)))
     accuracy = heldout_accuracy(network, data, heldout)
     share = guessing_share(heldout.y)
@@ -100,16 +79,7 @@ def guessing_warning(network: nn.Module, data: ImageData) -> str | None:
 
 
 def heldout_accuracy(network: nn.Module, data: ImageData, images: Images | None = None) -> float:
-    """Return a network's accuracy on held-out images, scored as trainings do; the network stays on the CPU.
-
-    Args:
-        network: The network.
-        data: The dataset.
-        images: Those of its held-out images that count; None for all.
-
-    Raises:
-        NonFiniteError: A class score is NaN or infinite.
-    """
+    """A network's accuracy on held-out images, scored as trainings do; the network stays on the CPU."""
     precision, images = inference_precision(), data.heldout if images is None else images
     try:
         network.to(precision.device)

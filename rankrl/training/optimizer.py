@@ -19,13 +19,6 @@ def build_optimizer(model: nn.Module, recipe: TrainingRecipe) -> Optimizer:
     Spared are vectors, that is biases and the parameters of normalisation layers (everything of one dimension
     or none), unless `recipe.decay_vectors`, and the cores of factorised layers where `recipe.product_decay`
     is above 0.
-
-    Args:
-        model: The network; its parameters that require a gradient are optimised.
-        recipe: The recipe.
-
-    Raises:
-        ConfigError: No parameter requires a gradient, or the optimizer is unknown or refuses its options.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     layers = factorised_layers(model).values() if recipe.product_decay else ()

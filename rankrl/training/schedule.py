@@ -15,11 +15,7 @@ _SCHEDULES: Registry[Schedule] = Registry("schedule", ConfigError)
 
 
 def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
-    """Register the decorated function as the schedule `name`.
-
-    Raises:
-        ConfigError: The name is taken.
-    """
+    """Register the decorated function as the schedule `name`."""
 
     def register(schedule: Schedule) -> Schedule:
         return _SCHEDULES.add(name, schedule)
@@ -33,17 +29,7 @@ def list_schedules() -> list[str]:
 
 
 def learning_rate_factor(schedule: str, step: int, steps: int, warmup: float) -> float:
-    """Return the factor of the highest learning rate at a step.
-
-    Args:
-        schedule: A name of `list_schedules()`.
-        step: The step, 0 to steps - 1.
-        steps: Steps of the whole training.
-        warmup: Fraction of the steps in which the learning rate rises, 0 to below 1.
-
-    Returns:
-        A factor in [0, 1].
-    """
+    """Return the factor of the highest learning rate at a step."""
     return _SCHEDULES[schedule](step, steps, warmup)
 
 

@@ -28,15 +28,7 @@ STATE_VERSION = 4
 
 @dataclass(frozen=True)
 class EpochRow:
-    """The outcome of one epoch.
-
-    Attributes:
-        epoch: Number of the epoch, from 1 on.
-        lr: Learning rate of its last step.
-        loss: Mean training loss.
-        accuracy: Held-out accuracy after it, 0 to 1.
-        seconds: Wall-clock time of its steps and its scoring.
-    """
+    """The outcome of one epoch."""
 
     epoch: int
     lr: float
@@ -47,20 +39,7 @@ class EpochRow:
 
 @dataclass(eq=False)
 class TrainingState:
-    """Everything that a training changes.
-
-    Attributes:
-        model: The network in training.
-        recipe: How it is trained.
-        setup: Plain values that must be equal for a resumed run to be the same run.
-        optimizer: Its optimizer.
-        average: The moving average of its weights, or None.
-        history: One row per finished epoch.
-        start: Held-out accuracy of the first weights, or None before they are scored.
-        best: The weights with the best held-out accuracy so far, or None before any are scored.
-        halvings: How often the training started again with half the learning rate.
-        learned: Whether an epoch since then did better than guessing.
-    """
+    """Everything that a training changes."""
 
     model: nn.Module
     recipe: TrainingRecipe
@@ -123,11 +102,7 @@ class TrainingState:
             self.begin(self.start)
 
     def save(self, path: Path) -> None:
-        """Write the state to `path`, atomically.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
+        """Write the state to `path`, atomically."""
         optimizer = self.optimizer.state_dict()
         tensors = {f"model.{key}": value for key, value in self.model.state_dict().items()}
         if self.average is not None:
@@ -153,11 +128,7 @@ class TrainingState:
         write_state(path, tensors, content, STATE_VERSION)
 
     def restore(self, path: Path) -> None:
-        """Take over the state that `save` wrote.
-
-        Raises:
-            CheckpointError: The file is missing or damaged, or belongs to a run with another setup.
-        """
+        """Take over the state that `save` wrote."""
         tensors, content = read_state(path, STATE_VERSION, "training state")
         check_setup(path, "training", content["setup"], self.setup)
         try:
@@ -195,18 +166,7 @@ class TrainingState:
 
 
 def extend_training(source: Path, target: Path, epochs: int) -> None:
-    """Write the state of a training that has ended, to go on with for more epochs.
-
-    Args:
-        source: The state's file.
-        target: The file to write.
-        epochs: Epochs of the whole training.
-
-    Raises:
-        CheckpointError: `source` is damaged.
-        ConfigError: It has as many epochs already.
-        StorageError: `target` cannot be written.
-    """
+    """Write the state of a training that has ended, to go on with for more epochs."""
     tensors, content = read_state(source, STATE_VERSION, "training state")
     done = len(content["history"])
     if epochs <= done:

@@ -33,11 +33,7 @@ class MeanOutputs(nn.Module):
 
 
 def together(teachers: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """Return one teacher for several.
-
-    Raises:
-        ConfigError: One of them is no module, or there is none.
-    """
+    """Return one teacher for several."""
     if isinstance(teachers, nn.Module) and not isinstance(teachers, nn.ModuleList):
         return teachers
     networks = list(teachers) if isinstance(teachers, Sequence | nn.ModuleList) else [teachers]
@@ -49,13 +45,7 @@ def together(teachers: nn.Module | Sequence[nn.Module]) -> nn.Module:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A network that others learn from.
-
-    Attributes:
-        network: The network, on the CPU, in evaluation mode.
-        title: The names of its files and networks.
-        accuracy: Its accuracy on the held-out images, 0 to 1.
-    """
+    """A network that others learn from."""
 
     network: nn.Module
     title: str
@@ -65,18 +55,7 @@ class Teacher:
 def read_teacher(
     options: FineTuningOptions, model: Mapping[str, Any], data: ImageData, *, seed: int
 ) -> Teacher:
-    """Return the teacher that options name, or the mean of several.
-
-    Args:
-        options: At least one file in `teacher`.
-        model: The dense network's options, which a teacher without a network of its own has too.
-        data: The dataset, whose images as the network gets them teachers must classify.
-        seed: Seed for `build_network`.
-
-    Raises:
-        ConfigError: A file does not fit its network or the dataset's classes, or the teacher is no better
-            than guessing on the held-out images.
-    """
+    """Return the teacher that options name, or the mean of several."""
     names = options.teacher_models or (str(model["architecture"]),)
     names *= 1 if len(names) > 1 else len(options.teachers)
     own = {} if options.teacher_model else model

@@ -19,15 +19,6 @@ def write_training_step(network: nn.Module, recipe: TrainingRecipe, path: Path) 
 
     Inputs and outputs are those of `optim.build_step_model`: learning rate, update count, parameters,
     gradients and accumulators in; parameters and accumulators out.
-
-    Args:
-        network: The network whose parameters are trained.
-        recipe: Names the optimizer and its options.
-        path: The ONNX file; it appears complete or not at all.
-
-    Raises:
-        ConfigError: The optimizer is no ONNX operator.
-        StorageError: The file cannot be written.
     """
     optimizer = build_optimizer(network, recipe)
     if not isinstance(optimizer, OnnxOptimizer):

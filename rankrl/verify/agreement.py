@@ -27,13 +27,7 @@ class Answers(Protocol):
 
 @dataclass(frozen=True)
 class UnitAgreement:
-    """How far one quantity of an output agrees, of several that have different units.
-
-    Attributes:
-        channels: Its channels as ranges, such as `4:24`.
-        score: As that of the output.
-        error: As that of the output, over its own numbers.
-    """
+    """How far one quantity of an output agrees, of several that have different units."""
 
     channels: str
     score: float
@@ -44,17 +38,7 @@ class UnitAgreement:
 class OutputAgreement:
     """How far one output agrees.
 
-    Attributes:
-        name: The output's name.
-        error: |compressed - original| / |original|, over all its numbers.
-        top1: On how many inputs its largest number is in the same place, as a fraction; None where it is no
-            row of several numbers for every input.
-        kind: What it is scored by (`OutputScore.kind`).
-        reason: Why by that.
-        values: The score of every row, shape (N,), 1 at most; of every input where the first axis counts
-            them. Of several quantities it is that of the worst.
-        batches: Their mean in every batch, shape (batches,).
-        units: Its quantities of different units, in the order of their channels; empty where there is one.
+    Shapes: values (N,).
     """
 
     name: str
@@ -83,16 +67,7 @@ class OutputAgreement:
 
 
 def output_scores(original: Answers, batches: Sequence[Any], classes: bool = False) -> list[OutputScore]:
-    """Return what each output of a network is scored by, decided from its answers.
-
-    Args:
-        original: The network.
-        batches: Inputs.
-        classes: Whether its output is known to be scores of classes.
-
-    Raises:
-        ExportError: There are no inputs.
-    """
+    """Return what each output of a network is scored by, decided from its answers."""
     _check(batches)
     answers = [[np.atleast_1d(each) for each in original.run(feed)] for feed in batches]
     return [
@@ -112,17 +87,7 @@ def agreement(
     batches: Sequence[Any],
     scores: Sequence[OutputScore] | None = None,
 ) -> list[OutputAgreement]:
-    """Compare the outputs of two networks.
-
-    Args:
-        original: The original network.
-        compressed: The compressed one, with the same outputs.
-        batches: Inputs.
-        scores: What the outputs are scored by; decided from the original's answers when omitted.
-
-    Raises:
-        ExportError: There are no inputs, or an output has another shape than the original's.
-    """
+    """Compare the outputs of two networks."""
     _check(batches)
     scores = output_scores(original, batches) if scores is None else scores
     names = original.output_names
@@ -215,10 +180,6 @@ def constant_agreement(original: Answers, batches: Sequence[Any]) -> list[Output
     Its numbers are the means of the outputs (over all positions, too, where their sizes differ), its class is
     the commonest one. Errors are those of a mean that the inputs themselves took no part in: n / (n - 1) of
     the squared error on n inputs.
-
-    Args:
-        original: The network.
-        batches: Inputs.
     """
     answers = [original.run(feed) for feed in batches]
     return [
@@ -247,15 +208,7 @@ def agreement_score(outputs: Sequence[OutputAgreement]) -> float:
 
 
 def agreement_values(outputs: Sequence[OutputAgreement], inputs: int) -> Array | None:
-    """Return the agreement of every input, shape (inputs,).
-
-    Args:
-        outputs: How far each output agrees.
-        inputs: How many inputs that was measured on.
-
-    Returns:
-        None where an output counts them neither on its first axis nor by batches of one.
-    """
+    """Return the agreement of every input, shape (inputs,)."""
     rows = [next((x for x in (each.values, each.batches) if len(x) == inputs), None) for each in outputs]
     values = [each for each in rows if each is not None]
     if not values or len(values) < len(rows):

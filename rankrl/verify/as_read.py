@@ -27,13 +27,6 @@ def check_as_read(prepared: PreparedFile) -> None:
     a dense one with the weight that was read for it. How far they may differ is seen by running the file
     without onnxruntime's optimisations, and on inputs that are nudged a little. That costs three sessions and
     four passes of four inputs.
-
-    Args:
-        prepared: The file and its inputs.
-
-    Raises:
-        OnnxGraphError: They differ by more than rounding explains; the node is named whose output is the
-            first to do so.
     """
     source = prepared.original.source
     feed = next(prepared.network.axes.parts(prepared.split.heldout[0], _INPUTS))

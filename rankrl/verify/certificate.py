@@ -20,13 +20,7 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Basis:
-    """What a certificate stands on.
-
-    Attributes:
-        unit: What the score is: `accuracy`, `agreement` or `score`.
-        what: What it is taken on, for a reader, for example `test images`.
-        independent: Whether they took no part in the choice of the plan.
-    """
+    """What a certificate stands on."""
 
     unit: str
     what: str
@@ -40,19 +34,7 @@ OWN_SCORE = Basis("score", "inputs of your score", independent=False)
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a compressed network loses of the original's score, by the scores of single inputs.
-
-    Attributes:
-        loss: The score of the original - that of the compressed network on these inputs.
-        low: Lower end of the 95 % interval of the loss on inputs of their kind.
-        high: Its upper end.
-        inputs: How many they are.
-        drop: The loss that is accepted, or None.
-        certified: Whether the upper end is at most `drop`, on inputs that chose nothing.
-        needed: How many inputs would certify `drop` if they lost as much; None where the loss itself is above
-            it, or nothing is accepted.
-        basis: What the score is and what it is taken on.
-    """
+    """What a compressed network loses of the original's score, by the scores of single inputs."""
 
     loss: float
     low: float
@@ -88,18 +70,6 @@ def certify(
     Pearson, Biometrika 26, 1934); else the interval is that of paired proportions (Newcombe, Statistics in
     Medicine 17, 1998, pages 2635-2650, method 10). Other scores have Student's interval of the mean of the
     differences, which takes many inputs where few of them lose nearly everything.
-
-    Args:
-        original: The scores of the original network.
-        compressed: Those of the compressed one on the same inputs.
-        drop: What may be lost, or None.
-        basis: What the scores are.
-
-    Returns:
-        None where nothing tells an interval: no inputs, or one with another score than 0 or 1.
-
-    Raises:
-        ConfigError: The scores are not those of the same inputs, or not finite.
     """
     before, after = (np.asarray(each, dtype=np.float64) for each in (original, compressed))
     if before.ndim != 1 or before.shape != after.shape or not np.isfinite([before, after]).all():

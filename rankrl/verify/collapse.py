@@ -25,11 +25,6 @@ def collapse(
     without classes has where its squared error is that of the original's mean output or
     more (R^2 <= 0); one with classes where it has the original's class hardly more often than one answer to
     all inputs. Inputs so few that chance decides about that must show both.
-
-    Args:
-        outputs: How far the compressed network's outputs agree (`rankrl.verify.agreement.agreement`).
-        constant: How far the best constant answer does (`rankrl.verify.agreement.constant_agreement`).
-        inputs: How many inputs that was measured on.
     """
     for output, guess in zip(outputs, constant, strict=True):
         shown, name, worst = _no_better(output, guess, inputs), output.name, output.worst
@@ -70,14 +65,7 @@ def _tells(share: float, inputs: int) -> bool:
 
 
 def accuracy_collapse(accuracy: float, baseline: float, share: float, images: int) -> str | None:
-    """Return what to tell a reader if a network's accuracy has fallen to that of guessing, else None.
-
-    Args:
-        accuracy: Fraction of right answers of the compressed network.
-        baseline: That of the original; one that guesses itself has nothing to lose.
-        share: What guessing reaches, the share of the commonest class.
-        images: How many inputs were answered.
-    """
+    """Return what to tell a reader if a network's accuracy has fallen to that of guessing, else None."""
     fallen = near_guessing(accuracy, share, images) if _tells(share, images) else accuracy <= share
     if near_guessing(baseline, share, images) or not fallen:
         return None

@@ -26,16 +26,7 @@ def departure(
     *,
     floor: float = FLOOR,
 ) -> str | None:
-    """Return how far outputs are off, if they are further than rounding explains, else None.
-
-    Args:
-        names: Names of the outputs.
-        known: What the original computes.
-        noisy: What it computes in other ways, or of inputs that are `nudged`, which tells how much rounding
-            changes.
-        computed: What the other network computes.
-        floor: The relative error that is allowed whatever the noise.
-    """
+    """Return how far outputs are off, if they are further than rounding explains, else None."""
     for name, expected, value, *others in zip(names, known, computed, *noisy, strict=True):
         allowed = max(floor, *(_TIMES_NOISE * relative_error(expected, other) for other in others))
         error = relative_error(expected, value)

@@ -31,12 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class FileInputs(ABC):
-    """What a network's file takes, and the inputs that it is made, verified and timed with.
-
-    Attributes:
-        shape: What the network takes.
-        preprocessing: What the file does to images before the network, if anything.
-    """
+    """What a network's file takes, and the inputs that it is made, verified and timed with."""
 
     shape: InputShape
     preprocessing: Preprocessing | None = None
@@ -51,20 +46,7 @@ class FileInputs(ABC):
 
     @abstractmethod
     def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
-        """Compare a file with its network.
-
-        Args:
-            network: The network in PyTorch; ranges of its activations are set.
-            path: The file.
-            scratch: Folder for files that are of no use later.
-
-        Returns:
-            The largest difference of any output in float32; and, where weights or activations are rounded,
-            how far the file agrees with the network, as a fraction.
-
-        Raises:
-            ExportError: Either is beyond what rounding errors explain.
-        """
+        """Compare a file with its network."""
 
     def scores(self, path: Path) -> dict[str, float]:
         """Return what else is measured of a finished file, by its name in metrics.json."""
@@ -93,26 +75,6 @@ def export_file(
     """Export a network, verify the file on real inputs, and time it along with the dense network.
 
     The file takes its name only after it was verified.
-
-    Args:
-        network: The network to export.
-        baseline: ONNX file of the dense network it came from.
-        inputs: What the file takes.
-        path: The ONNX file to write.
-        opset: ONNX operator set; None for the exporter's default.
-        channel_block: As in `export_onnx`.
-        reduce_range: As in `quantise_onnx`.
-        timing: `batch`, `threads`, `runs` and `runtime` of `compare_latency`.
-        metadata: Text to store in the file.
-        scratch: Folder for files that are needed for timing only, or have yet to be verified.
-        dynamic_axes: As in `export_onnx`.
-
-    Returns:
-        The section `onnx` of metrics.json, and the times of both files.
-
-    Raises:
-        ExportError: The network cannot be exported, or the file does not compute what the network does; it
-            stays in the scratch folder then.
     """
     calibrate_ranges(network, inputs.ranges())
     in_file = as_in_file(network, reduce_range, inputs.ranges())
@@ -170,15 +132,7 @@ def export_file(
 def rival_numbers(
     path: Path, measured: Callable[[Path], tuple[dict[str, Any], LatencyComparison]]
 ) -> dict[str, Any] | None:
-    """Return what the dense network in 8-bit integers costs and is worth, the section `dense_int8`.
-
-    Args:
-        path: Where its file is for so long.
-        measured: Writes the file, and returns what it is worth and its time and the dense network's.
-
-    Returns:
-        None where onnxruntime cannot make or run it.
-    """
+    """Return what the dense network in 8-bit integers costs and is worth, the section `dense_int8`."""
     try:
         with logged_seconds(log, "the dense network in 8-bit integers"):
             worth, times = measured(path)

@@ -22,13 +22,7 @@ from rankrl.report import LayerRow
 
 
 def stored_bytes(plan: CompressionPlan, dense: nn.Module, network: nn.Module) -> int:
-    """Return the bytes of a compressed network's parameters as its plan stores them.
-
-    Args:
-        plan: What became of the layers of `dense`.
-        dense: The network before it was compressed.
-        network: The compressed one.
-    """
+    """Return the bytes of a compressed network's parameters as its plan stores them."""
     rest = {spec.name: spec for spec in plan.specs(plan.prepared(dense))}
     costs = [layer.cost(rest[layer.name]) for layer in plan if layer.name in rest]
     return FLOAT_BYTES * count_parameters(network) + sum(
@@ -55,14 +49,7 @@ def layer_rows(plan: CompressionPlan, dense: nn.Module, network: nn.Module | Non
 
 
 def layer_row(layer: LayerPlan, spec: LayerSpec, rest: LayerSpec, *, error: float | None) -> LayerRow:
-    """Return the report's row of one layer.
-
-    Args:
-        layer: Its entry in the plan.
-        spec: What it is in the dense network.
-        rest: What its own operations are applied to: with what group operations removed gone.
-        error: Its relative error, or None.
-    """
+    """Return the report's row of one layer."""
     factorise, rounding, cost = layer.operation(Factorise), layer.operation(Quantise), layer.cost(rest)
     removed = next((str(each) for each in layer.operations if each.removes), None)
     return LayerRow(

@@ -106,16 +106,6 @@ def export_dense(
     """Export the dense network, and return the file.
 
     Done before a search, it refuses a network that no file could be written of before anything takes time.
-
-    Args:
-        dense: The network.
-        data: Its dataset.
-        folder: Folder of the file.
-        options: How it is exported.
-        cache: Where the file is kept for other runs.
-
-    Raises:
-        ExportError: It cannot be exported; the layer is named.
     """
     path = folder / "dense.onnx"
     key = ""
@@ -139,12 +129,7 @@ def export_dense(
 
 
 class ImageInputs(FileInputs):
-    """Images of a dataset: held-out ones verify a file, test images say how good it is.
-
-    Args:
-        data: The dataset.
-        options: Preprocessing and timing.
-    """
+    """Images of a dataset: held-out ones verify a file, test images say how good it is."""
 
     def __init__(self, data: ImageData, options: ExportOptions) -> None:
         self.data, self.options = data, options
@@ -179,16 +164,6 @@ def int8_numbers(
     """Quantise the dense network to 8-bit integers and measure it against the float32 file.
 
     Ranges come from held-out images.
-
-    Args:
-        baseline: ONNX file of the dense network.
-        data: The dataset.
-        options: Preprocessing and timing.
-        scratch: Folder for the file, which is of no use later.
-        cache: Where the file and its accuracy are kept for other runs; it is timed in each.
-
-    Returns:
-        The section `dense_int8` of metrics.json; None if it is not asked for, or onnxruntime cannot do it.
     """
     if not options.int8:
         return None
@@ -227,23 +202,7 @@ def verified(
     *,
     runtime: str = DEFAULT_RUNTIME,
 ) -> tuple[float, float | None]:
-    """Compare a file with its network on held-out images.
-
-    Args:
-        network: The network in PyTorch; ranges of its activations are set.
-        path: The file.
-        data: The dataset.
-        scratch: Folder for the float32 file of a network with integers.
-        options: Opset and preprocessing.
-        runtime: What runs the file.
-
-    Returns:
-        The largest difference of any output in float32; and, where weights or activations are rounded, on how
-        many images the file's class is the network's, as a fraction.
-
-    Raises:
-        ExportError: Either is beyond what rounding errors explain.
-    """
+    """Compare a file with its network on held-out images."""
     inside = _inside(options, data)
     images = data.heldout.first(_VERIFIED_IMAGES)
     (inputs, _), *_ = file_batches(images, len(images), data, options)

@@ -15,15 +15,7 @@ from rankrl.verify.fidelity import Array
 
 
 def network_outputs(network: nn.Module, inputs: Inputs) -> dict[Place, Array]:
-    """Return all tensors that a network returns, in order, as arrays, by their places.
-
-    Args:
-        network: The network; it runs in evaluation mode, and its mode stays as it was.
-        inputs: A batch, on any device.
-
-    Raises:
-        ConfigError: It returns no tensor.
-    """
+    """Return all tensors that a network returns, in order, as arrays, by their places."""
     device = model_device(network)
     with evaluation_mode(network):
         output = run_model(network, mapped(lambda x: x.to(device), inputs))

@@ -44,16 +44,7 @@ _LARGEST_ERROR, _SLACK = 0.05, 0.02
 
 
 class HeldoutScore:
-    """How good a network is on held-out inputs: its accuracy, or its agreement with the dense network.
-
-    Args:
-        dense: The dense network.
-        sample: The held-out inputs.
-        what: What they are, for messages.
-
-    Raises:
-        DataError: The dense network's outputs for them are not finite.
-    """
+    """How good a network is on held-out inputs: its accuracy, or its agreement with the dense network."""
 
     def __init__(self, dense: nn.Module, sample: Sample, what: str = "heldout") -> None:
         self.sample, self.what = sample, what
@@ -78,11 +69,7 @@ class HeldoutScore:
         )
 
     def values(self, network: nn.Module) -> Array | None:
-        """Return the same for every input, shape (N,).
-
-        Returns:
-            None where the outputs do not count inputs alike on their first axis.
-        """
+        """Return the same for every input, shape (N,)."""
         return (
             self._right(network)
             if self.by_class
@@ -118,14 +105,7 @@ class HeldoutScore:
 
 
 class OwnInputs(FileInputs):
-    """A user's inputs, for the file of a network.
-
-    Args:
-        model: The network before it was compressed.
-        calibration: What ranges of activations are set on.
-        heldout: What files are verified on.
-        batch: Inputs of a timed batch.
-    """
+    """A user's inputs, for the file of a network."""
 
     def __init__(self, model: nn.Module, calibration: Sample, heldout: Sample, batch: int) -> None:
         self.shape = input_shape_of(heldout.inputs)
@@ -210,12 +190,7 @@ class OwnInputs(FileInputs):
 
 @dataclass(frozen=True)
 class _Answers:
-    """Outputs that are known, by the number of their batch.
-
-    Attributes:
-        output_names: Names of the outputs.
-        answers: The outputs of every batch.
-    """
+    """Outputs that are known, by the number of their batch."""
 
     output_names: list[str]
     answers: Sequence[list[Array]]

@@ -25,15 +25,6 @@ def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
 
     Four inputs are sent through the user's network and through the copy that layers were rewritten in. How
     far they may differ is seen by sending them through the first in smaller batches, and nudged a little.
-
-    Args:
-        model: The user's network.
-        dense: What is about to be compressed.
-        inputs: Inputs of both, on the CPU.
-
-    Raises:
-        DecompositionError: The copy computes something else; the module is named whose output is the first to
-            differ.
     """
     some = rows(inputs, slice(_INPUTS))
     known = network_outputs(model, some)

@@ -41,17 +41,7 @@ _Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class ComparedFiles:
-    """A finished file, what it was made from, and how both are judged in any runtime.
-
-    Attributes:
-        baseline: The original's file, in float32.
-        path: The finished file.
-        options: The runtimes, and how time is measured.
-        calibration: Walks through the batches that set ranges of activations, as the files take them.
-        score: How good an open file is, 1 at best.
-        inputs: The batch that is timed; None for random numbers.
-        cut: As in `quantise_onnx`.
-    """
+    """A finished file, what it was made from, and how both are judged in any runtime."""
 
     baseline: Path
     path: Path
@@ -73,20 +63,6 @@ def runtime_numbers(
 
     All are timed in the same turns. A file that a runtime cannot run, or computes something else of, is
     warned of and not timed there.
-
-    Args:
-        files: The files.
-        scratch: Folder for files that are of no use later.
-        verify: Returns what else there is to say of the finished file in a runtime, or raises `ExportError`.
-        integers: Whether the original is compared in integers.
-
-    Returns:
-        The section `runtimes` of metrics.json, by runtime: for every file `latency_ms`, `score` and the
-        ratios of its time, after the file's name; `fastest` lists the files that no other runtime runs
-        faster. None where there is one runtime, whose numbers are in `onnx` already.
-
-    Raises:
-        ExportError: The runtime that budgets go by does not compute what the network does.
     """
     options = files.options
     if len(options.compared_runtimes) == 1:
@@ -128,17 +104,7 @@ def image_runtimes(
     known: Mapping[str, Any],
     scratch: Path,
 ) -> dict[str, dict[str, Any]] | None:
-    """Return `runtime_numbers` of a classifier of images; scores are accuracies on held-out images.
-
-    Args:
-        network: The exported network in PyTorch, its ranges set.
-        baseline: ONNX file of the dense network.
-        path: ONNX file of the exported network.
-        data: The dataset.
-        options: The runtimes, preprocessing and timing.
-        known: The section `onnx` of metrics.json: how far `path` was verified in onnxruntime.
-        scratch: Folder for files that are of no use later.
-    """
+    """Return `runtime_numbers` of a classifier of images; scores are accuracies on held-out images."""
     if len(options.compared_runtimes) == 1:
         return None
     in_file = as_in_file(network, options.reduce_range, range_images(data))
@@ -214,13 +180,7 @@ def _scored(
 
 
 def _times(timed: TimedTurns, keys: list[_Key], key: _Key) -> dict[str, Any]:
-    """Return what metrics.json says of a file's time in a runtime.
-
-    Args:
-        timed: The times of all files.
-        keys: Runtime and file at each position.
-        key: The runtime and the file.
-    """
+    """Return what metrics.json says of a file's time in a runtime."""
     (runtime, file), position = key, keys.index(key)
     latency, before = timed.latencies[position], _before(file)
     others = {

@@ -50,10 +50,6 @@ def allowed_error(simulated: float, file: float) -> float:
     Two roundings of one network drift apart, step by step, as far as rounding moves it at all, further where
     they go to different sides. Where one of them is moved several times as far as the other, it rounds
     something else.
-
-    Args:
-        simulated: Relative error of the simulation, compared with the network without rounding.
-        file: That of the file.
     """
     return max(_LARGEST_ERROR, _TIMES * min(simulated, file) + _SLACK)
 
@@ -70,14 +66,6 @@ def unlike_file(
 
     The dense network in integers, all of its layers or, where that fails, as many as go together, is compared
     with its file on real inputs. A warning names every other layer, and why.
-
-    Args:
-        model: The dense network.
-        specs: All of its layers.
-        input_shape: What it takes.
-        baseline: Its ONNX file in float32.
-        inputs: What both take.
-        reduce_range: As in `quantise_onnx`.
     """
     usable = [spec.name for spec in specs if spec.refusal is None and spec.kind not in OPAQUE_KINDS]
     bits = REDUCED_BITS if reduces(reduce_range) else 8

@@ -40,21 +40,12 @@ class WorkerError(RankrlError):
 
 
 class WorkerPool(Protocol):
-    """Processes that apply a scorer to tasks.
-
-    Attributes:
-        size: How many there are.
-    """
+    """Processes that apply a scorer to tasks."""
 
     size: int
 
     def map(self, tasks: Sequence[Any]) -> list[Any]:
-        """Return the scorer's results, in the order of the tasks.
-
-        Raises:
-            WorkerError: A worker died.
-            Exception: What the scorer, or building it, raised.
-        """
+        """Return the scorer's results, in the order of the tasks."""
 
     def close(self) -> None:
         """End the processes."""
@@ -67,14 +58,6 @@ class LocalWorkers:
     main process does, however it ends.
 
     Where one dies, all are started anew, and only unfinished tasks are done again.
-
-    Args:
-        build: Makes the scorer; it is pickled, sent, and called in every process.
-        size: How many processes.
-        threads: Threads that each computes with.
-
-    Raises:
-        ConfigError: `build` cannot be pickled.
     """
 
     def __init__(self, build: Builder, size: int, *, threads: int = 1) -> None:
@@ -139,18 +122,7 @@ class LocalWorkers:
 
 @dataclass(frozen=True)
 class Workers:
-    """The number of worker processes, where they run, and the resources of each.
-
-    Attributes:
-        size: How many.
-        cluster: `local` for processes on this machine, `ray` for a Ray cluster.
-        cpus: Processor cores of each: the threads that it computes with.
-        gpus: GPUs of each, on a Ray cluster; a worker that has one scores plans there. Below 1 several
-            workers share one.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """The number of worker processes, where they run, and the resources of each."""
 
     size: int
     cluster: Cluster = "local"
@@ -162,11 +134,7 @@ class Workers:
 
 
 class WorkerCluster(Protocol):
-    """The place of workers; the pools of one cluster follow one another.
-
-    Attributes:
-        workers: Their number and resources.
-    """
+    """The place of workers; the pools of one cluster follow one another."""
 
     workers: Workers
 
@@ -184,11 +152,7 @@ class WorkerCluster(Protocol):
 
 
 class LocalCluster:
-    """Processes on this machine, started for each work.
-
-    Args:
-        workers: How many, and their threads.
-    """
+    """Processes on this machine, started for each work."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers

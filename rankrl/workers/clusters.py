@@ -6,12 +6,7 @@ from rankrl.workers.base import LocalCluster, WorkerCluster, Workers
 
 
 def open_cluster(workers: Workers) -> WorkerCluster:
-    """Return the cluster that the workers are on.
-
-    Raises:
-        ConfigError: Ray is not installed, or no worker would find room.
-        WorkerError: The cluster cannot be reached.
-    """
+    """Return the cluster that the workers are on."""
     if workers.cluster == "local":
         return LocalCluster(workers)
     from rankrl.workers.ray_cluster import RayCluster

@@ -47,13 +47,6 @@ class RayCluster:
 
     Actors get work as soon as they are up, so that a cluster with room for only some works with those. A task
     whose actor died (a killed process, a lost node) goes to another one.
-
-    Args:
-        workers: How many actors, and the resources of each.
-
-    Raises:
-        ConfigError: Ray is not installed, or a cluster made here has no room for one worker.
-        WorkerError: The cluster cannot be reached.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -201,13 +194,7 @@ class _Pool:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of an actor.
-
-    Attributes:
-        host: The node's name.
-        device: What it computes on.
-        computes_on_gpu: Whether that is a GPU.
-    """
+    """The place of an actor."""
 
     host: str
     device: str
@@ -244,15 +231,7 @@ class _Ungraded:
 
 
 def connect(ray: Any, **arguments: Any) -> None:
-    """Connect to the cluster of RAY_ADDRESS, or make one here.
-
-    Args:
-        ray: The module.
-        arguments: Further ones of `ray.init`.
-
-    Raises:
-        WorkerError: It cannot be reached.
-    """
+    """Connect to the cluster of RAY_ADDRESS, or make one here."""
     if ray.is_initialized():
         return
     try:

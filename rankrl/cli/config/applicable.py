@@ -18,14 +18,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """When an option does nothing.
-
-    Attributes:
-        option: Its full name; with a dot at the end, all options of a section; a group's choice is one too.
-        idle: Tells from the composed configuration whether it does nothing.
-        reason: Why, for the message; `{task}` and `{selector}` stand for the task and the selector.
-        advice: What to do instead.
-    """
+    """When an option does nothing."""
 
     option: str
     idle: Callable[[Config], bool]
@@ -40,15 +33,7 @@ class Rule:
 
 
 def check_applicable(config: Config, names: Sequence[str]) -> None:
-    """Refuse options that are set and have no effect.
-
-    Args:
-        config: The composed configuration as plain values.
-        names: Full names of the options that the command line sets, and of the groups that it chooses.
-
-    Raises:
-        ConfigError: Naming the option, its value, why it has no effect and what to do.
-    """
+    """Refuse options that are set and have no effect."""
     for name in names:
         value = _value(config, name)
         for rule in RULES:

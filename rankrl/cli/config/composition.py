@@ -75,12 +75,6 @@ def composing(flags: Namespace | None = None) -> Iterator[None]:
     """Let `composed_config` compose configurations within the block, each of them once.
 
     A block within another, for the same flags, goes on with what that one has composed.
-
-    Args:
-        flags: Those of the command line (`parsed_flags`); None for none.
-
-    Raises:
-        ConfigError: There is no folder that a flag names.
     """
     files, outer = _files(flags), _composing.get()
     if outer is not None and outer.files == files:
@@ -103,10 +97,6 @@ def composed_config(overrides: Sequence[str] = (), *, with_hydra: bool = False) 
     """Return the configuration with these overrides, within `composing` or a run of Hydra's.
 
     Within `composing` it is read-only, since others get the same one.
-
-    Args:
-        overrides: The command line's.
-        with_hydra: Whether Hydra's own options are included.
     """
     composing_now = _composing.get()
     if composing_now is not None:

@@ -12,11 +12,7 @@ _INDENT = "    "
 
 
 def explanations(*owners: object) -> dict[str, str]:
-    """Return what the sections Args and Attributes say of each name, as one line of text.
-
-    Args:
-        owners: Functions and classes; of a class its bases count too. The first that explains a name wins.
-    """
+    """Return what the sections Args and Attributes say of each name, as one line of text."""
     texts: dict[str, str] = {}
     for owner in owners:
         for documentation in _documentation(owner):

@@ -15,9 +15,6 @@ def selector_entry(text: str) -> SelectorEntry:
     """Return a selector that is compared from what a user calls it, such as `bayes` or `ddpg:noise=0.1`.
 
     Values are read as on the command line; one with commas stands in brackets: `features=[macs,curve]`.
-
-    Raises:
-        ConfigError: There is no such selector or option, or a value does not suit it.
     """
     selector, _, rest = text.partition(":")
     selector_class(selector)  # an unknown name is refused before its options are read

@@ -14,19 +14,7 @@ from rankrl.option_types import OptionTypes
 
 @dataclass(frozen=True)
 class Group:
-    """A group whose choices are registered.
-
-    Attributes:
-        noun: What a choice is, in messages.
-        known: Returns the registered names.
-        about: Says in a sentence or two what a choice is.
-        owners: Returns what takes the options of a choice; their docstrings explain them.
-        types: Returns the types of the options, and whether a choice takes others too.
-        defaults: Returns the options with their defaults; `inspect.Parameter.empty` where there is none.
-        key: The option that names the choice.
-        nested: Whether its options lie in a mapping `options`, which holds those that are set.
-        ours: The names that come with rankrl, whose options never change.
-    """
+    """A group whose choices are registered."""
 
     noun: str
     known: Callable[[], Sequence[str]]

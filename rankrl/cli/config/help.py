@@ -21,12 +21,7 @@ _INDENT = "  "
 
 
 def help_page(arguments: Sequence[str]) -> str:
-    """Return the page: tasks, launchers, groups with their choices, and all options with their values.
-
-    Args:
-        arguments: The command line, which has been checked; the values are those with its overrides, and with
-            the first one of each sweep.
-    """
+    """Return the page: tasks, launchers, groups with their choices, and all options with their values."""
     flags = parsed_flags(arguments)
     with composing(flags):
         config = composed_config(first_values(flags.overrides), with_hydra=True)

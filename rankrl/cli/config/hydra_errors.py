@@ -82,13 +82,7 @@ def _unknown_option(name: str, choices: Sequence[str]) -> str:
 
 
 def _nearest(name: str, options: Collection[str], choices: Sequence[str]) -> str:
-    """Return " Did you mean ...?" for the nearest option: of the group, of its other choices, of all.
-
-    Args:
-        name: What was written.
-        options: All options with these choices of groups.
-        choices: Those that were made, as overrides.
-    """
+    """Return " Did you mean ...?" for the nearest option: of the group, of its other choices, of all."""
     group, _, option = name.partition(".")
     near = _nearest_within(group, option, options)
     if near is not None:

@@ -38,14 +38,7 @@ _EPOCHS = "finetune.epochs"
 
 
 def check_input_files(config: Mapping[str, Any]) -> None:
-    """Refuse files that are not there, and folders in their place.
-
-    Args:
-        config: The composed configuration, plain values.
-
-    Raises:
-        ConfigError: Naming the option and, for a folder that has it, the file in it.
-    """
+    """Refuse files that are not there, and folders in their place."""
     teachers = config["finetune"]["teacher"]
     values = {**config, _CHECKPOINT: config["model"].get("checkpoint"), "finetune.teacher": teachers}
     values["timing.table"] = config["timing"]["table"]
@@ -75,12 +68,6 @@ def options_of_run(arguments: Sequence[str]) -> list[str]:
     With `run=RUN` they are those that the task needs, the files that RUN left among them; with
     `weights=RUN/model.safetensors` the network and the data. Its dense network, loaded or trained there, is
     the checkpoint.
-
-    Args:
-        arguments: The command line; of a group that it chooses nothing is taken.
-
-    Raises:
-        ConfigError: `run` names no run of the command line, or one without the file that the task takes.
     """
     set_here = {each.key_or_group: each for each in parsed_overrides(parsed_flags(arguments).overrides)}
     if "run" in set_here and set_here["run"].is_sweep_override():
@@ -167,11 +154,7 @@ def _refuse_other_network(run: RunFolder, record: Mapping[str, Any]) -> None:
 
 
 def _files_of(folder: RunFolder, task: str, name: str) -> list[tuple[str, str]]:
-    """Return the options that name a run's compressed network or plan, as the task takes it.
-
-    Raises:
-        ConfigError: The run left none.
-    """
+    """Return the options that name a run's compressed network or plan, as the task takes it."""
     option = "plan" if task == "apply" else "weights"
     path = folder.path / _FILES[option][1]
     if path.is_file():

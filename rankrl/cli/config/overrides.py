@@ -34,10 +34,6 @@ def check_overrides(arguments: Sequence[str]) -> None:
 
     Of an option that sweeps over several values each is tried, with the first of the others; flags are left
     to Hydra.
-
-    Raises:
-        ConfigError: An option or value is unknown, of the wrong type, cannot be parsed, or has no effect; the
-            message gives the nearest known one, or what to do.
     """
     flags = parsed_flags(arguments)
     parsed = parsed_overrides(flags.overrides)
@@ -108,11 +104,7 @@ def _check_override(override: Override) -> None:
 
 
 def _swept_by_configuration(overrides: Sequence[Override], *, multirun: bool) -> list[Override]:
-    """Return the sweeps that the configuration itself asks for, such as an experiment's.
-
-    Raises:
-        ConfigError: There are sweeps where nothing asks for more than one run, or that the sweeper cannot do.
-    """
+    """Return the sweeps that the configuration itself asks for, such as an experiment's."""
     hydra = composed_config(next(tried_overrides(overrides)), with_hydra=True).hydra
     several = multirun or hydra.mode == RunMode.MULTIRUN
     swept = (OmegaConf.select(hydra, "sweeper.params") or {}) if several else {}

@@ -30,11 +30,7 @@ TOO_DEEP = "the command line holds lists or mappings that are nested too deeply;
 
 
 def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Return overrides, parsed.
-
-    Raises:
-        ConfigError: One cannot be parsed.
-    """
+    """Return overrides, parsed."""
     for override in overrides:
         try:
             readable = "\0" not in override.encode().decode()

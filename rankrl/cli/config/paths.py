@@ -40,17 +40,7 @@ def named_paths(config: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def path_from_here(option: str, override: str, record: Mapping[str, Any], run: RunFolder) -> str:
-    """An override of a run's record, with paths that lead from here to the files that they led to there.
-
-    Args:
-        option: The option.
-        override: Its override, as it was recorded.
-        record: The content of the run's record.
-        run: The run.
-
-    Raises:
-        ConfigError: One of the files is at none of its places.
-    """
+    """An override of a run's record, with paths that lead from here to the files that they led to there."""
     known = record.get("paths", {}).get(option, {})
     value: Any = record["config"]
     for part in option.split(".") if known else ():

@@ -28,11 +28,7 @@ def installed_plugins() -> dict[str, str]:
 
 
 def load_plugins(modules: Sequence[str] = ()) -> None:
-    """Import the installed plugins and further modules, which register what they define.
-
-    Raises:
-        ConfigError: One cannot be imported.
-    """
+    """Import the installed plugins and further modules, which register what they define."""
     installed = installed_plugins()
     for module in dict.fromkeys((*installed, *modules)):
         try:
@@ -47,11 +43,7 @@ def load_plugins(modules: Sequence[str] = ()) -> None:
 
 
 def named_plugins(arguments: Sequence[str]) -> list[str]:
-    """Return the modules that a command line names, or the experiment that it chooses.
-
-    Raises:
-        ConfigError: An override cannot be parsed.
-    """
+    """Return the modules that a command line names, or the experiment that it chooses."""
     flags = parsed_flags(arguments)
     values = {
         override.key_or_group: override.value()

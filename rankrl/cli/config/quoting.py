@@ -34,9 +34,6 @@ def readable_arguments(arguments: Sequence[str]) -> list[str]:
     Line ends, which scripts written on Windows have, are left out. What stands between commas is quoted one
     by one, so that several values stay a sweep. Only what Hydra cannot read is touched, and only what has no
     brackets, quotes or interpolations in it; `resume=` is read without Hydra.
-
-    Args:
-        arguments: The command line.
     """
     overrides, others = [], []
     before = ""

@@ -25,9 +25,6 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments, with those of the run that `resume=RUN` names in front.
 
     The run goes on in its own folder, with its own configuration; new options come last and win.
-
-    Raises:
-        ConfigError: `RUN` is no folder of a rankrl run, or `hydra.run.dir` names another one.
     """
     folder = next((Path(a.removeprefix("resume=")) for a in arguments if a.startswith("resume=")), None)
     if folder is None or str(folder) in ("", "null"):
@@ -124,18 +121,7 @@ def _recorded_overrides(folder: Path, new: Mapping[str, str]) -> list[str]:
 
 
 def check_resumed(arguments: Sequence[str]) -> Path | None:
-    """Refuse options with which a resumed run would have other results; nothing is written.
-
-    Args:
-        arguments: What `resumed_arguments` returned, checked.
-
-    Returns:
-        The folder of a run that has ended with just these options; None for any other command.
-
-    Raises:
-        ConfigError: The results would be others; the options that differ are named.
-        FolderInUseError: The run goes on already.
-    """
+    """Refuse options with which a resumed run would have other results; nothing is written."""
     flags = parsed_flags(arguments)
     folder = _resumed_folder(arguments)
     if folder is None or flags.help or flags.hydra_help or flags.cfg or flags.info:

@@ -22,19 +22,7 @@ from rankrl.runs.run_lock import check_free
 
 
 def check_folders(arguments: Sequence[str]) -> Path | None:
-    """Refuse the folder that Hydra is about to make if it cannot be; leave none behind.
-
-    Args:
-        arguments: The command line; its overrides have been checked.
-
-    Returns:
-        The folder of a sweep; None for any other command.
-
-    Raises:
-        ConfigError: The folder's name cannot be read, or a run is there already.
-        FolderInUseError: A run goes on there.
-        StorageError: The folder cannot be made or written.
-    """
+    """Refuse the folder that Hydra is about to make if it cannot be; leave none behind."""
     flags = parsed_flags(arguments)
     if flags.help or flags.hydra_help or flags.cfg or flags.info:
         return None
@@ -63,11 +51,7 @@ def check_folders(arguments: Sequence[str]) -> Path | None:
 
 
 def refuse_used_folder(folder: RunFolder, config: Mapping[str, Any]) -> None:
-    """Refuse a folder in which a run has got somewhere already, and say how its options differ from these.
-
-    Raises:
-        ConfigError: It has, or there is a file of someone else's in the run's way.
-    """
+    """Refuse a folder in which a run has got somewhere already, and say how its options differ from these."""
     if folder.holds_results:
         state = folder.difference(config) or "already"
         raise ConfigError(
@@ -101,13 +85,6 @@ def write_record(config: DictConfig, folder: Path) -> None:
     """Write the files in `.hydra`, as Hydra itself would before it is known whether the folder is this run's.
 
     `hydra.output_subdir` is null for that.
-
-    Args:
-        config: The configuration, as a task gets it.
-        folder: The run's folder.
-
-    Raises:
-        StorageError: They cannot be written.
     """
     of_hydra = HydraConfig.get()
     contents = {

@@ -24,26 +24,14 @@ Options = TypeVar("Options")
 
 @cache
 def structured(section: Any) -> type:
-    """Return the dataclass that OmegaConf takes in the place of a section of the configuration.
-
-    Args:
-        section: A dataclass; fields that Python alone can set are left out.
-    """
+    """Return the dataclass that OmegaConf takes in the place of a section of the configuration."""
     hints = typing.get_type_hints(section)
     fields = [(each.name, *_field(each, hints[each.name])) for each in option_fields(section)]
     return dataclasses.make_dataclass(section.__name__, fields, repr=False, eq=False)
 
 
 def built(section: type[Options], values: Mapping[str, Any]) -> Options:
-    """Return the section that plain values stand for.
-
-    Args:
-        section: A dataclass of options.
-        values: The values by name.
-
-    Raises:
-        RankrlError: The dataclass refuses one.
-    """
+    """Return the section that plain values stand for."""
     hints = typing.get_type_hints(section)
     return section(**{name: _value(hints[name], value) for name, value in values.items()})
 

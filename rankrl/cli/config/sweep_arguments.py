@@ -15,9 +15,6 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
 
     `rankrl -m dataset=mnist seed=0,1` gets the folders `seed-0` and `seed-1`: stable when values are added
     later, and without what all jobs share.
-
-    Raises:
-        ConfigError: An override cannot be parsed.
     """
     parsed = parsed_flags(arguments)
     overrides = {override.key_or_group: override for override in parsed_overrides(parsed.overrides)}

@@ -38,18 +38,7 @@ def _group(
     key: str = "name",
     nested: bool = False,
 ) -> Group:
-    """Return a group of the configuration.
-
-    Args:
-        name: The group.
-        noun: What a choice is, in messages and of its registry.
-        table: The dataclass of options of each choice of ours; None where the configuration holds those that
-            are set alone, and the registry knows them.
-        names: Returns the names registered by now; those of the registry when omitted.
-        hand_on: Choices that take other options, too.
-        key: The option that names the choice.
-        nested: Whether the options lie in a mapping `options`.
-    """
+    """Return a group of the configuration."""
 
     def types(choice: str) -> tuple[OptionTypes, bool]:
         options = table.get(choice)

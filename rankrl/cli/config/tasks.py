@@ -17,25 +17,14 @@ _FOLDER = "rankrl.cli.tasks"
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the command line: the function of its name in the module of its name in `cli.tasks`.
-
-    Attributes:
-        name: Its name, `task=NAME`.
-        description: One line for listings.
-        on_file: The function of `cli.tasks.onnx_file` that carries it out for a network in an ONNX file
-            (`model=onnx`), which nobody here trained; None where the task has no use for one.
-    """
+    """A task of the command line: the function of its name in the module of its name in `cli.tasks`."""
 
     name: str
     description: str
     on_file: str | None = None
 
     def of(self, config: AppConfig) -> TaskFunction:
-        """Import what carries the task out for the network that a configuration names.
-
-        Raises:
-            ConfigError: The task has no use for such a network.
-        """
+        """Import what carries the task out for the network that a configuration names."""
         if config.model.get("architecture") != _FILE:
             return _function(self.name, self.name)
         if self.on_file is None:

@@ -24,14 +24,7 @@ from rankrl.options.timing import RUNTIMES
 
 
 def check_values(config: Mapping[str, Any]) -> None:
-    """Refuse a composed configuration that holds a value of the wrong type, or one that is not finite.
-
-    Args:
-        config: Plain values, interpolations resolved.
-
-    Raises:
-        ConfigError: Naming the option in full, the value and what is allowed.
-    """
+    """Refuse a composed configuration that holds a value of the wrong type, or one that is not finite."""
     _check_typed(AppConfig, config, "")
     if config["task"] not in TASKS:
         raise ConfigError(
@@ -76,16 +69,7 @@ def _check_known(option: str, noun: str, names: Collection[str], known: Collecti
 
 
 def check_value(name: str, value: Any, config: Mapping[str, Any] | None = None) -> None:
-    """Refuse a value that an option cannot have; an unknown option is not looked at.
-
-    Args:
-        name: The option's full name.
-        value: What it is to be; an interpolation is not looked at.
-        config: A composed configuration, for the options that the schema leaves open; None for the schema's.
-
-    Raises:
-        ConfigError: Naming the option, the value and what is allowed.
-    """
+    """Refuse a value that an option cannot have; an unknown option is not looked at."""
     hint = _schema_type(name)
     if hint is None and config is not None:
         hint = _owned_type(name, config)

@@ -25,11 +25,7 @@ _THEN = ", then "
 
 
 def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.Module, CompressionPlan]:
-    """Return the compressed network that `weights` names, the dense architecture, and the plan.
-
-    Raises:
-        ConfigError: If `weights` is not given, is no compressed network, or one of another architecture.
-    """
+    """Return the compressed network that `weights` names, the dense architecture, and the plan."""
     if not config.weights:
         raise ConfigError(
             f"task={config.task} needs weights=RUN/model.safetensors, the compressed network of an "
@@ -49,11 +45,7 @@ def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.M
 
 
 def check_plan(config: AppConfig, data: ImageData, plan: CompressionPlan) -> None:
-    """Refuse a plan that the network cannot take, before the network is trained for it.
-
-    Raises:
-        ConfigError: The plan is another network's, or asks for what a layer cannot do.
-    """
+    """Refuse a plan that the network cannot take, before the network is trained for it."""
     try:
         plan.specs(build_network(config.model, data, seed=config.seed))
     except DecompositionError as error:

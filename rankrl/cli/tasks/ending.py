@@ -55,18 +55,7 @@ def finish_compressed(
     taught_by: Teacher | None = None,
     after_removal: bool = False,
 ) -> None:
-    """Fine-tune a compressed network, write it in both forms, measure and report it: the end of a run.
-
-    Args:
-        config: The configuration.
-        network: What was compressed.
-        plan: What became of its layers.
-        compressed: The compressed network, which stays as it is.
-        metrics: What is known so far; the rest is added.
-        folder: The run's folder.
-        taught_by: The teacher in place of the dense network.
-        after_removal: Whether channels or blocks were removed, and nothing was decomposed.
-    """
+    """Fine-tune a compressed network, write it in both forms, measure and report it: the end of a run."""
     tuned = copied(compressed)
     epochs = steps.finetuned(
         config, network.data, tuned, network.model, folder, taught_by=taught_by, after_removal=after_removal
@@ -187,14 +176,7 @@ def print_end(console: Console, metrics: Mapping[str, Any], page: Path) -> None:
 def check_collapse(
     folder: RunFolder, metrics: Mapping[str, Any], data: ImageData, baseline: float | None = None
 ) -> None:
-    """Note if the accuracy of the last network among the metrics has fallen to that of guessing.
-
-    Args:
-        folder: The run's folder.
-        metrics: Its numbers.
-        data: The dataset.
-        baseline: Accuracy of the network before; that among the metrics when omitted.
-    """
+    """Note if the accuracy of the last network among the metrics has fallen to that of guessing."""
     last = metrics.get("finetuned") or metrics["compressed"]
     before = metrics["baseline"]["accuracy"] if baseline is None else baseline
     share = guessing_share(data.heldout.y)

@@ -198,11 +198,7 @@ def _files(config: AppConfig) -> tuple[Path, Path]:
 
 
 def _images(config: AppConfig, inputs: Path) -> ImagePreprocessing | None:
-    """Return how images become inputs; None where no image is read.
-
-    Raises:
-        ConfigError: An option of images is given without a folder of them.
-    """
+    """Return how images become inputs; None where no image is read."""
     values = {name: config.dataset[name] for name in ("size", "resize", "scale", "order", "mean", "std")}
     if inputs.is_dir():
         return ImagePreprocessing(**values)

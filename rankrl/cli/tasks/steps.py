@@ -58,11 +58,7 @@ def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.M
 
 
 def teacher(config: AppConfig, data: ImageData) -> Teacher | None:
-    """Return the teacher that finetune.teacher names, its accuracy on held-out images logged; else None.
-
-    Raises:
-        ConfigError: It cannot be loaded, or has learned nothing of this dataset.
-    """
+    """Return the teacher that finetune.teacher names, its accuracy on held-out images logged; else None."""
     options = config.finetune
     if not options.teachers or options.epochs == 0 or options.distillation == 0:
         return None
@@ -72,12 +68,7 @@ def teacher(config: AppConfig, data: ImageData) -> Teacher | None:
 
 
 def check_budget(config: AppConfig, data: ImageData) -> None:
-    """Refuse a budget that the network cannot be brought to, before it is trained for that.
-
-    Raises:
-        RankrlError: The network cannot be built.
-        DecompositionError: No plan can reach the budget.
-    """
+    """Refuse a budget that the network cannot be brought to, before it is trained for that."""
     if config.model.get("checkpoint"):  # nothing is trained, and the search itself looks before it fits
         return
     network = build_network(config.model, data, seed=config.seed)
@@ -154,14 +145,7 @@ def search_session(config: AppConfig, network: ImageModule) -> SearchSession:
 def chosen_plan(
     config: AppConfig, network: ImageModule, folder: RunFolder
 ) -> tuple[SearchProblem, SearchResult]:
-    """Search for a plan and write it, with what the network's images go through.
-
-    Returns:
-        What was searched over, and the search.
-
-    Raises:
-        RunStoppedError: If the user stopped the search.
-    """
+    """Search for a plan and write it, with what the network's images go through."""
     with search_session(config, network) as session:
         result = session.search(
             *options.selector(config),
@@ -258,14 +242,7 @@ def _trained(
 def head(
     config: AppConfig, data: ImageData, network: nn.Module, method: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what metrics.json says of the run itself.
-
-    Args:
-        config: The configuration.
-        data: The dataset.
-        network: The dense network, as it was built.
-        method: What a network was compressed with (`searched`, `compressed.method_of`); None for nothing.
-    """
+    """Return what metrics.json says of the run itself."""
     checkpoint = config.model.get("checkpoint")
     return {
         "task": config.task,

@@ -42,14 +42,7 @@ def verify_kit(config: AppConfig, folder: RunFolder) -> None:
 
 
 def finished_files(runs: str | Path | None) -> tuple[list[FinishedFile], dict[str, float | None]]:
-    """Return the files of finished runs, and the scores of the dense network in float32 and in integers.
-
-    Args:
-        runs: A run's folder, or one that holds runs.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the files of finished runs, and the scores of the dense network in float32 and in integers."""
     above = Path(runs or "")
     paths = [path for path in sorted(above.rglob("model.onnx")) if RunFolder(path.parent).finished]
     if not runs or not paths:

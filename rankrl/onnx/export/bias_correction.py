@@ -22,14 +22,7 @@ _LIMITS = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
 def mean_moves(plain: ir.Model, quantised: ir.Model, inputs: Iterable[Feed]) -> dict[str, Array]:
-    """Return how far integers move the mean of every output channel, by the names of nodes' outputs.
-
-    Args:
-        plain: The network in floating point.
-        quantised: The same in integers, as pairs of QuantizeLinear and DequantizeLinear; nodes have the
-            names that they have there.
-        inputs: Calibration inputs, one by one.
-    """
+    """Return how far integers move the mean of every output channel, by the names of nodes' outputs."""
     cut = quantised.clone()
     nodes = _corrected_nodes(plain.graph, cut.graph)
     if not nodes:
@@ -49,13 +42,7 @@ def mean_moves(plain: ir.Model, quantised: ir.Model, inputs: Iterable[Feed]) -> 
 
 
 def correct_biases(plain: ir.Model, quantised: ir.Model, moves: Mapping[str, Array]) -> None:
-    """Let biases make up for what integers do to the means of nodes.
-
-    Args:
-        plain: The network in floating point.
-        quantised: The same in integers; changed in place.
-        moves: How far means of channels move (`mean_moves`); nodes that it lacks keep their biases.
-    """
+    """Let biases make up for what integers do to the means of nodes."""
     for name, node in _corrected_nodes(plain.graph, quantised.graph).items():
         if name in moves:
             _subtract(quantised.graph, node, moves[name])
@@ -104,12 +91,7 @@ def _rounding(node: ir.Node) -> ir.Node | None:
 
 
 def _cut_before_rounding(model: ir.Model, nodes: Sequence[ir.Node]) -> tuple[ir.Model, list[str]]:
-    """Return what gives the outputs of nodes from what they round, and the names of these tensors.
-
-    Args:
-        model: The network in integers; changed in place.
-        nodes: Its nodes.
-    """
+    """Return what gives the outputs of nodes from what they round, and the names of these tensors."""
     taken: dict[ir.Value, ir.Value] = {}
     for rounding in dict.fromkeys(filter(None, map(_rounding, nodes))):
         value = rounding.inputs[0]

@@ -78,15 +78,6 @@ def pad_channels(model: ir.Model, block: int) -> int:
     Fewer than a block become one, more become a multiple of 4. It pays from a quarter of a block on where a
     depthwise convolution is among them; elsewhere where no more than three eighths of what is computed then
     are zeros, as measured (docs/benchmarks.md).
-
-    Args:
-        model: Changed in place. Weights that are no float32 constants stay, and with them all channels that
-            they make or read.
-        block: Channels that the processor computes at a time (`rankrl.device.channel_block`); 1 changes
-            nothing.
-
-    Returns:
-        How many convolutions make more channels than before.
     """
     graph = model.graph
     if block < 2 or opset_of(model) < _LEAST_OPSET or any(True for _ in graph.subgraphs()):
@@ -107,14 +98,7 @@ def pad_channels(model: ir.Model, block: int) -> int:
 
 
 def unpad_channels(model: ir.Model) -> bool:
-    """Undo `pad_channels`, for tools that want to find the weights of convolutions as constants.
-
-    Args:
-        model: Changed in place.
-
-    Returns:
-        Whether there was anything to undo.
-    """
+    """Undo `pad_channels`, for tools that want to find the weights of convolutions as constants."""
     graph = model.graph
     sizes = {name: value for name, value in graph.initializers.items() if name.startswith(_PREFIX)}
     padding = [

@@ -22,20 +22,6 @@ def write_checked(
     """Write a file that ONNX's checker accepts and onnxruntime loads; another never appears.
 
     Where onnxruntime lacks an operator that the checker knows, the checker decides alone.
-
-    Args:
-        model: What to write.
-        path: The file to write.
-        what: What it is, for messages.
-        full_check: Whether all shapes have to agree, too, those that somebody else wrote among them.
-
-    Returns:
-        Its size in bytes.
-
-    Raises:
-        DefectError: It is damaged, which is no fault of the user's.
-        ExportError: It does not fit into one file.
-        StorageError: It cannot be written.
     """
     proto = to_proto(model) if isinstance(model, ir.Model) else model
     try:

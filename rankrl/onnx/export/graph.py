@@ -34,11 +34,6 @@ def simplify(model: ir.Model, *, fold_batchnorm: bool, keep: Collection[str] = (
 
     No weight is contracted where the product is larger than its factors: a compressed model stays small. The
     exporter's notes go, too (stack traces with the paths of source files).
-
-    Args:
-        model: The exporter's graph; changed in place.
-        fold_batchnorm: Whether to fold batch normalisations into the convolution or linear layer before them.
-        keep: Names of constants that nothing is folded into.
     """
     from onnxscript import optimizer  # takes a while to import
 
@@ -67,10 +62,6 @@ def _name_turned_weights(graph: ir.Graph, turned: Mapping[str, str]) -> None:
 
     Linear layers over sequences are matrix products with the transposed weight, which the exporter folds into
     a constant without a name of its own.
-
-    Args:
-        graph: The graph; changed in place.
-        turned: Name of the weight by that of the transposed one.
     """
     constants = graph.initializers
     named = {new: old for new, old in turned.items() if new in constants and old not in constants}
@@ -84,10 +75,6 @@ def fold_batchnorm_into_computed_weights(model: ir.Model) -> None:
 
     With s = γ / √(σ² + ε), BN(W ∗ x + b) = (s W) ∗ x + s (b − μ) + β (Ioffe and Szegedy 2015, algorithm 2).
     The product s W is a `Mul` of the computed weight: constant too, hence evaluated once, on loading.
-
-    Args:
-        model: Changed in place. A batch normalisation that does not follow a convolution, or follows one
-            whose output is used elsewhere too, stays.
     """
     graph = model.graph
     taken = names_in(graph)
@@ -125,10 +112,6 @@ def name_axes(graph: ir.Graph, axes: Sequence[Mapping[int, str]]) -> None:
     """Name free axes of the inputs, and sizes that follow from them after these (`2*batch`).
 
     The exporter writes the symbols that tracing made up, such as `s77`.
-
-    Args:
-        graph: The graph; changed in place. Fixed sizes stay as they are.
-        axes: The names of each input's axes, by their position.
     """
     names: dict[str, str] = {}
     for value, named in zip(graph.inputs, axes, strict=True):
@@ -151,16 +134,7 @@ def name_axes(graph: ir.Graph, axes: Sequence[Mapping[int, str]]) -> None:
 
 
 def name_values(graph: ir.Graph, values: Sequence[ir.Value], names: Sequence[str]) -> bool:
-    """Give values names, unless constants, or other inputs or outputs, have them; the rest makes way.
-
-    Args:
-        graph: Changed in place.
-        values: Inputs or outputs of the graph.
-        names: Different names, one for each.
-
-    Returns:
-        Whether they have these names now.
-    """
+    """Give values names, unless constants, or other inputs or outputs, have them; the rest makes way."""
     ends = {*graph.inputs, *graph.outputs, *graph.initializers.values()} - set(values)
     if {value.name for value in ends} & set(names):
         return False
@@ -179,9 +153,7 @@ def take_bytes(graph: ir.Graph, preprocessing: Preprocessing) -> None:
     The normalisation is not folded into the first convolution: that pads with zeros after it, so a mean in
     its bias would be wrong along the border.
 
-    Args:
-        graph: A graph whose only input is normalised images, (N, channels, height, width); changed in place.
-        preprocessing: What is done to the images.
+    Shapes: graph (N, channels, height, width).
     """
     entry, taken = graph.inputs[0], names_in(graph)
     uses = list(entry.uses())

@@ -24,14 +24,7 @@ _DEFAULTS = {"alpha": 0.2, "beta": 0.5}
 
 
 def join_hard_swishes(model: ir.Model) -> int:
-    """Write x * clip(x + a, 0, c) / c as x * HardSigmoid(x), as files of older operator sets have it.
-
-    Args:
-        model: Changed in place; constants are stored.
-
-    Returns:
-        How many there were.
-    """
+    """Write x * clip(x + a, 0, c) / c as x * HardSigmoid(x), as files of older operator sets have it."""
     joined = 0
     for node in list(model.graph):
         match = _product(node)
@@ -93,12 +86,7 @@ def _number(value: ir.Value | None) -> float | None:
 
 
 def tabulate_gates(graph: ir.Graph, before: Collection[str | None]) -> None:
-    """Let HardSigmoid and HardSwish between integers compute in them.
-
-    Args:
-        graph: The quantised graph; changed in place.
-        before: Names of the nodes that there were before; what they round stays as it is.
-    """
+    """Let HardSigmoid and HardSwish between integers compute in them."""
     for node in [node for node in graph if is_standard(node, "HardSigmoid", "HardSwish")]:
         rounded = _producer(node.inputs[0])
         readers = [use.node for use in node.outputs[0].uses()]

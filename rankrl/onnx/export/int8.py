@@ -47,34 +47,7 @@ def quantise_onnx(
     fitted: bool = True,
     choice: RangeChoice | None = None,
 ) -> Path:
-    """Write an ONNX file whose convolutions and matrix products compute in 8-bit integers.
-
-    Args:
-        path: A float32 file.
-        target: The file to write.
-        inputs: Calibration batches, of the type and shape that the file takes, one array for each input by
-            name where there are several; at least one.
-        weights: Names of the weights (initializers) whose nodes are quantised; what lies between integers is
-            integer too. `None` quantises all that onnxruntime can.
-        partly: With weights: accept a file in which other nodes are in integers already; they stay.
-        reduce_range: Whether weights lie in -64..64 instead of -127..127, as they have to where the file will
-            run on an x86 processor without VNNI. None: where this processor is one (`sums_overflow`).
-        cut: Cuts a batch into smaller ones, which are run one by one. None: along the first axis of
-            every array, where the file does not say how many there are.
-        fitted: Whether ranges are those, of several kinds, that change the outputs least, and biases correct
-            means where that helps; otherwise ranges reach from the smallest to the largest number, which
-            does for a file that is only to be timed.
-        choice: How ranges and biases are found, where that was chosen before (`choose_ranges`).
-
-    Returns:
-        `target`.
-
-    Raises:
-        ExportError: The file is missing or quantised already, its opset is below 13, there are no calibration
-            inputs, the network's outputs on them are not finite, a weight belongs to no node that computes in
-            integers, or onnxruntime cannot quantise the file.
-        DefectError: What it made of the file is damaged; nothing is written.
-    """
+    """Write an ONNX file whose convolutions and matrix products compute in 8-bit integers."""
     path, target = Path(path), Path(target)
     copy, quantiser = _prepared(path, inputs, weights, partly, reduce_range, cut)
     with _refused(path):
@@ -102,17 +75,6 @@ def choose_ranges(
 
     It serves every file of the network in which some of these nodes do, `quantise_onnx(..., choice=)`: none
     of its inputs is run for them again.
-
-    Args:
-        path: A float32 file.
-        inputs: As in `quantise_onnx`, like the others.
-        weights: Names of the weights whose nodes can compute in integers.
-        partly: As there.
-        reduce_range: As there.
-        cut: As there.
-
-    Raises:
-        ExportError: As there.
     """
     path = Path(path)
     copy, quantiser = _prepared(path, inputs, weights, partly, reduce_range, cut)
@@ -203,11 +165,6 @@ def _spare_floats(graph: ir.Graph, nodes: Collection[str], before: Collection[st
     """Hand tensors that are computed in floating point to nodes that compute in it as they are.
 
     The quantiser rounds a tensor for all that take it as soon as one of them computes in integers.
-
-    Args:
-        graph: The quantised graph; changed in place.
-        nodes: Names of the nodes that compute in integers.
-        before: Names of the nodes that there were before; what they round stays rounded.
     """
     for node in graph:
         rounding = node.inputs[0].producer() if dequantises(node) and node.inputs[0] is not None else None

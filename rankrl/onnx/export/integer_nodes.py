@@ -36,13 +36,6 @@ def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
     and the other is, too, or is a gate (a sigmoid); a sigmoid where nothing but products reads it, since the
     steps of a probability are too coarse for an output. An activation without an integer kernel between
     integers is rounded again for means, sums, products and convolutions of groups.
-
-    Args:
-        graph: The float32 graph.
-        weights: Names of initializers.
-
-    Raises:
-        ExportError: If a weight belongs to no convolution or matrix product.
     """
     owners = [
         (value.name, node)
@@ -117,14 +110,7 @@ def _is_gate(value: ir.Value) -> bool:
 
 
 def pool_means(model: ir.Model) -> int:
-    """Turn means over the rows and columns of images into poolings, which there are in integers.
-
-    Args:
-        model: Changed in place.
-
-    Returns:
-        How many there were.
-    """
+    """Turn means over the rows and columns of images into poolings, which there are in integers."""
     means = [node for node in model.graph if is_standard(node, "ReduceMean") and _is_pooling(node)]
     for node in means:
         pooling = node_of("GlobalAveragePool", [node.inputs[0]], str(node.name), {})

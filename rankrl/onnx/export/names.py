@@ -24,16 +24,7 @@ AxisNames = Mapping[str, Mapping[int, str]]
 
 
 def name_ends(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Give a graph's inputs and outputs the names that the user wants; none leaves those that they have.
-
-    Args:
-        graph: Changed in place.
-        inputs: Names of all inputs.
-        outputs: Names of all outputs.
-
-    Raises:
-        ExportError: There are as many inputs or outputs as names, or a weight or another end has a name.
-    """
+    """Give a graph's inputs and outputs the names that the user wants; none leaves those that they have."""
     for what, values, names in (("input", graph.inputs, inputs), ("output", graph.outputs, outputs)):
         if not names:
             continue
@@ -62,17 +53,7 @@ def name_file(path: Path, options: LatencyOptions) -> None:
 def checked_axes(
     network: nn.Module, batch: Inputs, named: AxisNames | None, *, dynamic_batch: bool
 ) -> list[dict[int, str]]:
-    """Return the names of the free axes of each input, the batch's among them.
-
-    Args:
-        network: The network.
-        batch: Its inputs.
-        named: The axes to leave free, by the name of the forward's parameter.
-        dynamic_batch: Whether the first axis is free.
-
-    Raises:
-        ExportError: There is no such input or axis, or the first axis is named and not free.
-    """
+    """Return the names of the free axes of each input, the batch's among them."""
     names, tensors = input_names(network, batch), tensors_of(batch)
     unknown = sorted(set(named or {}) - set(names))
     if unknown:

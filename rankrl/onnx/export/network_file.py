@@ -49,22 +49,7 @@ def export_network(
     reduce_range: bool | None = None,
     **options: Any,
 ) -> ExportResult:
-    """Write a network, with the integers that its plan asks for.
-
-    Args:
-        network: The network as `decomposition.apply_plan` or `build_structure` made it; it is not changed.
-        path: The file to write.
-        input_shape: Shape of one input without the batch, or a batch of inputs.
-        inputs: Batches that set the ranges of activations, as the file takes them; used where a layer
-            computes in integers.
-        opset: Version of the ONNX operator set; None for the exporter's default, or what 4 bits need.
-        channel_block: As in `export_onnx`.
-        reduce_range: As in `quantise_onnx`.
-        **options: The others of `export_onnx`.
-
-    Raises:
-        ExportError: As `export_onnx` and `quantise_onnx`; or the operator set is too old for 4 bits.
-    """
+    """Write a network, with the integers that its plan asks for."""
     network = as_in_file(network, reduce_range)
     computing = {f"{name}.weight" for name in integer_layers(network)}
     stored = {name: bits for name, bits in rounded_parameters(network).items() if name not in computing}
@@ -99,13 +84,6 @@ def store_integers(model: ir.Model, bits: Mapping[str, int]) -> None:
 
     The graph turns them back to float32 (DequantizeLinear) and computes as before. Arithmetic is
     onnxruntime's (`onnxruntime.quantization.quant_utils`), which finds the scales of rounded weights again.
-
-    Args:
-        model: The graph, changed in place.
-        bits: 8 or 4 by the name of the weight (initializer).
-
-    Raises:
-        ExportError: If the graph has no such weight.
     """
     graph, taken = model.graph, names_in(model.graph)
     missing = sorted(set(bits) - set(graph.initializers))
@@ -158,18 +136,7 @@ def class_agreement(
     *,
     runtime: str = DEFAULT_RUNTIME,
 ) -> float:
-    """Return on how many inputs a file and a network in PyTorch give the same class, as a fraction.
-
-    Args:
-        network: The network in PyTorch.
-        path: The ONNX file.
-        pairs: Batches for the network, and the same inputs as the file takes them.
-        runtime: What runs the file.
-
-    Raises:
-        ConfigError: The runtime is unknown, or cannot be used here.
-        ExportError: There is no input.
-    """
+    """Return on how many inputs a file and a network in PyTorch give the same class, as a fraction."""
     session = open_session(path, runtime=runtime)
     same = total = 0
     mode = network.training

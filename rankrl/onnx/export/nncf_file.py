@@ -32,19 +32,7 @@ def nncf_obstacle() -> str | None:
 
 
 def quantise_with_nncf(path: str | Path, target: str | Path, inputs: Iterable[Batch]) -> Path:
-    """Write a network in 8-bit integers as NNCF makes it.
-
-    Args:
-        path: A float32 ONNX file.
-        target: The file to write, OpenVINO's `.xml`; weights lie next to it in a `.bin`.
-        inputs: Calibration batches, as the file takes them.
-
-    Returns:
-        `target`.
-
-    Raises:
-        ExportError: NNCF is not installed, or cannot quantise the file.
-    """
+    """Write a network in 8-bit integers as NNCF makes it."""
     obstacle = nncf_obstacle()
     if obstacle is not None:
         raise ExportError(obstacle)

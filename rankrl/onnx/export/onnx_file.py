@@ -47,14 +47,7 @@ PREPROCESSING_KEY = "preprocessing"
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written.
-
-    Attributes:
-        path: The ONNX file.
-        file_bytes: Its size in bytes.
-        opset: The version of the ONNX operator set that it uses.
-        operators: How often each operator occurs, e.g. `{"Conv": 21, "Relu": 19}`.
-    """
+    """What was written."""
 
     path: Path
     file_bytes: int

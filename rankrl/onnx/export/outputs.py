@@ -21,27 +21,14 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 @dataclass
 class FileOutputs:
-    """What a file returns of what its network does; known once the network has run.
-
-    Attributes:
-        names: The names of the tensors, in order.
-        left_out: What is no tensor, with its place and type.
-    """
+    """What a file returns of what its network does; known once the network has run."""
 
     names: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
 def output_names(places: Sequence[Place]) -> list[str]:
-    """Return what a file calls its outputs.
-
-    Args:
-        places: Where in the network's output each tensor is (`decomposition.network.outputs.leaves`).
-
-    Returns:
-        The keys or fields that lead to each, joined by underscores, where all are valid and different names;
-        else `output`, or `output_0`, `output_1`, ...
-    """
+    """Return what a file calls its outputs."""
     names = ["_".join(map(str, place)) for place in places]
     if len(set(names)) == len(names) and all(map(_NAME.fullmatch, names)):
         return names
@@ -49,14 +36,7 @@ def output_names(places: Sequence[Place]) -> list[str]:
 
 
 def return_tensors_alone(network: nn.Module) -> FileOutputs:
-    """Let a network return nothing but the tensors in its output, as the outputs of a file can be.
-
-    Args:
-        network: A copy to be exported, changed in place.
-
-    Returns:
-        What is filled in when the network runs.
-    """
+    """Let a network return nothing but the tensors in its output, as the outputs of a file can be."""
     outputs = FileOutputs()
 
     def reduce(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:

@@ -17,12 +17,7 @@ from rankrl.onnx.graph_edits import names_in, new_name, values_in
 
 
 class QuantiserCopy:
-    """A network in which the quantiser's names clash with nothing, until `restore`.
-
-    Args:
-        model: The network; changed in place: its nodes and values have other names from now on, and those
-            that are read outside of its nodes are set apart.
-    """
+    """A network in which the quantiser's names clash with nothing, until `restore`."""
 
     def __init__(self, model: ir.Model) -> None:
         graph = model.graph
@@ -62,11 +57,7 @@ class QuantiserCopy:
             node.replace_input_with(index, seen)
 
     def restore(self, model: ir.Model) -> None:
-        """Give the names back and sort the nodes; what was added is named after what it belongs to.
-
-        Args:
-            model: What the quantiser made of the copy; changed in place.
-        """
+        """Give the names back and sort the nodes; what was added is named after what it belongs to."""
         graph = model.graph
         self._join(graph)
         taken = names_in(graph) | set(self.names.values())

@@ -38,14 +38,7 @@ _LOWEST, _HIGHEST = np.float32(-np.inf), np.float32(np.inf)
 
 @dataclass
 class Spread:
-    """What a tensor was on calibration inputs.
-
-    Attributes:
-        lowest: Its smallest number.
-        highest: Its largest number.
-        counts: How many numbers lay in each of 2 * 4,096 parts around zero, all of one width.
-        width: That width, a power of two.
-    """
+    """What a tensor was on calibration inputs."""
 
     lowest: np.float32 = _HIGHEST
     highest: np.float32 = _LOWEST
@@ -122,14 +115,7 @@ class Spread:
 def collect_spreads(
     model: onnx.ModelProto, names: Sequence[str], inputs: Iterable[Feed], *, counted: int = 0
 ) -> dict[str, Spread]:
-    """Return what tensors are on calibration inputs.
-
-    Args:
-        model: The network.
-        names: Names of float tensors.
-        inputs: Calibration inputs, one by one.
-        counted: How many of them, from the first on, numbers are counted on; of all there are the ends.
-    """
+    """Return what tensors are on calibration inputs."""
     spreads = {name: Spread() for name in names}
     run = tensors_of(model, names)
     for number, feed in enumerate(inputs):
@@ -139,12 +125,7 @@ def collect_spreads(
 
 
 def tensors_of(model: onnx.ModelProto, names: Iterable[str]) -> Callable[[Feed], dict[str, Array]]:
-    """Return a function from an input to tensors by name.
-
-    Args:
-        model: The network.
-        names: Names of float tensors, inputs of the network among them.
-    """
+    """Return a function from an input to tensors by name."""
     entries = {entry.name for entry in model.graph.input}
     taken = [name for name in names if name in entries]
     computed = [name for name in names if name not in entries]

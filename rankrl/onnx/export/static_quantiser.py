@@ -48,14 +48,6 @@ class StaticQuantiser:
     """onnxruntime's static quantiser over one network.
 
     Weights become int8, one scale an output channel, activations uint8.
-
-    Args:
-        model: The network in float32.
-        nodes: Names of the nodes that are to compute in integers, all that can when `None`.
-        excluded: Names of nodes that are not to.
-        reduced: Whether weights have 7 bits.
-        inputs: Calibration inputs, one by one.
-        finish: Changes a quantised network before it is judged.
     """
 
     def __init__(
@@ -100,11 +92,7 @@ class StaticQuantiser:
         return replace(choices[best], corrected=True, moves=moves) if error < errors[best] else choices[best]
 
     def quantised(self, choice: RangeChoice) -> ir.Model:
-        """Return the network in integers.
-
-        Args:
-            choice: How ranges and biases are found; what it lacks is measured.
-        """
+        """Return the network in integers."""
         ranges, moves, known = choice.ranges, choice.moves, choice.reduced == self._reduced
         if not ranges.keys() >= set(self._activations):
             counted = 0 if choice.way == ENDS else _COUNTED

@@ -36,14 +36,7 @@ _RANK = 4
 
 @dataclass
 class _Chain:
-    """Slices, and the padding behind them, that one convolution may replace.
-
-    Attributes:
-        nodes: The nodes in order; each is the only reader of the one before.
-        strides: Step along rows and columns.
-        before: Channels of zeros in front of those that are read.
-        after: Channels of zeros behind them.
-    """
+    """Slices, and the padding behind them, that one convolution may replace."""
 
     nodes: list[ir.Node]
     strides: dict[int, int]
@@ -52,15 +45,7 @@ class _Chain:
 
 
 def convolve_subsampling(model: ir.Model) -> int:
-    """Turn slices that subsample, and padding of channels behind them, into convolutions.
-
-    Args:
-        model: Changed in place. Tensors whose number of channels is not known, that are no float32 of two
-            spatial axes, or have more than 64 channels, stay as they are.
-
-    Returns:
-        How many convolutions were made.
-    """
+    """Turn slices that subsample, and padding of channels behind them, into convolutions."""
     graph = model.graph
     made = 0
     for node in list(graph):
@@ -78,14 +63,7 @@ def convolve_subsampling(model: ir.Model) -> int:
 
 
 def store_selections(model: ir.Model) -> bool:
-    """Store the weights that `convolve_subsampling` lets a runtime make, for tools that want constants.
-
-    Args:
-        model: Changed in place.
-
-    Returns:
-        Whether there are any.
-    """
+    """Store the weights that `convolve_subsampling` lets a runtime make, for tools that want constants."""
     graph = model.graph
     weights = [node for node in graph if node.op_type == "Reshape" and _selects(node.outputs[0])]
     for reshape in weights:

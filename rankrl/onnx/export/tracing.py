@@ -33,9 +33,6 @@ def inference_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the CPU that computes in float32, in evaluation mode, without gradients.
 
     Functions of torch that write into `out=` refuse to be traced with them.
-
-    Raises:
-        ExportError: The model cannot be copied.
     """
     try:
         return in_float32(model).cpu().eval().requires_grad_(False)
@@ -46,20 +43,7 @@ def inference_copy(model: nn.Module) -> nn.Module:
 def trace(
     model: nn.Module, sample: Inputs, axes: Sequence[Mapping[int, str]]
 ) -> torch.export.ExportedProgram:
-    """Capture the graph of a model.
-
-    Args:
-        model: A module in evaluation mode.
-        sample: Any inputs of the right shapes and types, batch first; two or more along free axes, because
-            `torch.export` treats 0 and 1 as constants.
-        axes: The axes of each input that stay free, with their names; all share the first.
-
-    Returns:
-        The captured program.
-
-    Raises:
-        ExportError: The model cannot be traced; the message names the layer whose `forward` failed.
-    """
+    """Capture the graph of a model."""
     try:
         with _silence(), _in_order(model, sample) as (args, keywords):
             free = dict(zip(map(id, tensors_of(sample)), map(_free, axes), strict=True))
@@ -83,20 +67,7 @@ def trace(
 def convert(
     program: torch.export.ExportedProgram, model_name: str, opset: int | None, *, inputs: Sequence[str]
 ) -> ir.Model:
-    """Translate a captured program into an ONNX graph, one node after the other, without optimising it.
-
-    Args:
-        program: What `trace` returned.
-        model_name: The name that error messages give to the model.
-        opset: The version of the ONNX operator set; None for the exporter's own default.
-        inputs: The names of the graph's inputs.
-
-    Returns:
-        The ONNX model in memory; its output is `output` (or `output_0`, `output_1`, ...).
-
-    Raises:
-        ExportError: An operator has no ONNX counterpart (its layer is named), or not in this opset.
-    """
+    """Translate a captured program into an ONNX graph, one node after the other, without optimising it."""
     outputs = len(program.graph_signature.user_outputs)
     names = ["output"] if outputs == 1 else [f"output_{index}" for index in range(outputs)]
     try:

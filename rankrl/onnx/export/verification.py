@@ -93,16 +93,7 @@ def onnx_accuracy(
 ) -> float:
     """Measure a classifier's accuracy from its ONNX file alone.
 
-    Args:
-        path: The ONNX file; its first output is taken as the logits, shape (N, classes).
-        batches: Pairs of images and integer labels, shape (N,). The images are what the file takes:
-            normalised floats, shape (N, C, H, W), or uint8, shape (N, H, W, C).
-
-    Returns:
-        The fraction of images whose largest logit is that of their label.
-
-    Raises:
-        ExportError: There is no image, or a batch does not fit the model.
+    Shapes: path (N, classes), batches (N,) and (N, C, H, W) and (N, H, W, C).
     """
     session = open_session(path)
     correct = total = 0

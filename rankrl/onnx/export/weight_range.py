@@ -60,12 +60,6 @@ def as_in_file(
     """Return the network whose simulated integers are those of its file, a copy where they are not its own.
 
     All weights that compute in integers have as many bits: where a plan gives some of them 7, all get 7.
-
-    Args:
-        network: A network with rounding.
-        reduce_range: As in `quantise_onnx`.
-        inputs: Batches of what the network takes, on which a copy's activations get their ranges anew; `None`
-            leaves those that there are.
     """
     bits = integer_bits(network)
     if 8 not in bits or not (REDUCED_BITS in bits or reduces(reduce_range)):
@@ -83,12 +77,7 @@ def integer_bits(network: nn.Module) -> set[int]:
 
 
 def runnable(precisions: Sequence[str], reduce_range: bool | None = None) -> tuple[str, ...]:
-    """Return precisions with `int7` in the place of `int8` where weights are to have 7 of 8 bits.
-
-    Args:
-        precisions: Names of what layers may compute with (`PRECISIONS`).
-        reduce_range: As in `quantise_onnx`.
-    """
+    """Return precisions with `int7` in the place of `int8` where weights are to have 7 of 8 bits."""
     if "int8" not in precisions or not reduces(reduce_range):
         return tuple(precisions)
     return tuple(dict.fromkeys("int7" if name == "int8" else name for name in precisions))

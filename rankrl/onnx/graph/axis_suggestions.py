@@ -35,11 +35,6 @@ def suggested_axes(
     """Yield axes for all inputs, the likeliest first.
 
     Each suggestion begins with one axis of one input, from which those of the others follow.
-
-    Args:
-        inputs: What the file takes.
-        stated: The axes that the user states, which hold.
-        sizes: Shapes of a batch of inputs by their names; empty where there is none.
     """
     left = [entry for entry in inputs if entry.name not in stated and entry.shape]
     known = next(((entry, axis) for entry in inputs if (axis := stated.get(entry.name)) is not None), None)

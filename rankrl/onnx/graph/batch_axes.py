@@ -17,15 +17,7 @@ from rankrl.onnx.graph_edits import Array
 
 @dataclass(frozen=True)
 class BatchAxes:
-    """The axes that count the inputs of a batch.
-
-    Attributes:
-        inputs: Axis of every input of the file by its name; None for one that goes with every batch as it is,
-            such as a rate or a set of scales.
-        outputs: Axis of the outputs by name, the first where one is not listed; None for one that counts no
-            inputs.
-        fixed: The only batch size that the file runs at, or None where any will do.
-    """
+    """The axes that count the inputs of a batch."""
 
     inputs: Mapping[str, int | None]
     outputs: Mapping[str, int | None] = field(default_factory=dict)
@@ -38,11 +30,7 @@ class BatchAxes:
         )
 
     def check(self, feed: Feed) -> None:
-        """Refuse a batch whose arrays count different numbers of inputs.
-
-        Raises:
-            OnnxGraphError: They do.
-        """
+        """Refuse a batch whose arrays count different numbers of inputs."""
         counts = {name: feed[name].shape[axis] for name, axis in self.inputs.items() if axis is not None}
         if len(set(counts.values())) > 1:
             listed = ", ".join(
@@ -101,13 +89,7 @@ class BatchAxes:
 
 
 def by_input(numbers: Array, count: int) -> Array:
-    """Return numbers as rows, one for each input of a batch of so many; shape (count, numbers).
-
-    Args:
-        numbers: Inputs on the first axis; where it does not count them, they are cut into rows anywhere, with
-            zeros at the end.
-        count: How many inputs there are.
-    """
+    """Return numbers as rows, one for each input of a batch of so many; shape (count, numbers)."""
     if not numbers.ndim or len(numbers) % count:
         numbers = np.pad(numbers.reshape(-1), (0, -numbers.size % count))
     return numbers.reshape(count, -1)

@@ -26,17 +26,7 @@ _LARGEST = 256
 
 
 def find_batch_axes(network: OnnxNetwork, feed: Feed, stated: Axes | None = None) -> BatchAxes:
-    """Return the axes that count the inputs of a batch, and the only batch size if there is one.
-
-    Args:
-        network: The network.
-        feed: A batch of inputs of the user's own size; its ranks are those of the file.
-        stated: The axes that the user states; the others are guessed.
-
-    Raises:
-        OnnxGraphError: What is stated does not fit the file, inputs differ in their number or change each
-            other's outputs, or the file runs at none of the sizes that were tried.
-    """
+    """Return the axes that count the inputs of a batch, and the only batch size if there is one."""
     stated = _checked(stated or {}, network)
     trusted = len(stated) == len(network.inputs) or any(axis is not None for axis in stated.values())
     # Integers whose scale is taken from a whole batch change its inputs' outputs a little, whatever they are.
@@ -75,19 +65,7 @@ def find_batch_axes(network: OnnxNetwork, feed: Feed, stated: Axes | None = None
 
 
 class _Trial:
-    """Runs of a file under one suggestion.
-
-    Args:
-        session: The file.
-        axes: The suggestion, with the batch size that the file declares.
-        feed: A batch of the user's own size.
-
-    Attributes:
-        result: The axes and the batch size with which the file runs; None where it does not.
-        influence: How far the outputs of an input change with another one before it, relative to what they
-            are alone, at most; 0 where the file does not run with one and with two.
-        error: What was said when it did not run.
-    """
+    """Runs of a file under one suggestion."""
 
     def __init__(self, session: GraphSession, axes: BatchAxes, feed: Feed) -> None:
         self.axes, self.error, self.influence = axes, "", 0.0
@@ -154,13 +132,7 @@ def _growing(one: Array, two: Array) -> int | None:
 
 
 def _influence(alone: Array, pair: Array, axis: int | None) -> float:
-    """Return how far the second of two inputs' output is from what it is alone, relative to that.
-
-    Args:
-        alone: Output of the second input.
-        pair: Output of both.
-        axis: The axis that counts them; their numbers on it lie one input after the other, or in turns.
-    """
+    """Return how far the second of two inputs' output is from what it is alone, relative to that."""
     if axis is None or alone.dtype.kind != "f" or not alone.any():
         return 0.0
     expected, both = (np.moveaxis(output, axis, 0).astype(np.float64) for output in (alone, pair))
@@ -178,11 +150,7 @@ def _counting(shape: Shape, batch: int) -> int | None:
 
 
 def check_sizes(feed: Feed, axes: BatchAxes, network: OnnxNetwork) -> None:
-    """Refuse a batch whose sizes are not those of the file, or that counts different numbers of inputs.
-
-    Raises:
-        OnnxGraphError: One does not fit.
-    """
+    """Refuse a batch whose sizes are not those of the file, or that counts different numbers of inputs."""
     for entry in network.inputs:
         shape, counting = feed[entry.name].shape, axes.inputs[entry.name]
         for axis, (size, other) in enumerate(zip(entry.shape, shape, strict=True)):

@@ -137,16 +137,7 @@ def _accumulate(
 
 
 def check_gaps(network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Feed]) -> None:
-    """Refuse inputs with NaN or infinite values that a node to be fitted sees.
-
-    Args:
-        network: The network.
-        sites: The nodes.
-        batches: All inputs, whatever they are used for.
-
-    Raises:
-        OnnxGraphError: A node sees such values; all that do are named.
-    """
+    """Refuse inputs with NaN or infinite values that a node to be fitted sees."""
     axes = network.axes
     found = [(feed, gaps) for feed in batches if len(gaps := _gaps(feed, axes))]
     count, total = sum(len(gaps) for _, gaps in found), sum(map(axes.size, batches))
@@ -161,17 +152,7 @@ def check_gaps(network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Fe
 
 
 def check_finite(network: OnnxNetwork, sites: Sequence[Site], feed: Feed, holds: str) -> None:
-    """Refuse a batch of which nodes see NaN or infinite values.
-
-    Args:
-        network: The network.
-        sites: The nodes.
-        feed: The batch.
-        holds: What is wrong with it, for the message.
-
-    Raises:
-        OnnxGraphError: They do.
-    """
+    """Refuse a batch of which nodes see NaN or infinite values."""
     nodes = [node.input_name for site in sites for node in site.nodes]
     outputs = [str(value.name) for value in network.model.graph.outputs]
     session = Captured(network.model, [*nodes, *outputs], network.source)
@@ -197,13 +178,7 @@ def _gaps(feed: Feed, axes: BatchAxes) -> Array:
 
 
 def in_parts(axes: BatchAxes, sites: Sequence[Site], batches: Sequence[Feed]) -> list[Feed]:
-    """Cut batches into parts that are run at a time where single nodes are looked at.
-
-    Args:
-        axes: The axes that count inputs.
-        sites: The nodes, whose largest input says how many inputs of the network a part holds.
-        batches: Inputs of the network.
-    """
+    """Cut batches into parts that are run at a time where single nodes are looked at."""
     size = max(1, _LARGEST // max(map(_bytes, sites), default=1))
     return [part for batch in batches for part in axes.parts(batch, size)]
 
@@ -216,19 +191,7 @@ def drawn_patches(
     generator: torch.Generator,
     batch: int,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Draw the same random patches from several inputs of a node.
-
-    Args:
-        site: The node.
-        layer: The node as a layer without padding (`Site.module`).
-        inputs: Values of one shape that the node takes.
-        count: Patches at most.
-        generator: Source of the positions.
-        batch: Inputs of the network behind each value.
-
-    Returns:
-        For each input a matrix (patches, in * kernel), and which input of the network each is from.
-    """
+    """Draw the same random patches from several inputs of a node."""
     counting = site.counting_axis(inputs[0].shape, batch)
     tensors = [site.padded(np.moveaxis(x, counting, 0)).float() for x in inputs]
     patches, labels = sample_labelled_patches(layer, tensors, count, generator)
@@ -236,13 +199,7 @@ def drawn_patches(
 
 
 class Captured:
-    """A session that returns values of a graph by name, inputs of the graph among them.
-
-    Args:
-        model: The graph; left as it was.
-        names: Names of values.
-        source: Where the graph is from, for messages.
-    """
+    """A session that returns values of a graph by name, inputs of the graph among them."""
 
     def __init__(self, model: ir.Model, names: Sequence[str], source: str) -> None:
         entries = {value.name for value in model.graph.inputs}

@@ -65,11 +65,7 @@ def plan_costs(totals: Mapping[str, int], sites: Sequence[Site], plan: Compressi
 
 
 def _integer_weights(graph: ir.Graph, names: set[str]) -> dict[str, int]:
-    """Return the constants that nodes of some names compute with, or that are turned to floats.
-
-    Returns:
-        How many parameters lie in one of their elements where they are integers, by their names.
-    """
+    """Return the constants that nodes of some names compute with, or that are turned to floats."""
     packed_counts = {str(node.inputs[0].name): 1 for node in graph if dequantises(node) and node.inputs[0]}
     for node in graph:
         if node.name in names:

@@ -25,9 +25,6 @@ class Directions:
     which follows from G = I, where both sides are K / C, and G = e e', for a unit vector e, where e'UU'e has
     a beta distribution with K / 2 and (C - K) / 2. So G is estimated from U' G U without bias, and exactly
     where K = C.
-
-    Attributes:
-        matrix: U, shape (channels, directions), float32; the identity where channels are moved one by one.
     """
 
     matrix: Array
@@ -42,11 +39,7 @@ class Directions:
         return cls(matrix * np.sign(np.diagonal(triangle)))  # uniform with these signs (Mezzadri 2007)
 
     def sensitivities(self, reactions: torch.Tensor) -> torch.Tensor:
-        """Return an estimate of J'J for every input, shape (inputs, channels, channels), float64.
-
-        Args:
-            reactions: J U of every input, shape (inputs, numbers, directions).
-        """
+        """Return an estimate of J'J for every input, shape (inputs, channels, channels), float64."""
         channels, count = self.matrix.shape
         if count == channels:
             return (reactions.mT @ reactions).double()
@@ -66,11 +59,6 @@ class Sketch:
     "Feature Hashing for Large Scale Multitask Learning", ICML 2009; a sparse case of the random signs of
     Achlioptas 2003). Products of rows keep their expectation, with a standard deviation of at most about
     sqrt(2 / 256) of the product of their lengths. Few numbers stay as they are.
-
-    Args:
-        numbers: How many numbers there are.
-        generator: Source of the places and signs.
-        kept: How many sums are kept.
     """
 
     def __init__(self, numbers: int, generator: np.random.Generator, kept: int = SKETCHED) -> None:

@@ -24,13 +24,7 @@ _OTHERS = 8
 
 
 def quantise_lstms(model: ir.Model, lstms: Sequence[tuple[Site, int]]) -> None:
-    """Let LSTM nodes multiply integers.
-
-    Args:
-        model: The graph; changed in place.
-        lstms: The nodes and the bits of their weights: 8, or 7 for processors on which sums of 8-bit products
-            overflow.
-    """
+    """Let LSTM nodes multiply integers."""
     graph, nodes = model.graph, {node.name: node for node in model.graph}
     for site, bits in lstms:
         node = nodes[site.name]

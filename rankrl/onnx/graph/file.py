@@ -42,23 +42,7 @@ def write_graph(
     fitted: bool = True,
     choice: RangeChoice | None = None,
 ) -> None:
-    """Write a compressed graph; the file appears complete or not at all.
-
-    Args:
-        graph: The graph.
-        path: The file to write.
-        calibration: Batches that set the ranges of activations, where nodes compute in integers.
-        metadata: Text to store in the file, in addition to what it holds.
-        reduce_range: As in `quantise_onnx`.
-        fitted: As there.
-        choice: As there, of the network that the graph was made from: what was measured of that one holds as
-            long as no node was fitted anew.
-
-    Raises:
-        OnnxGraphError: Weights of 4 bits need a newer operator set, to which the graph cannot be converted.
-        ExportError: onnxruntime cannot quantise it.
-        DefectError: The graph is damaged, by no fault of the user's.
-    """
+    """Write a compressed graph; the file appears complete or not at all."""
     model = in_half(graph.model, graph.half, "the compressed network") if graph.half else graph.model.clone()
     if 4 in graph.stored.values():
         model = _with_int4(model)
@@ -105,17 +89,6 @@ def check_contracted(graph: CompressedGraph, batches: Sequence[Feed], source: st
 
     Where the graph rounds on its way, the order of a sum decides whole steps at its outputs; there every
     replaced node is compared by itself, on the inputs that it receives.
-
-    Args:
-        graph: The graph, before any rounding that the plan asks for.
-        batches: Inputs.
-        source: Where it is from, for messages.
-
-    Returns:
-        The largest difference at an output, as a share of the largest number there.
-
-    Raises:
-        OnnxGraphError: It is above the tolerance, or not finite.
     """
     assert graph.contracted is not None
     pairs = _node_by_node if any(map(rounds, graph.model.graph.all_nodes())) else _as_a_whole

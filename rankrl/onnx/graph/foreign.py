@@ -14,9 +14,6 @@ def foreign_weight(node: ir.Node) -> Array | None:
 
     It is the largest of its constants in floating point along two axes or more; biases and scales, along one,
     are none.
-
-    Args:
-        node: The node.
     """
     if is_standard(node):
         return None

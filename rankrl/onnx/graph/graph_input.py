@@ -10,14 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class GraphInput:
-    """An input of a network.
-
-    Attributes:
-        name: Name of the input.
-        dtype: Type of the arrays it takes.
-        shape: Its sizes; None for a size that is free.
-        names: What the file calls its axes; empty for one without a name.
-    """
+    """An input of a network."""
 
     name: str
     dtype: np.dtype[Any]

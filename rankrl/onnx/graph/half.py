@@ -50,15 +50,7 @@ _MEAN, _VARIANCE = 3, 4
 
 @dataclass(frozen=True)
 class HalfValues:
-    """The values of a graph that are in half precision in its file.
-
-    Attributes:
-        types: The types of values in half precision, by name, without constants that are only stored in it.
-        names: The names of all values.
-        attributes: Attributes that named a type of half precision, by the node's first output and their own
-            name.
-        computes: Whether a node computes in half precision; inputs and outputs in it alone need none.
-    """
+    """The values of a graph that are in half precision in its file."""
 
     types: Mapping[str, ir.DataType] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
@@ -70,11 +62,7 @@ class HalfValues:
 
 
 def half_values(model: ir.Model) -> HalfValues:
-    """Find the values of a model that are in half precision.
-
-    Args:
-        model: The model, without functions of its own.
-    """
+    """Find the values of a model that are in half precision."""
     model = model.clone()
     passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
     attributes: dict[tuple[str, str], int] = {}
@@ -114,12 +102,7 @@ def _taking_part(model: ir.Model) -> set[ir.Value]:
 
 
 def in_float32(model: ir.Model, half: HalfValues) -> ir.Model:
-    """Return a model with everything in float32 that is in half precision, but for its inputs.
-
-    Args:
-        model: The model; left as it was.
-        half: What is in half precision (`half_values`).
-    """
+    """Return a model with everything in float32 that is in half precision, but for its inputs."""
     wide = model.clone()
     for value in [value for graph in wide.graphs() for value in values_in(graph)]:
         if value.name not in half.types:
@@ -145,16 +128,7 @@ def in_float32(model: ir.Model, half: HalfValues) -> ir.Model:
 
 
 def in_half(model: ir.Model, half: HalfValues, source: str) -> ir.Model:
-    """Return a model that `in_float32` made, changed perhaps, in the precision that the original had.
-
-    Args:
-        model: The model; left as it was.
-        half: What was in half precision.
-        source: Where it is from, for messages.
-
-    Raises:
-        OnnxGraphError: A number is too large for half precision.
-    """
+    """Return a model that `in_float32` made, changed perhaps, in the precision that the original had."""
     narrow = model.clone()
     for node in [node for node in narrow.graph if str(node.name).startswith(_WIDENED)]:
         if is_standard(node, "Cast") and node.inputs[0] is not None:
@@ -181,15 +155,7 @@ def in_half(model: ir.Model, half: HalfValues, source: str) -> ir.Model:
 
 
 def store_narrow(model: ir.Model, kinds: Mapping[str, ir.DataType]) -> None:
-    """Store float32 constants of a graph in half precision, from which it casts them as it runs.
-
-    Args:
-        model: The graph; changed in place.
-        kinds: The types by the names of the constants; others than float32 stay as they are.
-
-    Raises:
-        OnnxGraphError: A number is too large for half precision.
-    """
+    """Store float32 constants of a graph in half precision, from which it casts them as it runs."""
     graph, casts = model.graph, []
     for name, kind in kinds.items():
         value = graph.initializers.get(name)
@@ -204,12 +170,7 @@ def store_narrow(model: ir.Model, kinds: Mapping[str, ir.DataType]) -> None:
 
 
 def without_casts(model: ir.Model, kinds: Collection[ir.DataType]) -> bool:
-    """Store constants in float32 that are cast to it; tell whether there were any.
-
-    Args:
-        model: The graph; changed in place. It computes the same, bit for bit.
-        kinds: From which types.
-    """
+    """Store constants in float32 that are cast to it; tell whether there were any."""
     graph, known = model.graph, dict[ir.Value, ir.Value]()
     for node in list(graph):
         value = node.inputs[0] if is_standard(node, "Cast") else None
@@ -229,11 +190,7 @@ def without_casts(model: ir.Model, kinds: Collection[ir.DataType]) -> bool:
 
 
 def without_integers(precisions: Sequence[str], source: str) -> tuple[str, ...]:
-    """Return the precisions that nodes of a file in half precision may choose from, with a warning if fewer.
-
-    Raises:
-        ConfigError: Nothing but integers is wanted.
-    """
+    """The precisions that nodes of a file in half precision may choose from, with a warning if fewer."""
     if "float32" not in precisions:
         raise ConfigError(f"{source}: {_NO_INTEGERS}")
     if len(precisions) > 1:
@@ -242,11 +199,7 @@ def without_integers(precisions: Sequence[str], source: str) -> tuple[str, ...]:
 
 
 def check_without_integers(plan: CompressionPlan, source: str) -> None:
-    """Refuse a plan that rounds nodes of a file in half precision.
-
-    Raises:
-        PlanError: It does.
-    """
+    """Refuse a plan that rounds nodes of a file in half precision."""
     rounded = [layer.name for layer in plan if layer.operation(Quantise) is not None]
     if rounded:
         raise PlanError(f"the plan rounds {rounded[0]!r} of {source} to integers; {_NO_INTEGERS}")

@@ -32,14 +32,7 @@ Batches = Mapping[str, Array] | Array | Iterable[Feed | Array | Sequence[Feed | 
 
 @dataclass(frozen=True)
 class SplitInputs:
-    """Batches of inputs.
-
-    Attributes:
-        axes: Which axes count the inputs of a batch.
-        calibration: What layers are fitted to.
-        heldout: What the result is compared with the original on.
-        scored: What plans are scored on; empty where none are, or where they are scored otherwise.
-    """
+    """Batches of inputs."""
 
     axes: BatchAxes
     calibration: list[Feed]
@@ -50,19 +43,7 @@ class SplitInputs:
 def read_inputs(
     path: str | Path, network: OnnxNetwork, images: ImagePreprocessing | None = None
 ) -> dict[str, Array]:
-    """Read inputs from a file or from a folder of images.
-
-    Args:
-        path: A .npz file with one array for each input of the network, by its name; other arrays in it, such
-            as labels, are left alone. A .npy file, or a .npz file of one array, will do for a network with
-            one input, whatever the array's name. Or a folder of image files.
-        network: The network that is to take them.
-        images: How images become inputs; pixels in [0, 1] when omitted.
-
-    Raises:
-        OnnxGraphError: The file is missing or damaged, or lacks an input, or the network takes no images.
-        DataError: An image cannot be decoded.
-    """
+    """Read inputs from a file or from a folder of images."""
     path = Path(path)
     if path.is_dir():
         return (images or ImagePreprocessing()).read(path, network)
@@ -108,25 +89,7 @@ def split_inputs(
     batch: int = BATCH,
     seed: int = 0,
 ) -> SplitInputs:
-    """Check inputs and split them.
-
-    Args:
-        inputs: One array for each input by name, all of the same length on the axis that counts the inputs;
-            one array for a network with one input; or batches of such, whose other sizes may differ. A list
-            of batches in the place of one is a sequence, such as the steps of a recording; it is never split.
-        network: The network that is to take them.
-        batch_axes: The axis that counts the inputs of a batch, by the names of inputs, None for an input that
-            goes with every batch as it is; what is left out is found (`find_batch_axes`).
-        heldout: Share of the inputs (of the batches, where their sizes differ) to compare results on, or how
-            many.
-        scored: Share of them to score plans on, or how many.
-        batch: Inputs that are run at a time at most, fewer where they are large, where the network leaves
-            that free.
-        seed: Seed of the draw.
-
-    Raises:
-        OnnxGraphError: An input's name, type or shape does not fit, or there are too few.
-    """
+    """Check inputs and split them."""
     if not (0 < heldout < 1 or is_number_of_inputs(heldout)):
         raise OnnxGraphError(
             f"heldout is {heldout}; it is a share of the inputs, between 0 and 1, or a number of inputs"
@@ -204,11 +167,7 @@ def _shares(
 
 
 def checked(feed: Feed | Any, network: OnnxNetwork) -> dict[str, Array]:
-    """Return a batch in the types that the network takes.
-
-    Raises:
-        OnnxGraphError: A name, type or shape does not fit.
-    """
+    """Return a batch in the types that the network takes."""
     if isinstance(feed, np.ndarray):
         feed = {_only(network).name: feed}
     if not isinstance(feed, Mapping):

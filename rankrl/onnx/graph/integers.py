@@ -24,11 +24,6 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
     The quantiser takes every convolution and product, but onnxruntime refuses to load or to run some of the
     files that it writes, because its own rewriting around integer nodes is not always valid. Such nodes are
     found by trying all at once, then halves of those that fail.
-
-    Args:
-        network: The network.
-        sites: The nodes, without a refusal.
-        feed: A batch, the first input of which sets the ranges.
     """
     feed = network.axes.one(feed)
     network = network.without_casts()
@@ -64,11 +59,6 @@ def failing_names(
     """Return the names without which all others pass together.
 
     All are tried at once, then halves of those that fail.
-
-    Args:
-        names: What may fail.
-        fails: Tells whether some do together.
-        tell: Is called with every name that fails, right after its trial.
     """
     passing: list[str] = []
     failing: list[str] = []
@@ -89,14 +79,7 @@ def failing_names(
 def chosen_ranges(
     network: OnnxNetwork, names: Sequence[str], batches: Sequence[Feed], reduce_range: bool | None
 ) -> RangeChoice:
-    """Return how ranges are found best when all nodes that can compute in integers (`choose_ranges`).
-
-    Args:
-        network: The network.
-        names: Names of these nodes.
-        batches: Calibration inputs.
-        reduce_range: As in `quantise_onnx`.
-    """
+    """Return how ranges are found best when all nodes that can compute in integers (`choose_ranges`)."""
     network = network.without_casts()
     weights = {network.weight_inputs[name] for name in names}
     with tempfile.TemporaryDirectory() as folder:

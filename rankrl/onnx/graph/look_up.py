@@ -37,13 +37,7 @@ _ELEMENTWISE = {
 
 @dataclass(frozen=True)
 class _OneHot:
-    """A one-hot code along the last axis.
-
-    Attributes:
-        index: The class of every position, integers with a last axis of one element; those outside of 0 to
-            `classes` - 1 have a code of zeros.
-        classes: How many there are.
-    """
+    """A one-hot code along the last axis."""
 
     index: ir.Value
     classes: int
@@ -53,9 +47,6 @@ def with_look_ups(network: OnnxNetwork) -> OnnxNetwork:
     """Return a network in which products with a one-hot code are look-ups; the same one if it has none.
 
     Outputs stay the same for every input, indices of no class included.
-
-    Args:
-        network: The network; left as it was.
     """
     model = network.graph_model()
     products = [node for node in model.graph if is_standard(node, "MatMul") and _one_hot(node.inputs[0])]

@@ -41,16 +41,7 @@ _QUIET.log_severity_level = 4  # only what ends the process
 
 
 class OnnxNetwork:
-    """A network read from an ONNX file; the file itself is never written.
-
-    Args:
-        model: The model, all its data inside; every node has a name of its own. It is not changed.
-        source: Where it was read from, for messages.
-        axes: Which axes count the inputs of a batch; what the file suggests when omitted.
-        half: What of it is in half precision in the file, where `model` has it in float32.
-        converted: What to tell of a conversion of its operator set.
-        aside: What was set aside of the file.
-    """
+    """A network read from an ONNX file; the file itself is never written."""
 
     def __init__(
         self,
@@ -69,12 +60,7 @@ class OnnxNetwork:
 
     @classmethod
     def load(cls, path: str | Path) -> OnnxNetwork:
-        """Read a file, with the data that lie next to it, and check it.
-
-        Raises:
-            OnnxGraphError: There is no such file, it is no ONNX file, damaged, too old or too large, data
-                next to it are missing, or it has no input that arrays can be given for.
-        """
+        """Read a file, with the data that lie next to it, and check it."""
         model, converted, aside = read_graph(Path(path))
         network = cls(model, str(path), converted=converted, aside=aside)
         if not network.inputs:
@@ -110,11 +96,7 @@ class OnnxNetwork:
         return self._like(self.model, axes=axes)
 
     def in_float32(self) -> OnnxNetwork:
-        """Return the network with what is in half precision in float32; itself where nothing is.
-
-        Raises:
-            OnnxGraphError: It is in bfloat16.
-        """
+        """Return the network with what is in half precision in float32; itself where nothing is."""
         half = half_values(self.model)
         if not half:
             return self
@@ -184,11 +166,7 @@ class OnnxNetwork:
         return {str(node.name): str(value.name) for node, value in second.items() if value is not None}
 
     def session(self, threads: int = 1) -> GraphSession:
-        """Open the network in onnxruntime.
-
-        Raises:
-            OnnxGraphError: onnxruntime cannot run a node.
-        """
+        """Open the network in onnxruntime."""
         return GraphSession(self.model, self.source, threads=threads)
 
 
@@ -200,18 +178,7 @@ def open_session(
     optimised: bool = True,
     arena: bool = True,
 ) -> onnxruntime.InferenceSession:
-    """Open a model in onnxruntime, on the processor.
-
-    Args:
-        model: The model, or the path of its file.
-        source: Where it is from, for messages.
-        threads: Threads that compute an operator.
-        optimised: Whether onnxruntime may rewrite the graph.
-        arena: Whether memory comes from an arena (`inference_session`).
-
-    Raises:
-        OnnxGraphError: onnxruntime cannot run a node of it.
-    """
+    """Open a model in onnxruntime, on the processor."""
     try:
         proto = to_proto(model) if isinstance(model, ir.Model) else model
         content = proto if isinstance(proto, str) else proto.SerializeToString()
@@ -224,17 +191,7 @@ def open_session(
 
 
 class GraphSession:
-    """A graph in onnxruntime, with any number of inputs and outputs.
-
-    Args:
-        model: The graph, or a session that it is open in.
-        source: Where it is from, for messages.
-        threads: Threads that compute an operator.
-        tensors: Whether outputs of other kinds are left out.
-
-    Raises:
-        OnnxGraphError: onnxruntime cannot run a node of it.
-    """
+    """A graph in onnxruntime, with any number of inputs and outputs."""
 
     def __init__(
         self,
@@ -256,15 +213,7 @@ class GraphSession:
         ]
 
     def run(self, feed: Feed, *, quiet: bool = False) -> list[Array]:
-        """Return all outputs for one batch; inputs that the graph does not need are left out.
-
-        Args:
-            feed: One array for each input.
-            quiet: Keep what onnxruntime would write about a failure to the error it raises.
-
-        Raises:
-            OnnxGraphError: The graph fails on the inputs.
-        """
+        """Return all outputs for one batch; inputs that the graph does not need are left out."""
         arrays = {
             name: np.asarray(value, order="C") for name, value in feed.items() if name in self.input_names
         }

@@ -29,21 +29,12 @@ def passes_for(macs: int) -> int:
 
     Few inputs leave much of a matrix open: ResNet-20 in Tucker at a quarter of its parameters keeps 80.9 %
     with the fewest and 81.6 % with the most (three draws), and 81.8 % with gradients.
-
-    Args:
-        macs: Multiply-accumulates of the nodes for one input.
     """
     return int(min(PASSES[1], max(PASSES[0], _MACS / max(1, macs))))
 
 
 def passes_by_node(network: OnnxNetwork, sites: Sequence[Site], effort: float = EFFORT) -> list[int]:
-    """Return how many inputs are sent through what lies behind each node and those that share its weight.
-
-    Args:
-        network: The network.
-        sites: The nodes, without a refusal.
-        effort: Multiply-accumulates of all passes of all nodes, at most.
-    """
+    """Return how many inputs are sent through what lies behind each node and those that share its weight."""
     graph = network.model.graph
     values = ir.convenience.create_value_mapping(graph)
     nodes = [node for site in sites for node in site.nodes]
@@ -65,16 +56,7 @@ def passes_by_node(network: OnnxNetwork, sites: Sequence[Site], effort: float = 
 
 
 def shared_passes(efforts: Sequence[float], wanted: int, effort: float) -> list[int]:
-    """Share an effort among nodes evenly; what one does not need goes to the others.
-
-    Args:
-        efforts: What one pass of every node takes.
-        wanted: Passes of a node at most.
-        effort: What all passes may take.
-
-    Returns:
-        Passes of every node.
-    """
+    """Share an effort among nodes evenly; what one does not need goes to the others."""
     shares = [0] * len(efforts)
     waiting = sorted(range(len(efforts)), key=lambda index: (efforts[index], index))
     for place, index in enumerate(waiting):

@@ -29,12 +29,7 @@ METADATA = "several_positions"
 
 @dataclass(frozen=True)
 class SeveralPositions:
-    """How a convolution computes several positions at once.
-
-    Attributes:
-        axis: The spatial axis along which they lie, 0 the first one.
-        positions: How many they are, at least 2.
-    """
+    """How a convolution computes several positions at once."""
 
     axis: int
     positions: int
@@ -48,11 +43,6 @@ def with_several_positions(network: OnnxNetwork, sites: Sequence[Site], ways: Po
     """Return a network in which some convolutions compute several positions at once.
 
     They keep their names, and have a bias from then on. What follows them puts the positions side by side.
-
-    Args:
-        network: The network; left as it was.
-        sites: Its nodes, with the sizes that inputs have.
-        ways: What becomes of which nodes; of those that share a weight, the first stands for all.
     """
     if not ways:
         return network
@@ -66,13 +56,7 @@ def with_several_positions(network: OnnxNetwork, sites: Sequence[Site], ways: Po
 
 
 def possible_positions(network: OnnxNetwork, site: Site, group: int) -> list[SeveralPositions]:
-    """Return the ways in which a node can compute several positions at once; none for most nodes.
-
-    Args:
-        network: The network. Its inputs must have fixed sizes, because outputs are put side by side by them.
-        site: The node.
-        group: Output channels that the processor computes at a time.
-    """
+    """Return the ways in which a node can compute several positions at once; none for most nodes."""
     axes = network.axes.inputs
     fixed = all(
         size is not None or axis == axes[entry.name]
@@ -99,11 +83,7 @@ def to_metadata(ways: PositionsByNode) -> dict[str, dict[str, int]]:
 
 
 def from_metadata(values: object, network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, SeveralPositions]:
-    """Read what `to_metadata` made, as a plan keeps it.
-
-    Raises:
-        PlanError: It is something else, or nothing that the nodes of the network can become.
-    """
+    """Read what `to_metadata` made, as a plan keeps it."""
     if not isinstance(values, Mapping):
         raise PlanError(
             f"the plan's metadata hold {values!r} as {METADATA!r}, where names of nodes belong, each "
@@ -144,15 +124,7 @@ def _sizes(site: Site) -> tuple[int, ...]:
 def _replace(
     graph: ir.Graph, node_site: Site, site: Site, way: SeveralPositions, constants: dict[str, ir.Value]
 ) -> None:
-    """Put what computes several positions at once in the place of one node.
-
-    Args:
-        graph: The graph; changed in place.
-        node_site: The node.
-        site: The one that holds the weight, which may be another.
-        way: How it computes.
-        constants: Those of nodes before that share the weight, to which its own are added.
-    """
+    """Put what computes several positions at once in the place of one node."""
     node = next(node for node in graph if node.name == node_site.name)
     x = node.inputs[0]
     assert x is not None

@@ -34,18 +34,7 @@ Inputs = Batches | str | Path
 
 @dataclass(frozen=True)
 class PreparedFile:
-    """A network read from an ONNX file, with its inputs, its nodes and their costs.
-
-    Attributes:
-        original: The network as the file has it, half precision in float32.
-        network: The network that is compressed: the original with look-ups for products with one-hot codes
-            and constants in float32 that are cast to it, perhaps with convolutions that compute several
-            positions at once.
-        split: The inputs.
-        sites: Its nodes.
-        totals: What it costs (`compression_costs`).
-        several: Which convolutions compute several positions at once.
-    """
+    """A network read from an ONNX file, with its inputs, its nodes and their costs."""
 
     original: OnnxNetwork
     network: OnnxNetwork
@@ -69,24 +58,7 @@ class PreparedFile:
         look_ups: bool = True,
         seed: int = 0,
     ) -> PreparedFile:
-        """Read the file, and the inputs where they are in a file, too.
-
-        Args:
-            path: The ONNX file.
-            inputs: A .npz or .npy file, a folder of images, arrays, or batches of them.
-            images: How image files become inputs, where `inputs` is a folder of them.
-            batch_axes: The axis of every input that counts the inputs of a batch (`split_inputs`).
-            heldout: Share of the inputs that results are compared on.
-            scored: Share of the inputs that plans are scored on.
-            skip: Nodes that stay as they are: names, or patterns of names.
-            only: Nodes that alone may change, named likewise; empty for all.
-            look_ups: Whether products with one-hot codes become look-ups.
-            seed: Seed of the split.
-
-        Raises:
-            OnnxGraphError: The file or the inputs cannot be used, or no node can be compressed.
-            DecompositionError: `skip` or `only` match no node.
-        """
+        """Read the file, and the inputs where they are in a file, too."""
         original = OnnxNetwork.load(path).in_float32()
         held = read_inputs(inputs, original, images) if isinstance(inputs, str | Path) else inputs
         split = split_inputs(held, original, batch_axes=batch_axes, heldout=heldout, scored=scored, seed=seed)
@@ -102,11 +74,7 @@ class PreparedFile:
         return file
 
     def with_several_positions(self, several: PositionsByNode) -> PreparedFile:
-        """Return the same file with convolutions that compute several positions at once.
-
-        Args:
-            several: Which ones, and how.
-        """
+        """Return the same file with convolutions that compute several positions at once."""
         if not several:
             return self
         network = with_several_positions(self.network, self.sites, several)
@@ -125,11 +93,7 @@ class PreparedFile:
 
     @property
     def changing(self) -> list[Site]:
-        """The nodes that can be compressed, at least one: those that formats replace, and LSTMs.
-
-        Raises:
-            OnnxGraphError: There is none; the message gives the reasons.
-        """
+        """The nodes that can be compressed, at least one: those that formats replace, and LSTMs."""
         sites = [site for site in self.sites if site.spec.refusal is None]
         if not sites:
             reasons = "; ".join(f"{site.name}: {site.spec.refusal}" for site in self.sites[:5])
@@ -191,11 +155,7 @@ class PreparedFile:
         return network_costs(self.original, self.original_sites)
 
     def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Return fractions of the original's costs as fractions of what the compressed network begins with.
-
-        Args:
-            kept: Fractions of parameters, multiply-accumulates and bytes, by `params`, `macs` and `bytes`.
-        """
+        """Fractions of the original's costs as fractions of what the compressed network begins with."""
         ratios = {name: self.original_totals[name] / max(1, self.totals[name]) for name in self.totals}
         return {
             name: None if value is None else min(1.0, value * ratios[name]) for name, value in kept.items()

@@ -58,11 +58,7 @@ def packed(node: ir.Node) -> int:
 
 
 def integer_weight(node: ir.Node) -> Array | None:
-    """Return the weight of a node that computes in integers, zeros of its shape where it is packed.
-
-    Args:
-        node: The node. A product of two values that both depend on the inputs has none.
-    """
+    """Return the weight of a node that computes in integers, zeros of its shape where it is packed."""
     if node.op_type == "MatMulNBits":
         sizes = [node.attributes[name].as_int() for name in ("K", "N")]
         return np.broadcast_to(np.int8(0), sizes)
@@ -75,10 +71,6 @@ def constant(value: ir.Value | None, followed: Sequence[str] = ()) -> Array | No
     """Return what a value always is, or None where it depends on the inputs.
 
     Constants that are only turned or reshaped on their way are followed.
-
-    Args:
-        value: The value.
-        followed: Operators that are followed besides.
     """
     if value is None:
         return None

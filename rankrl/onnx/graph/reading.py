@@ -30,17 +30,7 @@ _LARGEST_FILE = 2**31 - 1
 
 
 def read_graph(path: Path) -> tuple[ir.Model, str, SetAside]:
-    """Read a file, with the data that lie next to it, and check it.
-
-    Returns:
-        The graph, all its data inside, without functions of its own, sparse constants, and outputs that are
-        no tensors; every node has a name of its own. What to tell of a conversion of its operator set, empty
-        without one. And what was set aside of the file.
-
-    Raises:
-        OnnxGraphError: There is no such file, it is no ONNX file, damaged, too old or too large, or data
-            next to it are missing.
-    """
+    """Read a file, with the data that lie next to it, and check it."""
     proto = _read(path)
     model, aside = _checked(proto, path)
     if passes.RemoveInitializersFromInputsPass()(model).modified:  # old files list them, others cannot go

@@ -27,11 +27,7 @@ def is_recurrent(node: ir.Node) -> bool:
 
 
 def recurrent_weight(node: ir.Node) -> Array | None:
-    """Return a recurrent layer's weights on its inputs and on its state, side by side.
-
-    Returns:
-        An array (directions, gates * hidden, inputs + hidden), None where they are computed.
-    """
+    """Return a recurrent layer's weights on its inputs and on its state, side by side."""
     arrays = [constant(node.inputs[index]) for index in (1, 2)]
     known = [array for array in arrays if array is not None]
     if len(known) < len(arrays):
@@ -42,13 +38,7 @@ def recurrent_weight(node: ir.Node) -> Array | None:
 
 
 def recurrent_reason(node: ir.Node, weight: Array | None, *, inside: bool) -> str | None:
-    """Return why a recurrent layer stays as it is, None where it may compute in integers.
-
-    Args:
-        node: The node.
-        weight: Its weights.
-        inside: Whether it lies in the body of another node, or in a function.
-    """
+    """Return why a recurrent layer stays as it is, None where it may compute in integers."""
     if _is_dynamic(node):
         return "it computes in integers already"
     if node.op_type != "LSTM":
@@ -64,13 +54,7 @@ def recurrent_reason(node: ir.Node, weight: Array | None, *, inside: bool) -> st
 
 
 def lstm_site(node: ir.Node, spec: LayerSpec, weight: Array) -> Site:
-    """Return an LSTM as the matrix of all rows of its weights (`Site.hidden`).
-
-    Args:
-        node: The node.
-        spec: What is known of it.
-        weight: Its weights (`recurrent_weight`).
-    """
+    """Return an LSTM as the matrix of all rows of its weights (`Site.hidden`)."""
     directions, rows, _ = weight.shape
     hidden = rows // _GATES
     parts = [weight[..., :-hidden], weight[..., -hidden:]]
@@ -89,13 +73,7 @@ def lstm_site(node: ir.Node, spec: LayerSpec, weight: Array) -> Site:
 
 
 def counted_recurrent(spec: LayerSpec, shape: Sequence[int], batch: int) -> LayerSpec:
-    """Return a recurrent layer with its positions and multiply-accumulates for one input of the network.
-
-    Args:
-        spec: The layer.
-        shape: Shape of the sequences: (steps, sequences, inputs), or sequences first.
-        batch: Inputs of the network that the sequences are from.
-    """
+    """Return a recurrent layer with its positions and multiply-accumulates for one input of the network."""
     positions = math.prod(shape[:2])
     sizes = ((max(1, positions // batch),),)
     return replace(spec, macs=positions * spec.params // batch, input_sizes=sizes, output_sizes=sizes)

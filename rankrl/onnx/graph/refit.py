@@ -43,22 +43,7 @@ from rankrl.onnx.graph_edits import without_unused
 
 @dataclass
 class CompressedGraph:
-    """A graph with its plan carried out, still in floating point.
-
-    Attributes:
-        model: The graph.
-        contracted: The same with one dense node in the place of each factorised one.
-        computing: Names of weights whose nodes are to compute in integers.
-        reduced: Whether some of them have 7 bits, so that all are to have.
-        stored: Bits of weights that are to be stored in integers, by name.
-        pivoted: Names of weights that are stored without the rows of the identity in them.
-        lstms: LSTMs that are to compute in integers, and the bits of their weights.
-        errors: Relative output error of each node, those before it included, by name.
-        replaced: The nodes in whose place something else stands.
-        half: What is to be in half precision in the file.
-        narrow: Types of half precision that constants are stored in and cast from, by name.
-        axes: The axes that count inputs, None where they are the first.
-    """
+    """A graph with its plan carried out, still in floating point."""
 
     model: ir.Model
     contracted: ir.Model | None = None
@@ -106,18 +91,7 @@ class CompressedGraph:
 
 
 def check_plan(plan: CompressionPlan, sites: Sequence[Site], source: str) -> None:
-    """Refuse a plan that cannot be carried out on a network in an ONNX file.
-
-    Args:
-        plan: The plan.
-        sites: The nodes of the network.
-        source: Where it is from, for messages.
-
-    Raises:
-        PlanError: The plan was made for another network, or does something that a node cannot become.
-        ConfigError: It holds a format that cannot be written as plain nodes.
-        DecompositionError: A rank is not feasible.
-    """
+    """Refuse a plan that cannot be carried out on a network in an ONNX file."""
     specs = plan.check_specs(site.spec for site in sites)
     missing = [name for name in specs if name not in {layer.name for layer in plan}]
     if missing:
@@ -180,17 +154,6 @@ def refitted_graph(
     anew, too, and make up for the errors of those before them, unless new weights would take more bytes than
     the file does with theirs, as sparse ones do. Up to the first node that is factorised, or whose weights
     keep fewer than 8 bits, there is nothing to make up for, but what stored integers lose.
-
-    Args:
-        network: The network.
-        sites: Its nodes.
-        plan: What becomes of them, by their names.
-        batches: Calibration inputs.
-        sensitivities: G (out, out) by name; nodes without one count their channels alike.
-        options: How much work each fit may do.
-        patches: Patches of a node's input at most that it is fitted to.
-        seed: Seed of the patch positions.
-        progress: Called with each node's name when it is done.
     """
     graph = CompressedGraph(
         network.graph_model(), network.graph_model(), half=network.half, axes=network.axes
@@ -301,20 +264,7 @@ def _refit(site: Site, entry: LayerPlan, sensitivity: torch.Tensor | None, optio
 def _arriving_patches(
     before: GraphWalk, after: GraphWalk, site: Site, sizes: Sequence[int], most: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw what a node receives in both graphs.
-
-    Args:
-        before: The original.
-        after: The compressed graph.
-        site: The node.
-        sizes: Inputs in each batch.
-        most: Patches at most.
-        seed: Seed of the positions.
-
-    Returns:
-        Two matrices (patches, in * kernel), the same patches of the original and of the compressed graph, and
-        which input each is from.
-    """
+    """Draw what a node receives in both graphs."""
     generator = torch.Generator().manual_seed(seed)
     layers = [node.module() for node in site.nodes]
     *starts, total = accumulate(sizes, initial=0)

@@ -56,11 +56,7 @@ def _runs_in_a_row(tensor_format: TensorFormat) -> bool:
 
 
 def check_formats(names: Sequence[str]) -> None:
-    """Refuse formats that cannot be written as plain nodes.
-
-    Raises:
-        ConfigError: Naming the format and those that can.
-    """
+    """Refuse formats that cannot be written as plain nodes."""
     for name in names:
         get_format(name)  # an unknown one has a message of its own
         if name not in writable_formats():
@@ -74,19 +70,7 @@ def check_formats(names: Sequence[str]) -> None:
 def replace_node(
     model: ir.Model, site: Site, layers: Sequence[nn.Module], shift: torch.Tensor | None
 ) -> dict[str, ir.Value]:
-    """Put a layer in the place of a node, and of all that share its weight.
-
-    Args:
-        model: The graph; changed in place.
-        site: The node, as it was found in the original graph.
-        layers: What takes its place, and that of each of the others: a dense layer or a factorised one
-            without rounding, made from a module with the padding `MARKED`; their values are those of the
-            first.
-        shift: What the mean output lacks (out,), for what takes it up; `None` where nothing does.
-
-    Returns:
-        The constants that were written; the last word of their keys says what they are (`Site.narrow`).
-    """
+    """Put a layer in the place of a node, and of all that share its weight."""
     constants: dict[str, ir.Value] = {}
     for node, layer in zip(site.nodes, layers, strict=True):
         _replace_one(model.graph, node, layer, shift, constants)
@@ -125,16 +109,7 @@ def _replace_one(
 
 @dataclass(frozen=True)
 class OpenConstants:
-    """Constants that say what a node computes, each with a name of its own by which others are put there.
-
-    Attributes:
-        weight: Name of the weight, with the axes in the order of the node.
-        turned: Whether that is a matrix whose input channels come first.
-        mean: Name of what takes up a change of the mean output, empty where nothing does.
-        known: Its value.
-        sign: 1 where the change is added to it, -1 where it is taken away.
-        state: Name of the weight of an LSTM on its state, empty for others.
-    """
+    """Constants that say what a node computes, each with a name of its own by which others are put there."""
 
     weight: str
     turned: bool = False
@@ -145,12 +120,7 @@ class OpenConstants:
 
 
 def open_constants(model: ir.Model, site: Site) -> OpenConstants:
-    """Give the nodes of a site constants that nothing else uses; what the graph computes stays the same.
-
-    Args:
-        model: The graph; changed in place.
-        site: The node, without a refusal.
-    """
+    """Give the nodes of a site constants that nothing else uses; what the graph computes stays the same."""
     nodes = {node.name: node for node in model.graph}
     node = nodes[site.name]
     if site.hidden:

@@ -129,16 +129,7 @@ def collect_sensitivities(
 
 
 def behind(model: ir.Model, value: str) -> tuple[ir.Model, list[str]] | None:
-    """Return the part of a model that depends on a value, which becomes an input of it.
-
-    Args:
-        model: The model; left as it was.
-        value: Name of a value of the main graph.
-
-    Returns:
-        The part, with those outputs that depend on the value, and the names of the other values it takes;
-        `None` if no output does.
-    """
+    """Return the part of a model that depends on a value, which becomes an input of it."""
     start = ir.convenience.create_value_mapping(model.graph)[value]
     reached = depending(model.graph, [start])
     outputs = [str(output.name) for output in model.graph.outputs if output in reached]
@@ -156,13 +147,7 @@ def behind(model: ir.Model, value: str) -> tuple[ir.Model, list[str]] | None:
 
 
 class _Measurement:
-    """What the measurements of all nodes have in common.
-
-    Args:
-        network: The network.
-        sites: The nodes, whose largest input or output says how many inputs are sent through at a time.
-        batches: Calibration inputs.
-    """
+    """What the measurements of all nodes have in common."""
 
     def __init__(self, network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Feed]) -> None:
         self._network, self._batches = network, batches
@@ -286,13 +271,7 @@ class _Measurement:
 
 
 def fitting_inputs(network: OnnxNetwork, sites: Sequence[Site], batch: Feed) -> int:
-    """Return how many inputs are sent through a network at a time, so that no value becomes too large.
-
-    Args:
-        network: The network.
-        sites: Its nodes, whose largest input or output counts, besides the outputs of the network.
-        batch: Some inputs.
-    """
+    """Return how many inputs are sent through a network at a time, so that no value becomes too large."""
     first = network.axes.one(batch)
     outputs = sum(map(np.size, network.session().run(first))) // network.axes.size(first)
     specs = [site.spec for site in sites]

@@ -22,31 +22,7 @@ Absorber = Literal["bias", "add", "batch_norm"]
 
 @dataclass(frozen=True)
 class Site:
-    """A node and its weight.
-
-    Attributes:
-        spec: What it is as a layer, named after the node; with a refusal where it stays as it is.
-        op_type: Operator of the node.
-        input_name: Name of the value that it multiplies with the weight.
-        output_name: Name of its output.
-        weight: (out, in, *kernel); empty where there is a refusal.
-        bias: (out,), or None.
-        pads: What it adds before and after each spatial axis; None where `auto_pad` says so.
-        auto_pad: The node's own attribute.
-        dilation: Spatial dilation.
-        absorber: What can take up a change of the mean output, or None.
-        weight_name: Name of the constant that holds the weight, which may be turned on its way to the node.
-        bias_name: Name of the value that holds the bias; empty without one.
-        twins: Other nodes with the same weight, which become what this one does; their costs are in `spec`.
-        spread: Kernel of a transposed convolution, over which it spreads every input position; empty for
-            others. Such a node is fitted as a 1x1 convolution from its input channels to output channels
-            times kernel positions, whose outputs are added up where they overlap. `spec`, `weight` and
-            `module` are those of that convolution, without the bias, which stays where it is.
-        narrow: The types of half precision that the file keeps its constants in, which it casts to float32,
-            by what they are: `weight`, `bias` and `shifted`, the constant that the absorber adds or takes.
-        hidden: Numbers in the state of an LSTM, 0 for others. Its `weight` has the rows of both directions on
-            the inputs, and below them those on the state, filled up with zeros to one width.
-    """
+    """A node and its weight."""
 
     spec: LayerSpec
     op_type: str
@@ -90,11 +66,7 @@ class Site:
         return weight.flatten(1).T.reshape(-1, self.channels, *self.spread)
 
     def recurrent_weights(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a weight of an LSTM as the node has it, on its inputs and on its state.
-
-        Returns:
-            (directions, 4 * hidden, inputs) and (directions, 4 * hidden, hidden).
-        """
+        """Return a weight of an LSTM as the node has it, on its inputs and on its state."""
         inputs = self.spec.in_channels - self.hidden
         on_inputs, on_state = weight.reshape(2, -1, 4 * self.hidden, weight.shape[-1])
         return on_inputs[..., :inputs], on_state[..., : self.hidden]
@@ -137,12 +109,7 @@ class Site:
         return widths
 
     def counting_axis(self, shape: Sequence[int], batch: int) -> int:
-        """Return the axis of its input that counts the inputs of the network; time may come before them.
-
-        Args:
-            shape: Of its input for a batch.
-            batch: Inputs in the batch.
-        """
+        """Return the axis of its input that counts the inputs of the network; time may come before them."""
         if self.spec.kind != "linear" or batch == 1:
             return 0
         sizes = self.spec.input_sizes[0]  # for one input of the network

@@ -53,14 +53,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Seen:
-    """What is known of a graph after one batch.
-
-    Attributes:
-        graph: The main graph.
-        shapes: Shapes of values by name.
-        batch: Inputs in the batch.
-        variable: The values of the main graph that depend on the inputs.
-    """
+    """What is known of a graph after one batch."""
 
     graph: ir.Graph
     shapes: Shapes
@@ -69,15 +62,7 @@ class _Seen:
 
 
 def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
-    """Return the nodes that are convolutions or matrix products with a weight, in the order of the graph.
-
-    Args:
-        network: The network.
-        feed: Inputs to see shapes on; the first one is run (a whole batch where its size is fixed).
-
-    Raises:
-        OnnxGraphError: onnxruntime cannot run the network.
-    """
+    """Return the nodes that are convolutions or matrix products with a weight, in the order of the graph."""
     model = network.graph_model()
     variable = depending(model.graph, model.graph.inputs)
     seen = _Seen(model.graph, _shapes(model, network, feed), network.fixed_batch or 1, variable)

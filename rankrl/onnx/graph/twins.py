@@ -15,12 +15,7 @@ from rankrl.onnx.operators import is_standard
 
 
 def with_twins(sites: Sequence[Site], uses: Mapping[str, int]) -> list[Site]:
-    """Make nodes that share a weight one site, the first of them; the others stay with it.
-
-    Args:
-        sites: All nodes, each for itself.
-        uses: How often every constant is used in the whole graph, by its name (`use_counts`).
-    """
+    """Make nodes that share a weight one site, the first of them; the others stay with it."""
     joined = list(sites)
     names = dict.fromkeys(site.weight_name for site in sites if site.weight_name)
     for name in [name for name in names if uses[name] > 1]:

@@ -26,13 +26,6 @@ class GraphWalk:
     All batches go on to a node before any goes on to the next. What is still to be read is kept for as many
     batches as there is room for; the others begin again where they last had room, at the worst at the inputs
     of the network.
-
-    Args:
-        model: The graph. Behind a node that was asked for it may change; values keep their names.
-        sites: The nodes that are asked for, in the order of the graph; some may be left out.
-        batches: Inputs of the network.
-        source: Where the graph is from, for messages.
-        room: Bytes to keep at most.
     """
 
     def __init__(
@@ -45,14 +38,7 @@ class GraphWalk:
         self._kept: list[dict[str, Array]] = [{} for _ in batches]
 
     def inputs_of(self, site: Site) -> Iterator[dict[str, Array]]:
-        """Yield for each batch the inputs of a node and of those that share its weight, by name.
-
-        Args:
-            site: A node behind those that were asked for before.
-
-        Raises:
-            OnnxGraphError: The graph fails on a batch.
-        """
+        """Yield for each batch the inputs of a node and of those that share its weight, by name."""
         names = list(dict.fromkeys(node.input_name for node in site.nodes))
         live = self._go_on_to(site)
         sessions: dict[frozenset[str], GraphSession] = {}

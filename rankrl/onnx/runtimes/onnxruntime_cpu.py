@@ -57,14 +57,7 @@ class OnnxRuntime(Runtime):
 def inference_session(
     model: str | bytes, threads: int | None = None, *, optimised: bool = True, arena: bool = True
 ) -> onnxruntime.InferenceSession:
-    """Open a model on the processor, with the CPU's provider alone.
-
-    Args:
-        model: The path of its file, or its content.
-        threads: Threads that compute an operator; None for onnxruntime's choice.
-        optimised: Whether onnxruntime may rewrite the graph.
-        arena: Whether memory comes from an arena, which is faster; an output that is kept keeps all of it.
-    """
+    """Open a model on the processor, with the CPU's provider alone."""
     options = session_options(threads)
     options.enable_cpu_mem_arena = arena
     if not optimised:

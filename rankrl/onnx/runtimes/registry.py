@@ -28,20 +28,12 @@ def list_runtimes() -> list[str]:
 
 
 def get_runtime(name: str) -> Runtime:
-    """Return a runtime.
-
-    Raises:
-        ConfigError: There is no such runtime; the message gives the nearest name.
-    """
+    """Return a runtime."""
     return _RUNTIMES[name]
 
 
 def check_runtimes(options: LatencyOptions) -> None:
-    """Refuse runtimes that cannot be used here.
-
-    Raises:
-        ConfigError: There is no such runtime, or it is not installed.
-    """
+    """Refuse runtimes that cannot be used here."""
     for option, names in (("export.runtime", (options.runtime,)), ("export.runtimes", options.runtimes)):
         try:
             for name in names:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.files import write_atomically
+from rankrl.options.agents import ActionKind
 from rankrl.plan_search.agents.options import PRETRAINED_REFITTED
-from rankrl.plan_search.envs.actions import ActionKind
 from rankrl.plan_search.envs.descriptors import DESCRIPTOR_NAMES
 from rankrl.plan_search.envs.features import DESCRIBING, Feature, ObservationEncoder
 from rankrl.plan_search.space.problem import SearchProblem
@@ -33,15 +33,7 @@ _METADATA = "rankrl"
 
 @dataclass(frozen=True)
 class PolicyTask:
-    """A task that a policy was trained on.
-
-    Attributes:
-        model: What the network is called.
-        network: Fingerprint of the network's weights and calibration, whatever the format and the budget.
-        dataset: Name of the dataset.
-        formats: The tensor formats that layers chose from.
-        budgets: The fractions to keep, by measure.
-    """
+    """A task that a policy was trained on."""
 
     model: str
     network: str
@@ -61,18 +53,7 @@ class PolicyTask:
 
 @dataclass(frozen=True)
 class PolicyCard:
-    """What a policy sees, what its actions mean, and what it was trained on.
-
-    Attributes:
-        features: What it sees of a layer beyond the base descriptors and the previous action.
-        descriptors: Names of the descriptors, in order.
-        action: What an action stands for.
-        importance_scale: Log-importance of action 1.
-        hidden: Units of its hidden layers.
-        tasks: What it was trained on.
-        trained: How, in plain values.
-        versions: Of the packages that trained it, by name.
-    """
+    """What a policy sees, what its actions mean, and what it was trained on."""
 
     features: tuple[Feature, ...]
     importance_scale: float
@@ -95,11 +76,7 @@ class PolicyCard:
         return next((known for known in self.tasks if known.decision == task.decision), None)
 
     def check_held_out(self, task: PolicyTask) -> None:
-        """Refuse to report what the policy is worth on a task that it was trained on.
-
-        Raises:
-            ConfigError: It was trained on this network with these formats and budgets.
-        """
+        """Refuse to report what the policy is worth on a task that it was trained on."""
         known = self.known(task)
         if known is not None:
             raise ConfigError(
@@ -109,13 +86,7 @@ class PolicyCard:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> PolicyCard:
-        """Return the card that `dataclasses.asdict` made plain values of.
-
-        Raises:
-            KeyError: A value is missing.
-            TypeError: A value is of another type.
-            ConfigError: The policy sees what depends on the network.
-        """
+        """Return the card that `dataclasses.asdict` made plain values of."""
         tasks = tuple(PolicyTask(**{**task, "formats": tuple(task["formats"])}) for task in values["tasks"])
         lists = {name: tuple(values[name]) for name in ("features", "hidden", "descriptors")}
         return cls(**{**values, **lists, "tasks": tasks})
@@ -123,12 +94,7 @@ class PolicyCard:
 
 @dataclass(frozen=True)
 class PolicyFile:
-    """A pretrained policy.
-
-    Attributes:
-        layers: Weight (out, in) and bias (out,) of every linear layer; ReLU between, tanh behind.
-        card: What it sees, means and was trained on.
-    """
+    """A pretrained policy."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
     card: PolicyCard
@@ -139,14 +105,7 @@ class PolicyFile:
         return self.layers[0][0].shape[1]
 
     def actions(self, observations: Tensor) -> Tensor:
-        """Return what the policy does at every layer when it has done nothing before.
-
-        Args:
-            observations: What it sees of the layers besides the previous action, (layers, observed - 1).
-
-        Returns:
-            Actions in [-1, 1], shape (layers,).
-        """
+        """Return what the policy does at every layer when it has done nothing before."""
         before = torch.full((len(observations), 1), 0.5)
         return self._played(torch.cat([observations, before], dim=1))
 
@@ -158,14 +117,7 @@ class PolicyFile:
         return values[:, 0]
 
     def actions_for(self, problem: SearchProblem) -> np.ndarray:
-        """Return what the policy does at every layer of a problem, one after the other.
-
-        Returns:
-            Actions in [-1, 1], shape (layers,).
-
-        Raises:
-            ConfigError: The policy sees another number of features than the problem's layers have.
-        """
+        """Return what the policy does at every layer of a problem, one after the other."""
         encoder = ObservationEncoder(problem, self.card.features)
         self.check_observed(encoder.size)
         actions = np.zeros((1, len(problem.sites)))
@@ -179,14 +131,7 @@ class PolicyFile:
         return factors
 
     def check_observed(self, shown: int) -> None:
-        """Refuse observations of another size.
-
-        Args:
-            shown: Numbers in them.
-
-        Raises:
-            ConfigError: The policy sees another number.
-        """
+        """Refuse observations of another size."""
         if self.observed != shown:
             raise ConfigError(
                 f"the policy sees {self.observed} numbers of a layer, the environment shows {shown}; train "
@@ -194,11 +139,7 @@ class PolicyFile:
             )
 
     def save(self, path: Path) -> None:
-        """Write the file, atomically.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """Write the file, atomically."""
         tensors = {}
         for number, (weight, bias) in enumerate(self.layers):
             tensors[f"{number}.weight"], tensors[f"{number}.bias"] = weight.contiguous(), bias.contiguous()
@@ -207,12 +148,7 @@ class PolicyFile:
 
     @classmethod
     def load(cls, path: Path) -> PolicyFile:
-        """Read a file of `save`.
-
-        Raises:
-            CheckpointError: It is missing, damaged, no policy, of another version, or its policy sees other
-                descriptors than this version of rankrl has.
-        """
+        """Read a file of `save`."""
         if not path.is_file():
             raise CheckpointError(
                 f"selector.policy: there is no policy file {path}; `rankrl task=pretrain` makes one, and "
@@ -260,14 +196,7 @@ class PolicyFile:
 
 
 def read_policy(policy: str | Path) -> PolicyFile:
-    """Return the policy of a file, or the one that comes with rankrl.
-
-    Args:
-        policy: A path, or `PRETRAINED_REFITTED`.
-
-    Raises:
-        CheckpointError: There is no such file, or it is none (`PolicyFile.load`).
-    """
+    """Return the policy of a file, or the one that comes with rankrl."""
     if str(policy) != PRETRAINED_REFITTED:
         return PolicyFile.load(Path(policy))
     with resources.as_file(resources.files("rankrl.plan_search.agents") / f"{policy}.safetensors") as path:

@@ -17,10 +17,6 @@ class RandomState:
 
     stable-baselines3 draws from the global generators. While an agent works they are in its own state, and
     afterwards as they were: nothing else in the process can disturb its draws, nor it theirs.
-
-    Attributes:
-        torch_state: State of torch's CPU generator.
-        numpy_state: State of numpy's global generator.
     """
 
     torch_state: torch.Tensor

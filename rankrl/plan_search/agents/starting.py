@@ -14,16 +14,7 @@ from rankrl.plan_search.agents.state import Algorithm
 
 
 def start_from(model: Algorithm, policy: PolicyFile, *, deviation: float) -> None:
-    """Give an actor, and its target, the weights of a policy.
-
-    Args:
-        model: The algorithm, its networks made for the policy's options.
-        policy: The policy.
-        deviation: Standard deviation that a stochastic actor, SAC's, begins with, before the tanh.
-
-    Raises:
-        ConfigError: The policy sees another number of features than the environment shows.
-    """
+    """Give an actor, and its target, the weights of a policy."""
     policy.check_observed(int(model.observation_space.shape[0]))  # type: ignore[index]
     actors = [model.actor]
     if not isinstance(model, SAC):

@@ -49,14 +49,7 @@ class ActionMap(ABC):
 
     @abstractmethod
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
-        """Return the losses of layers at the network's output under whole episodes.
-
-        Args:
-            actions: Shape (episodes, layers) in [-1, 1].
-
-        Returns:
-            Square roots of the candidates' losses, shape (episodes, layers).
-        """
+        """Return the losses of layers at the network's output under whole episodes."""
 
 
 class ImportanceMap(ActionMap):
@@ -65,13 +58,6 @@ class ImportanceMap(ActionMap):
     rank_l = argmin_r exp(s (a_l - mean a)) error_l(r)^2 + lambda cost_l(r), with lambda such that the plan
     spends the whole budget: plans are compared at equal size, and what one layer gives up goes where it helps
     most.
-
-    Args:
-        problem: The search problem; it needs a budget.
-        scale: The factor s.
-
-    Raises:
-        ConfigError: There is no budget, or the scale is not positive.
     """
 
     def __init__(self, problem: SearchProblem, *, scale: float = IMPORTANCE_SCALE) -> None:
@@ -116,12 +102,6 @@ class RankMap(ActionMap):
     """The action spans the layer's candidates: -1 the smallest, 0 greedy's, 1 the dense layer; rounded.
 
     With a budget the choice is clipped, in forward order, so that the layers to come can keep the budget.
-
-    Args:
-        problem: The search problem; it has at most one budget.
-
-    Raises:
-        ConfigError: There are two budgets, or the cost of a layer depends on the next layer.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
@@ -189,34 +169,14 @@ def create_action_map(
     *,
     scale: float = IMPORTANCE_SCALE,
 ) -> ActionMap:
-    """Return the map from actions to candidates.
-
-    Args:
-        problem: The search problem.
-        action: `importance` or `rank`; None for `importance` with a budget and `rank` without.
-        scale: Log-importance of action 1, for `importance`.
-
-    Raises:
-        ConfigError: An option is unknown, or they contradict one another or the problem.
-    """
+    """Return the map from actions to candidates."""
     if check_action(action, setting=problem.setting) == "importance":
         return ImportanceMap(problem, scale=scale)
     return RankMap(problem)
 
 
 def check_action(action: ActionKind | None, *, setting: SearchSetting) -> ActionKind:
-    """Refuse a meaning of actions that does not fit the search.
-
-    Args:
-        action: `importance`, `rank`, or None for `importance` with a budget and `rank` without.
-        setting: The search, as far as it is known.
-
-    Returns:
-        `importance` or `rank`.
-
-    Raises:
-        ConfigError: An option is unknown, or they contradict one another or the search.
-    """
+    """Refuse a meaning of actions that does not fit the search."""
     if action is None:
         action = "rank" if not setting.measures else "importance"
     if action not in get_args(ActionKind):

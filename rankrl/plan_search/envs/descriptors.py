@@ -75,12 +75,6 @@ def layer_descriptors(problem: SearchProblem) -> np.ndarray:
     equal steps of log-cost. Some of the same describe the layers before and behind it. Others describe the
     task: format and rounding of greedy's candidate, the fraction to keep by each measure (1 where there is no
     budget), and the network's size.
-
-    Args:
-        problem: The search problem.
-
-    Returns:
-        Shape (layers, `len(DESCRIPTOR_NAMES)`), in [0, 1].
     """
     own = _own(problem)
     neighbours = np.stack([own[name] for name in _OF_NEIGHBOURS], axis=1)

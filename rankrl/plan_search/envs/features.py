@@ -24,19 +24,6 @@ class ObservationEncoder:
     width, stride height and width, and parameters (the embedding of patent WO2021102679; counts divided by
     the largest layer's, channels and parameters as logarithms since they span decades); then the static
     features asked for; then the previous layer's action; then the changing features asked for.
-
-    Args:
-        problem: The search problem.
-        features: Features beyond these: `macs` of the layer; its error `curve` over its size; `descriptors`
-            of it and its neighbours (`layer_descriptors`); its `identity`, one of n; `budget_left`;
-            `last_reward`, that of the previous episode; `plan`, all actions so far.
-
-    Attributes:
-        size: Numbers in an observation.
-        static: The first numbers of every layer's observation, which no action changes; (layers, features).
-
-    Raises:
-        ConfigError: A feature is unknown.
     """
 
     def __init__(self, problem: SearchProblem, features: Sequence[Feature]) -> None:
@@ -55,16 +42,7 @@ class ObservationEncoder:
     ) -> np.ndarray:
         """Return the observations before the action of a layer is taken.
 
-        Args:
-            layer: Number of the layer; the number of layers stands for the end of the episode, which repeats
-                the last layer's static features.
-            actions: Actions of E episodes, shape (E, layers) in [-1, 1]; those of `layer` and later layers
-                have no effect.
-            budget_left: Share of the budget left, 0 to 1.
-            last_reward: Reward of the previous episode; clipped to [0, 1].
-
-        Returns:
-            Shape (E, size), float32 in [0, 1].
+        Shapes: actions (E, layers); returns (E, size).
         """
         episodes = len(actions)
         taken = (actions + 1) / 2

@@ -23,13 +23,7 @@ PlanReward = Callable[[Choices], float]
 
 
 class StepInfo(TypedDict, total=False):
-    """Information that `reset` and `step` return with the observation.
-
-    Attributes:
-        layer: Name of the layer that the next action is for; absent after the last one.
-        choices: The plan that the episode's actions stand for, the candidate of every layer; only after the
-            last action.
-    """
+    """Information that `reset` and `step` return with the observation."""
 
     layer: str
     choices: Choices

@@ -24,15 +24,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class TaskEpisodes:
-    """Scored plans of one task.
-
-    Attributes:
-        task: What it is.
-        observations: What a policy sees of every layer besides the previous action, (layers, features).
-        preset_losses: What every layer loses under greedy's plan, (layers,).
-        losses: The same under every plan, (plans, layers).
-        gains: Reward of every plan less that of greedy's on the same images, (plans,).
-    """
+    """Scored plans of one task."""
 
     task: PolicyTask
     observations: np.ndarray
@@ -41,22 +33,14 @@ class TaskEpisodes:
     gains: np.ndarray
 
     def save(self, path: Path, identity: str) -> None:
-        """Write them, atomically, with what they depend on.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
+        """Write them, atomically, with what they depend on."""
         arrays = ("observations", "preset_losses", "losses", "gains")
         tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(self, name))) for name in arrays}
         write_state(path, tensors, {"task": asdict(self.task), "identity": identity}, _VERSION)
 
     @classmethod
     def load(cls, path: Path, identity: str) -> TaskEpisodes | None:
-        """Read a file of `save`; None where there is none, or it depends on something else.
-
-        Raises:
-            CheckpointError: The file is damaged or of another version.
-        """
+        """Read a file of `save`; None where there is none, or it depends on something else."""
         if not path.exists():
             return None
         episodes, kept = _read(path)
@@ -64,11 +48,7 @@ class TaskEpisodes:
 
 
 def read_episodes(path: Path) -> TaskEpisodes:
-    """Read the episodes of a task, whatever they depend on.
-
-    Raises:
-        CheckpointError: The file is missing, damaged or of another version.
-    """
+    """Read the episodes of a task, whatever they depend on."""
     return _read(path)[0]
 
 
@@ -92,13 +72,7 @@ def weights_fingerprint(library: FitLibrary) -> str:
 
 
 def task_of(problem: SearchProblem, *, model: str, dataset: str) -> PolicyTask:
-    """Return what a search problem is called as a task.
-
-    Args:
-        problem: The problem; it has its library.
-        model: What the network is called.
-        dataset: Name of the dataset.
-    """
+    """Return what a search problem is called as a task."""
     assert problem.library is not None
     limits = () if problem.budget is None else problem.budget.limits
     return PolicyTask(
@@ -128,19 +102,6 @@ def play_episodes(
 
     A plan's gain is taken against greedy's plan on the same images, so that few of them tell much, and no
     image is met more often than another.
-
-    Args:
-        problem: The task's search problem; it has a budget.
-        evaluator: What scores plans.
-        task: What the task is called.
-        features: What the policy sees.
-        count: How many plans.
-        noises: Standard deviations of the actions, in turn.
-        importance_scale: Log-importance of action 1.
-        batches: Batches of the evaluator's images that each plan is scored on.
-        term: What is gained.
-        seed: Seed of the actions.
-        on_plan: Called with the number of plans that are scored.
     """
     generator = np.random.default_rng(seed)
     actions = ImportanceMap(problem, scale=importance_scale)

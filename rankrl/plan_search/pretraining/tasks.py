@@ -30,15 +30,7 @@ _PACKAGES = ("rankrl", "torch", "stable-baselines3")
 
 @dataclass(frozen=True)
 class FittedNetwork:
-    """A network whose layers are fitted in some formats; its tasks differ in budget.
-
-    Attributes:
-        title: What it is called.
-        model: The dense network.
-        library: The fits of its layers.
-        candidates: Candidate ranks a layer and format at most.
-        data: The dataset.
-    """
+    """A network whose layers are fitted in some formats; its tasks differ in budget."""
 
     title: str
     model: nn.Module = field(repr=False)
@@ -56,16 +48,7 @@ def play_tasks(
     seed: int,
     warn: Callable[[str], None],
 ) -> list[TaskEpisodes]:
-    """Return the episodes of a network's tasks; those in the folder are read, the others played.
-
-    Args:
-        network: The network.
-        scoring: What scores plans: held-out images.
-        options: Budgets and plans.
-        folder: Every task's episodes are kept in a file here.
-        seed: Seed of the plans.
-        warn: Called where a budget cannot be reached, which leaves out the task.
-    """
+    """Return the episodes of a network's tasks; those in the folder are read, the others played."""
     predicted = network.library.all_candidates(limit=network.candidates)
     sites = scoring.weighed(network.library, _problem(network, predicted))
     played = []
@@ -148,16 +131,7 @@ def pretrained(
 
 @dataclass(frozen=True)
 class TaskFit:
-    """How well the additive model explains what plans of a task gain.
-
-    Attributes:
-        task: The task.
-        plans: Its scored plans.
-        greedy: Share of their gains left over where all layers count as greedy has it.
-        policy: The same where they count as the policy has it, which learnt from these plans.
-        unseen: The same with a policy that was trained without any task of this network in these formats, as
-            if it were new to it; None where there are no other tasks.
-    """
+    """How well the additive model explains what plans of a task gain."""
 
     task: PolicyTask
     plans: int
@@ -169,14 +143,7 @@ class TaskFit:
 def task_fits(
     episodes: Sequence[TaskEpisodes], policy: PolicyFile, training: PretrainingOptions, *, seed: int
 ) -> list[TaskFit]:
-    """Return how well a policy explains the gains of every task, and how well one that has not seen them.
-
-    Args:
-        episodes: Of every task that the policy was trained on.
-        policy: The policy.
-        training: How it was trained.
-        seed: With which seed.
-    """
+    """Return how well a policy explains the gains of every task, and how well one that has not seen them."""
     kinds = [(each.task.network, each.task.formats) for each in episodes]
     without: dict[tuple[str, tuple[str, ...]], PolicyFile | None] = {}
     with progress_bar("leave out", total=len(set(kinds))) as bar:

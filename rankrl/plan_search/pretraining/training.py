@@ -71,16 +71,6 @@ def train_policy(
 
     The previous action, the last number of an observation, keeps the weight 0: it is for the agents that
     start from here and learn on.
-
-    Args:
-        episodes: Of every task, at least one.
-        card: What the policy sees and was trained on; `card.hidden` is `options.hidden`.
-        options: How.
-        seed: Seed of the weights and of the jitter.
-        on_step: Called with the number of steps that are done.
-
-    Raises:
-        NonFiniteError: The loss became NaN or infinite.
     """
     lessons = [_Lesson.of(each) for each in episodes]
     with torch.random.fork_rng(devices=[]):
@@ -114,12 +104,7 @@ def train_policy(
 
 
 def unexplained(episodes: TaskEpisodes, policy: PolicyFile | None = None) -> float:
-    """Return which share of a task's gains the additive model leaves over, 0 to 1 or a little more.
-
-    Args:
-        episodes: The task's.
-        policy: Whose actions weigh the layers; None for greedy's, 0 everywhere.
-    """
+    """Return which share of a task's gains the additive model leaves over, 0 to 1 or a little more."""
     lesson = _Lesson.of(episodes)
     if policy is None:
         return float(lesson.unexplained(torch.zeros(len(lesson.observations)), 1.0))

@@ -22,15 +22,6 @@ def each_alone(
     """Measure candidates with all other sites dense.
 
     Where sites leave the network together, the last of them carries the effect of all.
-
-    Args:
-        sites: The candidates of every site.
-        measure: Measures a plan.
-        only: The candidate of every site that is measured alone; None for all candidates.
-
-    Returns:
-        For every site the measure under each of its candidates; shape (candidates,), 0 for the dense one and
-        for those that are not measured.
     """
     dense = tuple(site.dense for site in sites)
     divergences = []
@@ -68,13 +59,7 @@ def probes(problem: SearchProblem) -> list[int]:
 
 
 def scaled(site: CandidateSet, probe: int, divergence: float) -> CandidateSet:
-    """Return the site with its whole curve of losses scaled to the divergence of one candidate.
-
-    Args:
-        site: The site.
-        probe: The candidate.
-        divergence: Its measured divergence. A site whose probe loses nothing stays as it is.
-    """
+    """Return the site with its whole curve of losses scaled to the divergence of one candidate."""
     loss = float(site.losses[probe])
     return site if loss == 0 else replace(site, importance=site.importance * divergence / loss)
 
@@ -87,11 +72,6 @@ def weighed(
     A site's importance is multiplied by the `_MEASURED`-th power of what was measured of one candidate over
     what was predicted, relative to the median site: a weighted geometric mean of both. The measured one
     knows what the layers behind make of an error, the predicted one what few images do not tell.
-
-    Args:
-        sites: The sites, with predicted losses.
-        only: The candidate of every site that was measured.
-        divergences: Its divergence. A site whose candidate loses nothing stays as it is.
     """
     losses = np.array([site.losses[probe] for site, probe in zip(sites, only, strict=True)])
     measured, told = np.asarray(divergences, dtype=float), losses > 0

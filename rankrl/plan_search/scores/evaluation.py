@@ -13,18 +13,7 @@ from rankrl.plan_search.space.problem import Choices
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The numbers of one scored plan.
-
-    Attributes:
-        score: The accuracy term that the reward uses, 0 to 1 (see `ScoringOptions.term`).
-        accuracy: Fraction of the scored held-out images that are classified correctly.
-        params: Parameters of the whole compressed network.
-        macs: Multiply-accumulates of the whole compressed network for one input.
-        params_kept: `params` / those of the dense network.
-        macs_kept: `macs` / those of the dense network.
-        seconds: Wall time of the scoring; 0 for a plan that had been scored before.
-        cached: Whether an equal plan had been scored before.
-    """
+    """The numbers of one scored plan."""
 
     score: float
     accuracy: float
@@ -55,13 +44,4 @@ class MeasuresDivergences(Protocol):
     """A scorer that can look at each site alone."""
 
     def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Measure how far the network's answers move when one site alone is compressed.
-
-        Args:
-            batches: Number of its batches to measure on; all where there are fewer.
-            only: The candidate of every site that is measured alone; None for all candidates.
-
-        Returns:
-            For every site the divergence under each of its candidates; shape (candidates,), 0 for the dense
-            one and for those that are not measured.
-        """
+        """Measure how far the network's answers move when one site alone is compressed."""

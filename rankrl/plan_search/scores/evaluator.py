@@ -35,13 +35,7 @@ def batch_size(device: str) -> int:
 
 @dataclass(frozen=True)
 class EvaluatorOptions(ScoringOptions):
-    """The options of scoring, with a seed.
-
-    Attributes:
-        term: As `SearchOptions.term`.
-        statistics: As `SearchOptions.statistics`.
-        seed: Seed of the augmented copy.
-    """
+    """The options of scoring, with a seed."""
 
     term: Term = "accuracy"
     statistics: Statistics = "corrected"
@@ -236,11 +230,7 @@ class PlanEvaluator(RememberingEvaluator):
 def accuracy_term(term: Term, logits: Tensor, labels: Tensor, dense_logits: Tensor) -> float:
     """Return how good a network's answers are, 0 to 1; see `ScoringOptions.term`.
 
-    Args:
-        term: The term.
-        logits: Class scores of the compressed network, (N, classes).
-        labels: True classes (N,).
-        dense_logits: Class scores of the dense network, (N, classes).
+    Shapes: logits (N, classes), labels (N,), dense_logits (N, classes).
     """
     if term == "soft_agreement":
         overlap = torch.minimum(logits.softmax(1), dense_logits.softmax(1)).sum(1)

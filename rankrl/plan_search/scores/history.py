@@ -20,21 +20,7 @@ CANDIDATES_FILE = "candidates.json"
 
 @dataclass(frozen=True)
 class EpisodeRow:
-    """One scored plan.
-
-    Attributes:
-        episode: Number of the plan, from 1 on.
-        reward: Its reward.
-        score: The accuracy term of the reward, 0 to 1.
-        accuracy: Fraction of the scored held-out images classified correctly.
-        params_kept: Fraction of the network's parameters that the plan keeps.
-        macs_kept: Fraction of the network's multiply-accumulates that the plan keeps.
-        best_reward: Best reward up to and including this plan.
-        cached: Whether an equal plan had been scored before.
-        seconds: Wall time of the scoring.
-        phase: What the selector was doing.
-        choices: JSON list of the candidate of every site, by index; `candidates.json` says what they are.
-    """
+    """One scored plan."""
 
     episode: int
     reward: float
@@ -92,11 +78,7 @@ def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dic
 
 
 def write_candidates(problem: SearchProblem, path: Path) -> None:
-    """Write the candidates of every site, in order, which the choices of `episodes.csv` refer to.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Write the candidates of every site, in order, which the choices of `episodes.csv` refer to."""
     content = {
         site.name: [
             {
@@ -114,15 +96,7 @@ def write_candidates(problem: SearchProblem, path: Path) -> None:
 
 
 class EpisodesFile:
-    """`episodes.csv`: grows by a line an episode, and is written anew when a search is resumed.
-
-    Args:
-        path: The file; it is replaced.
-        rows: Those of the episodes so far.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """`episodes.csv`: grows by a line an episode, and is written anew when a search is resumed."""
 
     def __init__(self, path: Path, rows: Sequence[EpisodeRow]) -> None:
         self.path = path
@@ -130,11 +104,7 @@ class EpisodesFile:
         write_atomically(path, header + _lines(rows))
 
     def append(self, rows: Sequence[EpisodeRow]) -> None:
-        """Add rows.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
+        """Add rows."""
         try:
             with self.path.open("a", encoding="utf-8", newline="") as file:
                 file.write(_lines(rows))

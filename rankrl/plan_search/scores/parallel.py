@@ -36,12 +36,7 @@ from rankrl.workers.base import WorkerCluster, WorkerPool, Workers
 
 
 class FixedFits(FitLibrary):
-    """The fits of another library, without its large moments, for a process that computes none.
-
-    Args:
-        library: The library.
-        problem: The search whose candidates are fitted.
-    """
+    """The fits of another library, without its large moments, for a process that computes none."""
 
     def __init__(self, library: FitLibrary, problem: SearchProblem) -> None:
         self.lister, self.specs, self.weights = library.lister, library.specs, library.weights
@@ -56,11 +51,7 @@ class FixedFits(FitLibrary):
         self.cache = library.cached(problem.sites)
 
     def fit(self, name: str, operation: Factorise) -> Fit:
-        """Return a fit of the library.
-
-        Raises:
-            KeyError: It has none of this operation.
-        """
+        """Return a fit of the library."""
         return self.cache.fits[name, operation]
 
 
@@ -126,13 +117,7 @@ _Local = TypeVar("_Local", PlanEvaluator, ScoreEvaluator)
 
 
 class _Parallel(ABC, Generic[_Local]):
-    """The common part of both evaluators: the pool, and the evaluator that decides.
-
-    Attributes:
-        problem: The search problem.
-        _local: The evaluator in this process, which keeps everything that decides.
-        _pool: The workers.
-    """
+    """The common part of both evaluators: the pool, and the evaluator that decides."""
 
     problem: SearchProblem
     _local: _Local
@@ -152,13 +137,7 @@ class _Parallel(ABC, Generic[_Local]):
         return self._local.fingerprint
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
-        """Score plans, in order.
-
-        Raises:
-            ConfigError: The user's function returned no number.
-            NonFiniteError: It, or a class score under a plan, is NaN or infinite.
-            WorkerError: A worker died.
-        """
+        """Score plans, in order."""
         fresh = list(dict.fromkeys(plan for plan in plans if self._local.known(plan) is None))
         values = self._values(fresh) if fresh else {}
         return [self._local.known(plan) or self._local.record(plan, *values[plan]) for plan in plans]
@@ -181,18 +160,6 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
 
     The plans of one step (`selector.plans_per_step`) are scored at the same time; where there are fewer of
     them than workers, the batches of a plan are shared out too, unless plans are refitted.
-
-    Args:
-        model: The dense network; it is copied.
-        library: The fits of its layers.
-        problem: The search problem made of them.
-        data: The images.
-        cluster: Where the workers are.
-        options: How plans are scored.
-        precision: Device and precision; the fastest safe one when omitted.
-
-    Raises:
-        ConfigError: An option is out of range, or the network cannot be sent to other processes.
     """
 
     def __init__(
@@ -252,18 +219,6 @@ class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
 
     The function and the network must be importable by name (no lambda, no local class), and a script that
     starts workers must do so under `if __name__ == "__main__":`, as always with Python's processes.
-
-    Args:
-        model: The dense network; it is copied.
-        library: The fits of its layers.
-        problem: The search problem made of them.
-        score: Higher is better.
-        example: A few model inputs.
-        cluster: Where the workers are.
-
-    Raises:
-        ConfigError: An option is out of range, or the function or the network cannot be sent to other
-            processes.
     """
 
     def __init__(

@@ -21,15 +21,7 @@ class RefittingNetwork:
     Compared with `ScoringNetwork`, a plan costs one more pass over the calibration images and a small fit of
     every layer (`decomposition.candidates.quick_refit`).
 
-    Args:
-        model: The dense network; it is copied.
-        library: The fits of its layers.
-        sites: The candidates of its layers.
-        precision: Device and precision to run in.
-        calibration: Normalised training images (N, C, H, W), float32, that layers are refitted to.
-
-    Raises:
-        ConfigError: A candidate takes channels or blocks away.
+    Shapes: calibration (N, C, H, W).
     """
 
     def __init__(
@@ -55,11 +47,7 @@ class RefittingNetwork:
             self._refit = QuickRefit(self.model, library, in_layout(images, self.layout))
 
     def write(self, choices: Sequence[int]) -> None:
-        """Take on a plan.
-
-        Args:
-            choices: Index of the candidate of every site.
-        """
+        """Take on a plan."""
         pairs = zip(self.sites, choices, strict=True)
         operations = {site.name: site.candidates[choice].operations for site, choice in pairs}
         with self.precision.autocast(), deterministic_kernels():

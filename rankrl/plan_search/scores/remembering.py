@@ -13,11 +13,7 @@ from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 
 class RememberingEvaluator(ABC):
-    """Scores plans one after the other and remembers the evaluations.
-
-    Args:
-        problem: The search problem.
-    """
+    """Scores plans one after the other and remembers the evaluations."""
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
@@ -28,12 +24,7 @@ class RememberingEvaluator(ABC):
         """Return the score of the network under a plan, or the output that `scores` reads it from."""
 
     def scores(self, choices: Choices, value: Any) -> tuple[float, float]:
-        """Return the score and the accuracy of a plan; a score that is a single number stands for both.
-
-        Args:
-            choices: The plan.
-            value: What `value` returned for it.
-        """
+        """Return the score and the accuracy of a plan; a score that is a single number stands for both."""
         del choices
         return value, value
 
@@ -47,12 +38,7 @@ class RememberingEvaluator(ABC):
         return self.record(choices, value, time.perf_counter() - start)
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
-        """Score plans one after the other.
-
-        Raises:
-            ConfigError: A score is no number.
-            NonFiniteError: A score or an output of the network is NaN or an infinity.
-        """
+        """Score plans one after the other."""
         return [self(choices) for choices in plans]
 
     def restore(self, known: Mapping[Choices, Evaluation]) -> None:
@@ -65,13 +51,7 @@ class RememberingEvaluator(ABC):
         return None if known is None else replace(known, seconds=0.0, cached=True)
 
     def record(self, choices: Choices, value: Any, seconds: float) -> Evaluation:
-        """Return and remember the evaluation of a plan.
-
-        Args:
-            choices: The plan.
-            value: What `value` returned for it.
-            seconds: Wall time that this took.
-        """
+        """Return and remember the evaluation of a plan."""
         score, accuracy = self.scores(choices, value)
         cost = self.problem.cost(choices)
         evaluation = Evaluation(

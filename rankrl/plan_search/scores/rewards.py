@@ -18,24 +18,14 @@ RewardFunction = Callable[[Evaluation], float]
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward ready for use.
-
-    Attributes:
-        name: Its registered name.
-        options: The options it was made with.
-        function: From the evaluation of a plan to its reward.
-    """
+    """A reward ready for use."""
 
     name: str
     options: Mapping[str, Any]
     function: RewardFunction = field(repr=False, compare=False)
 
     def __call__(self, evaluation: Evaluation) -> float:
-        """Return the reward of a scored plan.
-
-        Raises:
-            NonFiniteError: It is NaN or infinite.
-        """
+        """Return the reward of a scored plan."""
         value = float(self.function(evaluation))
         if not math.isfinite(value):
             raise NonFiniteError(f"reward {self.name!r} is {value} for {evaluation}; check the reward")
@@ -44,14 +34,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class RewardSource:
-    """A registered reward.
-
-    Attributes:
-        name: Name in configs.
-        description: One line for listings.
-        needs_budget: Whether it ignores size, so that without a budget it would keep the network dense.
-        make: Makes the reward from its options.
-    """
+    """A registered reward."""
 
     name: str
     description: str
@@ -84,44 +67,23 @@ def list_rewards() -> list[str]:
 
 
 def reward_source(name: str) -> RewardSource:
-    """Return the registered reward `name`.
-
-    Raises:
-        ConfigError: There is none; the message gives the nearest name.
-    """
+    """Return the registered reward `name`."""
     return _REWARDS[name]
 
 
 def reward_option_types(name: str) -> dict[str, Any]:
-    """Return the types of a reward's own options, by name.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
+    """Return the types of a reward's own options, by name."""
     return parameter_types(reward_source(name).make)
 
 
 def check_reward(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse a reward's options before there is anything to reward.
-
-    Raises:
-        ConfigError: The name or an option is unknown, of another type or out of range.
-    """
+    """Refuse a reward's options before there is anything to reward."""
     check_options(f"reward {name!r}", "reward", options, reward_option_types(name))
     reward_source(name).make(**options)
 
 
 def create_reward(name: str, *, budgeted: bool, **options: Any) -> Reward:
-    """Make a reward.
-
-    Args:
-        name: A registered name.
-        budgeted: Whether every plan keeps a budget.
-        **options: The reward's own options.
-
-    Raises:
-        ConfigError: The name or an option is unknown or out of range, or the reward needs a budget.
-    """
+    """Make a reward."""
     source = reward_source(name)
     if source.needs_budget and not budgeted:
         raise ConfigError(

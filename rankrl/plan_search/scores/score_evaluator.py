@@ -31,13 +31,6 @@ class ScoreEvaluator(RememberingEvaluator):
 
     The function gets one static network with the plan's weights written into it, in evaluation mode; it must
     neither change nor keep the network.
-
-    Args:
-        model: The dense network; it is copied and stays on its device.
-        library: The fits of its layers.
-        problem: The search problem made of them.
-        score: Higher is better; rewards that combine it with size expect 0 to 1.
-        example: A few model inputs, on any device.
     """
 
     def __init__(
@@ -62,37 +55,17 @@ class ScoreEvaluator(RememberingEvaluator):
 
 
 def check_score(score: Score, model: nn.Module) -> None:
-    """Call a score on a copy of the dense network, so that a failure shows before layers are fitted.
-
-    Raises:
-        ConfigError: It returned no number.
-        NonFiniteError: It returned NaN or an infinity.
-    """
+    """Call a score on a copy of the dense network, so that a failure shows before layers are fitted."""
     scored(score, copied(model).requires_grad_(False), "the dense network")
 
 
 def scored(score: Score, network: nn.Module, what: str) -> float:
-    """Return a score of a network.
-
-    Args:
-        score: The user's function.
-        network: Its argument, in evaluation mode.
-        what: Description of the network, for messages.
-
-    Raises:
-        ConfigError: It returned no number.
-        NonFiniteError: It returned NaN or an infinity.
-    """
+    """Return a score of a network."""
     return checked_score(answer(score, network), what)
 
 
 def answer(score: Score, network: nn.Module) -> Any:
-    """Return what a score says of a network: a number, or one for each input.
-
-    Args:
-        score: The user's function.
-        network: Its argument, in evaluation mode.
-    """
+    """Return what a score says of a network: a number, or one for each input."""
     network.eval()  # a score may have left it in training mode
     handle = network.register_forward_pre_hook(_copied, with_kwargs=True)
     try:
@@ -103,11 +76,7 @@ def answer(score: Score, network: nn.Module) -> Any:
 
 
 def values_of_inputs(value: object) -> np.ndarray | None:
-    """Return the scores of single inputs, shape (N,) float64; None where a score is one number.
-
-    Args:
-        value: What a user's function returned; an array or a tensor with one axis has one for each input.
-    """
+    """Return the scores of single inputs, shape (N,) float64; None where a score is one number."""
     values = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
     if not isinstance(values, np.ndarray) or values.ndim != 1 or len(values) < 2:
         return None
@@ -115,16 +84,7 @@ def values_of_inputs(value: object) -> np.ndarray | None:
 
 
 def checked_score(value: object, what: str) -> float:
-    """Return a score as a number.
-
-    Args:
-        value: What the user's function returned: a number, or one for each input, whose mean it is.
-        what: Description of the network, for messages.
-
-    Raises:
-        ConfigError: It is neither.
-        NonFiniteError: It is NaN or an infinity.
-    """
+    """Return a score as a number."""
     refusal = (
         f"score returned a {type(value).__name__} for {what}; it must return one number, or an array of "
         "one for each input"

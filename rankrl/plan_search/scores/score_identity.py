@@ -51,12 +51,7 @@ def score_identity(score: Callable[..., Any]) -> str:
 
 
 class _Reader:
-    """Hashes a score.
-
-    Attributes:
-        content: The hash of what was read.
-        opaque: Names of the types of values that cannot be read.
-    """
+    """Hashes a score."""
 
     def __init__(self) -> None:
         self.content = ""
@@ -176,11 +171,7 @@ def _definitions_in(source: str) -> dict[int, list[_Definition]]:
 
 
 def _node_of(value: Any) -> _Definition:
-    """Return the definition of a function or class in its file.
-
-    Raises:
-        OSError: If there is no such source.
-    """
+    """Return the definition of a function or class in its file."""
     lines, before = inspect.findsource(value)
     name = value.__name__ if isinstance(value, type) else value.__code__.co_name
     for node in _definitions_in("".join(lines)).get(before + 1, ()):

@@ -60,14 +60,7 @@ class Scoring(Protocol):
 
 @dataclass(frozen=True)
 class ImageScoring:
-    """Scores by images held out of the training set; test images choose nothing.
-
-    Attributes:
-        model: The dense network.
-        data: The dataset.
-        options: What is scored, and how.
-        images: Held-out images that the plans of a search are scored on at most.
-    """
+    """Scores by images held out of the training set; test images choose nothing."""
 
     model: nn.Module
     data: ImageData
@@ -83,10 +76,6 @@ class ImageScoring:
         Each layer is compressed alone to its cheapest candidate, with all layers behind it refitted, as they
         will be: without the refit, layers whose errors are made up for count too much. Where channels or
         blocks may go, which cannot be refitted quickly, the sites stay as they are.
-
-        Args:
-            library: The fits of the layers.
-            problem: What is searched over; its budget does not matter.
         """
         sites = problem.sites
         if any(site.narrows or site.removal is not None for site in sites):
@@ -153,25 +142,14 @@ class ImageScoring:
 
 @dataclass(frozen=True)
 class FunctionScoring:
-    """Scores by a user's own function.
-
-    Attributes:
-        model: The dense network.
-        score: From a network to a number; higher is better.
-        inputs: Batches of model inputs, at least one, to try the network on.
-    """
+    """Scores by a user's own function."""
 
     model: nn.Module
     score: Score
     inputs: Sequence[Inputs]
 
     def check(self) -> None:
-        """Call the function on the dense network.
-
-        Raises:
-            ConfigError: It returned no number.
-            NonFiniteError: It returned NaN or an infinity.
-        """
+        """Call the function on the dense network."""
         check_score(self.score, self.model)
 
     def weighed(self, library: FitLibrary, problem: SearchProblem) -> Sequence[CandidateSet]:

@@ -30,13 +30,7 @@ _PLAIN_NORMS = get_args(BatchNorm)
 
 @dataclass
 class _ScoredLayer:
-    """A compressible layer in the network, and where the mean of its output is corrected.
-
-    Attributes:
-        module: The convolution or linear layer.
-        norm: The batch norm behind it; None when there is none, it is folded, or it serves several layers.
-        scale: What a folded batch norm multiplies each output channel by, else None.
-    """
+    """A compressible layer in the network, and where the mean of its output is corrected."""
 
     module: DecomposableModule
     norm: BatchNorm | None
@@ -70,12 +64,7 @@ class ScoringNetwork:
     Batch norms are folded into the layers before them (one pass less over every feature map) when the folded
     network gives the same class scores; a network whose batch norms cannot be folded runs as it is.
 
-    Args:
-        model: The dense network; it is copied.
-        library: The fits of its layers.
-        sites: The candidates of its layers.
-        precision: Device and precision to run in.
-        example: Model inputs to try the network on, such as normalised images (N, C, H, W), float32.
+    Shapes: example (N, C, H, W).
     """
 
     def __init__(
@@ -99,11 +88,7 @@ class ScoringNetwork:
         self._written = [site.dense for site in self.sites]
 
     def write(self, choices: Sequence[int]) -> None:
-        """Take on the weights of a plan; layers that have them already are not touched.
-
-        Args:
-            choices: Index of the candidate of every site.
-        """
+        """Take on the weights of a plan; layers that have them already are not touched."""
         for index, (site, choice) in enumerate(zip(self.sites, choices, strict=True)):
             if self._written[index] == choice:
                 continue
@@ -202,11 +187,7 @@ def class_scores(
 ) -> Tensor:
     """Return a network's class scores of batches, concatenated, (N, classes) float32.
 
-    Args:
-        model: The network, in evaluation mode, on the device of `precision`.
-        batches: Normalised images, each (n, C, H, W), on that device.
-        precision: Device and precision to run in.
-        layout: Memory order that the network takes images in.
+    Shapes: batches (n, C, H, W).
     """
     with torch.inference_mode(), precision.autocast(), deterministic_kernels():
         parts = [run_model(model, in_layout(batch, layout)) for batch in batches]

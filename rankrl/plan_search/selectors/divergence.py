@@ -29,16 +29,7 @@ _BATCHES = 2
 def measured(
     problem: SearchProblem, selector: str, only: Sequence[int] | None = None
 ) -> Sequence[np.ndarray]:
-    """Return the divergences of a problem's candidates.
-
-    Args:
-        problem: The problem.
-        selector: Who asks, for messages.
-        only: As for `MeasuresDivergences.divergences`.
-
-    Raises:
-        ConfigError: The problem has no budget, or its divergences cannot be measured.
-    """
+    """Return the divergences of a problem's candidates."""
     if problem.budget is None:
         raise ConfigError(f"selector {selector!r} spends a budget and there is none; set budget.params")
     if problem.divergences is None:

@@ -10,13 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SelectorEntry:
-    """A selector that is compared with others.
-
-    Attributes:
-        text: What it is called: NAME, or NAME:OPTION=VALUE,OPTION=VALUE.
-        selector: Its name in the registry.
-        options: Its options; those that it lacks have their defaults.
-    """
+    """A selector that is compared with others."""
 
     text: str
     selector: str

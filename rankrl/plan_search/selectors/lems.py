@@ -27,11 +27,6 @@ def depth_weights(layers: int, gamma: float, alpha: float) -> np.ndarray:
     Layer l of L has 1 + gamma h_l, where h_l is the sum of (k + 1)^-alpha over k = l, ..., L - 1, scaled to
     run from 1 to 0. With alpha = 0 it falls evenly with depth, with a larger alpha mostly at the first
     layers.
-
-    Args:
-        layers: Their number L.
-        gamma: How much more the first layer counts than the last; at least 0.
-        alpha: How fast that decays.
     """
     sums = ((1.0 + np.arange(layers)) ** -alpha)[::-1].cumsum()[::-1]
     return 1 + gamma * (sums - sums[-1]) / max(sums[0] - sums[-1], 1e-12)

@@ -14,11 +14,7 @@ from rankrl.plan_search.space.problem import SearchProblem
 
 
 def heuristic_choices(problem: SearchProblem, heuristic: str) -> np.ndarray:
-    """Return the candidates that a heuristic takes, shape (layers,).
-
-    Raises:
-        ConfigError: The problem has no budget or no fits to look into, or there is no such heuristic.
-    """
+    """Return the candidates that a heuristic takes, shape (layers,)."""
     if heuristic not in list_heuristics():
         raise ConfigError(f"there is no heuristic {heuristic!r}; known are {', '.join(list_heuristics())}")
     if problem.budget is None:
@@ -61,11 +57,7 @@ class OneShot(Selector):
 
 @cache
 def heuristic_selector(name: str) -> type[Selector]:
-    """Return the selector that proposes the plan of a registered heuristic.
-
-    Args:
-        name: One of `list_heuristics()`; those registered by other modules are there at once.
-    """
+    """Return the selector that proposes the plan of a registered heuristic."""
     heuristic = get_heuristic(name)
     attributes = {"__doc__": heuristic.description, "name": name, "description": heuristic.description}
     return type(f"{name.title()}Selector", (OneShot,), attributes)

@@ -9,16 +9,7 @@ from rankrl.errors import ConfigError
 
 
 def import_package(module: str, selector: str, called: str) -> Any:
-    """Import the package that a selector needs.
-
-    Args:
-        module: The module's name, which is that of the package on PyPI.
-        selector: The selector's name.
-        called: What messages call the package.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """Import the package that a selector needs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

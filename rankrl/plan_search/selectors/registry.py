@@ -35,52 +35,27 @@ def list_selectors() -> list[str]:
 
 
 def selector_description(name: str) -> str:
-    """Return one line about a selector.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
+    """Return one line about a selector."""
     return selector_class(name).description
 
 
 def selector_is_seeded(name: str) -> bool:
-    """Return whether a selector's proposals depend on the seed.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
+    """Return whether a selector's proposals depend on the seed."""
     return selector_class(name).seeded
 
 
 def selector_options(name: str) -> dict[str, Any]:
-    """Return a selector's own options, by name, with their defaults.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
+    """Return a selector's own options, by name, with their defaults."""
     return selector_class(name).default_options()
 
 
 def selector_option_types(name: str) -> dict[str, Any]:
-    """Return the types of a selector's own options, by name.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
+    """Return the types of a selector's own options, by name."""
     return selector_class(name).option_types()
 
 
 def check_selector(name: str, options: Mapping[str, Any], setting: SearchSetting | None = None) -> None:
-    """Refuse a selector's options as far as that can be told without a problem.
-
-    Args:
-        name: A registered name.
-        options: Some or all of its options.
-        setting: What is known of the search, or None.
-
-    Raises:
-        ConfigError: The name or an option is unknown, of another type or out of range.
-    """
+    """Refuse a selector's options as far as that can be told without a problem."""
     check_options(f"selector {name!r}", "selector", options, selector_option_types(name))
     every = {**selector_options(name), **options}
     selector_class(name).check_ranges(every)
@@ -91,18 +66,7 @@ def check_selector(name: str, options: Mapping[str, Any], setting: SearchSetting
 def create_selector(
     name: str, problem: SearchProblem, *, seed: int = 0, episodes: int = 50, **options: Any
 ) -> Selector:
-    """Make a selector.
-
-    Args:
-        name: A registered name, see `list_selectors`.
-        problem: What to choose for.
-        seed: Seed of everything random in it.
-        episodes: How many plans it will be able to score; schedules span them.
-        **options: The selector's own options.
-
-    Raises:
-        ConfigError: The name or an option is unknown or out of range, or does not fit the problem.
-    """
+    """Make a selector."""
     check_selector(name, options)
     if episodes < 1:
         raise ConfigError(f"search.episodes must be at least 1, got {episodes}")
@@ -112,11 +76,7 @@ def create_selector(
 
 
 def selector_class(name: str) -> type[Selector]:
-    """Return the class of a selector.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
+    """Return the class of a selector."""
     if name in list_heuristics():
         return heuristic_selector(name)
     if name not in _SELECTORS:

@@ -112,11 +112,7 @@ class ReinforcementSelector(Selector):
 
 
 def agent_options(options: Mapping[str, Any]) -> AgentOptions:
-    """Return hyper-parameters from plain values, whose lists are tuples there.
-
-    Raises:
-        ConfigError: One is out of its range.
-    """
+    """Return hyper-parameters from plain values, whose lists are tuples there."""
     lists = {name: tuple(options[name]) for name in ("features", "hidden") if name in options}
     return AgentOptions(**{**options, **lists})
 

@@ -33,10 +33,6 @@ class RewardModel:
 
     What the process learns may be what is left of an additive model's guess, its mean function (section 2.7
     there): a plan loses the sum of what its layers lose, each counted as `counts` says.
-
-    Args:
-        counts: How much each layer's loss counts beforehand, not negative, shape (layers,); what they add up
-            to means nothing. None guesses nothing.
     """
 
     def __init__(self, counts: np.ndarray | None = None) -> None:
@@ -51,12 +47,7 @@ class RewardModel:
         return len(self._rewards)
 
     def add(self, roots: np.ndarray, reward: float) -> None:
-        """Remember a plan.
-
-        Args:
-            roots: Square root of what each layer loses at the network's output, shape (layers,).
-            reward: The plan's reward.
-        """
+        """Remember a plan."""
         self._process = None
         self._roots.append(np.asarray(roots, dtype=float))
         self._rewards.append(reward)
@@ -67,11 +58,7 @@ class RewardModel:
     def predict(self, roots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Predict rewards.
 
-        Args:
-            roots: Of N plans, shape (N, layers).
-
-        Returns:
-            Mean and standard deviation of each plan's reward, both (N,); 0 and 1 while no plan is known.
+        Shapes: roots (N, layers); returns (N,).
         """
         if not self._rewards:
             return np.zeros(len(roots)), np.ones(len(roots))

@@ -29,10 +29,6 @@ def take_one_gpu(job: int, environment: MutableMapping[str, str] = os.environ) -
 
     The choice of a cluster's scheduler (one device in CUDA_VISIBLE_DEVICES, or none) stays as it is. To be
     called before anything uses a GPU.
-
-    Args:
-        job: Number of the job in its sweep.
-        environment: Where CUDA_VISIBLE_DEVICES is read and set.
     """
     visible = environment.get(VISIBLE)
     if visible is None:

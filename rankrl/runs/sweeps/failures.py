@@ -16,12 +16,7 @@ SWEEP_FILE = "sweep.json"
 
 @dataclass(frozen=True)
 class Failure:
-    """A job that ended with an error.
-
-    Attributes:
-        folder: The job's folder.
-        error: The error as one paragraph.
-    """
+    """A job that ended with an error."""
 
     folder: Path
     error: str
@@ -30,18 +25,7 @@ class Failure:
 def write_failure(
     folder: Path, error: BaseException, paragraph: str, overrides: Sequence[str], sweep: str | None
 ) -> None:
-    """Write `error.json`.
-
-    Args:
-        folder: The job's folder.
-        error: What was raised.
-        paragraph: The same for the user, in one paragraph.
-        overrides: The job's overrides.
-        sweep: Identifier of the sweep that it belongs to.
-
-    Raises:
-        StorageError: The file cannot be written.
-    """
+    """Write `error.json`."""
     content = {
         "error": paragraph,
         "type": type(error).__name__,

@@ -32,22 +32,7 @@ def run_sweep_job(
     sweep_folder: Path,
     explain: Callable[[Exception], str],
 ) -> None:
-    """Carry out a job unless its results are there; write a failure to `error.json`.
-
-    Args:
-        run: Carries the job out in its folder.
-        folder: The folder that its options name; an earlier command may have named another (`job_folder`).
-        number: The job's number in the sweep.
-        config: The job's configuration, plain values; results in the folder must be of the same.
-        overrides: The overrides that it was composed from.
-        paths: Returns the paths that it needs, by option.
-        record: Writes `.hydra` into the job's folder; called once the folder is known to be this job's.
-        sweep_folder: The sweep's folder.
-        explain: Turns an error into one paragraph.
-
-    Raises:
-        RunStoppedError: The user stopped it, which ends the whole sweep.
-    """
+    """Carry out a job unless its results are there; write a failure to `error.json`."""
     try:
         folder = job_folder(folder, config, sweep_folder)
         with folder.held():

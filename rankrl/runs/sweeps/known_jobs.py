@@ -25,15 +25,6 @@ def job_folder(folder: RunFolder, config: Mapping[str, Any], sweep_folder: Path)
     A job with the same options that lies elsewhere in the sweep's folder gets the new name where that says
     more (`budget.params-0.5+seed-0`), and keeps its own where that is shorter, or another job's. A finished
     one below the folder `reuse` is copied.
-
-    Args:
-        folder: The folder that the command's options name.
-        config: The job's configuration, plain values.
-        sweep_folder: The sweep's folder.
-
-    Raises:
-        FolderInUseError: The job runs already.
-        StorageError: A folder cannot be written.
     """
     own, sweep = digest(config), sweep_identifier(sweep_folder)
     known = _known_jobs(sweep_folder, sweep).get(own, folder)

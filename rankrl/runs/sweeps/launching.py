@@ -22,18 +22,7 @@ _CONFIGURING = threading.Lock()  # Hydra's configuration is one for all threads
 
 
 class SweepJobs:
-    """The jobs of a sweep, pickled with everything that a job needs on another machine.
-
-    Args:
-        hydra_context: Hydra's.
-        task_function: What a job runs.
-        config: The configuration that the overrides are added to.
-        overrides: Those of each job.
-        first: Number of the first job.
-
-    Attributes:
-        folder: The sweep's folder.
-    """
+    """The jobs of a sweep, pickled with everything that a job needs on another machine."""
 
     def __init__(
         self,
@@ -56,12 +45,7 @@ class SweepJobs:
         return len(self._overrides)
 
     def run(self, number: int, threads: int | None) -> JobReturn:
-        """Carry out a job in the process that it was sent to.
-
-        Args:
-            number: Which one, from 0.
-            threads: Threads that torch computes with, or None for its own choice.
-        """
+        """Carry out a job in the process that it was sent to."""
         os.chdir(self._current)
         sys.path.insert(0, str(self._current))  # as for the command itself: users' own networks
         if threads is not None:

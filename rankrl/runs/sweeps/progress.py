@@ -32,11 +32,7 @@ _MOST_NAMED = 4
 
 
 class JobProgress:
-    """Writes the progress of a job into its folder now and then; a listener of `rankrl.progress`.
-
-    Args:
-        folder: The job's.
-    """
+    """Writes the progress of a job into its folder now and then; a listener of `rankrl.progress`."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._path, self._due = folder.progress, 0.0
@@ -54,13 +50,7 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class SweepState:
-    """The progress of a sweep.
-
-    Attributes:
-        finished: Jobs that have their results.
-        failed: Jobs that ended with an error.
-        running: The progress of each of the others, the latest first.
-    """
+    """The progress of a sweep."""
 
     finished: int
     failed: int
@@ -88,12 +78,7 @@ class SweepState:
         return self.finished + self.failed
 
     def line(self, total: int | None, left: float | None) -> str:
-        """Return the state in one line.
-
-        Args:
-            total: Number of the command's jobs, if known; the folder may hold more, of earlier commands.
-            left: Seconds that the rest will take, if known.
-        """
+        """Return the state in one line."""
         if total is None:
             done = counted(self.finished, "job")
         else:
@@ -112,15 +97,7 @@ class SweepState:
 
 
 class SweepWatch:
-    """Shows how far a sweep is while its jobs run elsewhere, in a thread of its own.
-
-    Args:
-        folder: The sweep's.
-        total: Number of jobs, if known.
-        live: Whether to redraw a line on the terminal rather than write to the log, as suits jobs that print
-            to the same terminal.
-        console: Where to draw.
-    """
+    """Shows how far a sweep is while its jobs run elsewhere, in a thread of its own."""
 
     def __init__(
         self, folder: Path, total: int | None, *, live: bool, console: Console | None = None

@@ -24,16 +24,6 @@ def run_on_ray(
 
     A job whose process is killed or whose node is lost is started again and goes on from its state; one that
     is killed every time counts as failed, and the others run on.
-
-    Args:
-        jobs: The jobs.
-        cpus: Processor cores of each.
-        gpus: GPUs of each.
-        retries: How often a job is started again.
-        init: Further arguments of `ray.init`.
-
-    Raises:
-        SystemExit: Ray is not installed, or the cluster cannot be reached.
     """
     try:
         ray = _ray()

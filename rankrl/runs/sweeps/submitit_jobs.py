@@ -26,16 +26,6 @@ def run_locally(
     submitit starts all of its jobs at once, so it gets no more than may run. A job whose process is killed is
     started again and goes on from its state; a job that is killed every time counts as failed, and the others
     run on.
-
-    Args:
-        jobs: The jobs.
-        folder: Where submitit keeps its files, `%j` standing for a job.
-        n_jobs: How many may run at the same time; -1 for as many as there are cores.
-        retries: How often a job is started again.
-        parameters: Options of submitit's executor.
-
-    Raises:
-        SystemExit: submitit is not installed, or an option is out of range.
     """
     try:
         submitit = importlib.import_module("submitit")

@@ -36,44 +36,23 @@ def list_trackers() -> list[str]:
 
 
 def tracker_class(name: str) -> type[Tracker]:
-    """Return the class of a tracker.
-
-    Raises:
-        ConfigError: There is no such tracker.
-    """
+    """Return the class of a tracker."""
     return _TRACKERS[name]
 
 
 def tracker_option_types(name: str) -> dict[str, Any]:
-    """Return the types of a tracker's options, by name; `none` has none.
-
-    Raises:
-        ConfigError: There is no such tracker.
-    """
+    """Return the types of a tracker's options, by name; `none` has none."""
     return {} if name == "none" else parameter_types(_TRACKERS[name], without=("folder",))
 
 
 def create_tracker(name: str, folder: Path, **options: Any) -> Tracker:
-    """Make a tracker.
-
-    Args:
-        name: Its name.
-        folder: The run folder.
-        **options: Its options.
-
-    Raises:
-        ConfigError: There is no such tracker, it does not know an option, or its package is not installed.
-    """
+    """Make a tracker."""
     check_options(f"tracker {name!r}", "tracking.options", options, tracker_option_types(name))
     return _TRACKERS[name](folder, **options)
 
 
 def import_optional(module: str, extra: str) -> ModuleType:
-    """Import a package that is installed by an extra.
-
-    Raises:
-        ConfigError: It is not installed; the message gives the command that installs it.
-    """
+    """Import a package that is installed by an extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -22,11 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracking:
-    """Passes numbers on to trackers; one that fails is reported once and left out from then on.
-
-    Args:
-        trackers: The trackers.
-    """
+    """Passes numbers on to trackers; one that fails is reported once and left out from then on."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
@@ -87,20 +83,7 @@ NOT_TRACKED = Tracking(())
 def start_tracking(
     name: str, folder: Path, config: Mapping[str, Any], options: Mapping[str, Any] | None = None
 ) -> Iterator[Tracking]:
-    """Track a run for the length of the block.
-
-    Args:
-        name: Name of the tracker besides the CSV files; "csv" for these alone, "none" for nothing.
-        folder: The run folder.
-        config: The run's configuration, plain nested values.
-        options: The tracker's options.
-
-    Yields:
-        The trackers.
-
-    Raises:
-        ConfigError: There is no such tracker, or its package is not installed.
-    """
+    """Track a run for the length of the block."""
     tracking = Tracking(_trackers(name, folder, options or {}))
     tracking.configuration(config)
     try:
