@@ -1,39 +1,30 @@
-from .apply.apply import apply_plan, build_structure
-from .apply.decay import decay_groups
-from .apply.exchange import apply_fits, from_tensorly
-from .apply.forms import contracted, factorised_layers
-from .apply.saving import load_compressed, save_compressed
-from .calibration.batch_norm import reestimate_batch_norm
-from .calibration.moments import InputMoments, collect_moments
+from .calibration.moments import InputMoments, collect_moments, reestimate_batch_norm
 from .calibration.sensitivity import collect_sensitivities
-from .candidates.candidates import Candidate, CandidateSet
-from .candidates.chosen_plan import plan_from_choices
-from .candidates.library import FitLibrary
 from .choose.allocation import allocate, allocate_many
-from .choose.budget import Budget
+from .choose.budget import Budget, LatencyTable
+from .choose.candidates import Candidate, CandidateSet, plan_from_choices
 from .choose.heuristics import (
     Heuristic,
+    MatrixRank,
     get_heuristic,
     list_heuristics,
+    matrix_rank,
     plan_by_heuristic,
     register_heuristic,
 )
-from .choose.latency import LatencyTable
-from .choose.vbmf import MatrixRank, matrix_rank
+from .choose.library import FitLibrary
+from .choose.listing import candidate_ranks
 from .errors import DecompositionError, PlanError
-from .fit.compensation import compensate
 from .fit.fit_options import FitOptions
 from .fit.fitting import Fit, fit_weight
+from .fit.refit import compensate
 from .formats import TensorFormat, get_format, list_formats, register_format
-from .formats.factorised import FactorisedLayer
-from .formats.rank_grid import candidate_ranks
+from .formats.layers import FactorisedLayer
 from .network.cost import count_macs, count_parameters, evaluation_mode
-from .network.input_specs import InputSpec, TensorSpec
-from .network.inputs import ExampleInputs, Inputs, Positional, example_batch, run_model
+from .network.inputs import ExampleInputs, Inputs, InputSpec, Positional, TensorSpec, example_batch, run_model
 from .network.layers import LayerSpec, compressible_layers, inspect_layers
 from .network.modes import WeightModes
-from .network.permanent_weights import plain_weights
-from .network.rewriting import Rewrite
+from .network.rewriting import Rewrite, plain_weights
 from .network.rounding import calibrate_ranges, integer_layers, rounded_parameters, without_rounding
 from .operations import (
     ApplyOptions,
@@ -47,13 +38,11 @@ from .operations import (
     list_operations,
     register_operation,
 )
-from .plan.from_ranks import make_plan
-from .plan.layer_plan import LayerPlan
-from .plan.plan import CompressionPlan, fingerprint
+from .plan.apply import apply_plan, build_structure, contracted, decay_groups, factorised_layers
+from .plan.plan import CompressionPlan, LayerPlan, fingerprint, make_plan
+from .plan.save import apply_fits, from_tensorly, load_compressed, save_compressed
 from .registry import Registry
-from .rewrites.attention import PlainAttention, plain_attention
-from .rewrites.own_layers import plain_layers
-from .rewrites.transposed import PlainTransposed, plain_transposed
+from .rewrites import PlainAttention, PlainTransposed, plain_attention, plain_layers, plain_transposed
 
 __all__ = [
     "ApplyOptions",

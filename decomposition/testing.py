@@ -16,7 +16,7 @@ from torch import nn
 
 from decomposition.errors import DecompositionError
 from decomposition.formats import Cores, Ranks, TensorFormat, get_format
-from decomposition.formats.factorised import FactorisedLayer
+from decomposition.formats.layers import FactorisedLayer
 from decomposition.network.cost import count_macs, count_parameters
 from decomposition.network.layers import LayerSpec, inspect_layers
 from decomposition.network.modes import WeightModes, tensorised_modes

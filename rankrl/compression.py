@@ -13,10 +13,9 @@ from torch import nn
 
 import decomposition as tensors
 from decomposition import CompressionPlan, load_compressed
-from decomposition.calibration.calibration_set import CalibrationInputs
-from decomposition.calibration.input_check import checked_batches
+from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
 from decomposition.network.inputs import input_shape_of, split
-from decomposition.network.wrappers import unwrapped
+from decomposition.network.surgery import unwrapped
 from rankrl.argument_types import checked_arguments
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.errors import ConfigError

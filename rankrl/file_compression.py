@@ -13,8 +13,7 @@ import torch
 from decomposition import CompressionPlan, list_heuristics
 from decomposition.cache import digest
 from decomposition.files import announce_write
-from decomposition.plan.layer_plan import LayerPlan
-from decomposition.plan.plan import fingerprint
+from decomposition.plan.plan import LayerPlan, fingerprint
 from rankrl.errors import ConfigError
 from rankrl.finish import finish
 from rankrl.kits.kit_writer import WrittenKit

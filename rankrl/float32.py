@@ -12,8 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from decomposition.network.inputs import Inputs, mapped
-from decomposition.network.surgery import copied
-from decomposition.network.wrappers import unwrapped
+from decomposition.network.surgery import copied, unwrapped
 
 _NARROW = (torch.float16, torch.bfloat16)
 _OWN_CLASS = "_class_in_own_types"

@@ -19,8 +19,7 @@ from decomposition import (
 )
 from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.network.inputs import input_shape_of, mapped, split
-from decomposition.network.surgery import copied
-from decomposition.network.wrappers import unwrapped
+from decomposition.network.surgery import copied, unwrapped
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.data.sample import Sample, read_samples
 from rankrl.device import model_device

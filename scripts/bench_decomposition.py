@@ -66,7 +66,7 @@ from decomposition import (
 )
 from decomposition.choose.heuristics import get_heuristic
 from decomposition.fit.fit_options import CHOOSING
-from decomposition.operations.base import FINAL
+from decomposition.operations.operation import FINAL
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.models import create_model, load_checkpoint

@@ -35,7 +35,7 @@ from decomposition import (
     inspect_layers,
     plan_by_heuristic,
 )
-from decomposition.fit import rounded_stages
+from decomposition.fit import rounding as rounded_stages
 from decomposition.network.rounding import rounded_weight
 from decomposition.network.surgery import replace_module
 from decomposition.operations import quantise

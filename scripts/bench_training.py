@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2 as transforms
 
 from decomposition import build_structure, factorised_layers, list_formats, make_plan
-from decomposition.formats.staged_layer import StagedLayer
+from decomposition.formats.layers import StagedLayer
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import Precision, inference_precision
 from rankrl.models import create_model

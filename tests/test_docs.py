@@ -64,9 +64,9 @@ SMALL = {
 }
 # Registries that a page may add to; they are as before afterwards.
 REGISTRIES = [
-    ("decomposition.formats.base", "_FORMATS"),
+    ("decomposition.formats.tensor_format", "_FORMATS"),
     ("decomposition.choose.heuristics", "_HEURISTICS"),
-    ("decomposition.operations.base", "_OPERATIONS"),
+    ("decomposition.operations.operation", "_OPERATIONS"),
     ("rankrl.plan_search.selectors.registry", "_SELECTORS"),
     ("rankrl.plan_search.scores.rewards", "_REWARDS"),
     ("pruning.registry", "_PRUNERS"),

@@ -1,14 +1,10 @@
-"""Second-moment matrices E[x x'] of inputs: whole, or as few rows whose products they are.
-
-A linear layer behind a flattened map has tens of thousands of inputs D, and a matrix D x D would not fit into
-memory; but it is calibrated on fewer inputs n than that, and F'F with F (n, D) is the same matrix. Where
-there are more, as behind a kernel of many positions, a sample of them serves.
-"""
+"""Second moments of inputs and sensitivities of outputs: the metric in which layers are fitted."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -223,3 +219,191 @@ def channel_moments(metric: Metric, channels: int, kernel: int) -> torch.Tensor:
         moments.diagonal().add_(metric.ridge)
         return moments
     return torch.einsum("ikjk->ij", metric.reshape(channels, kernel, channels, kernel)) / kernel
+
+
+_BLOCK = 2**24
+
+
+class Spread:
+    """Sums that tell how much the inputs' shares of a second-moment matrix differ."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._squared_rows = 0.0
+        self._squares = 0.0
+
+    def add(self, rows: torch.Tensor, labels: torch.Tensor, mean: torch.Tensor | None = None) -> None:
+        """Add patches.
+
+        Shapes: rows (n, D), mean (D,).
+        """
+        counts = labels.cpu().bincount().to(labels.device)
+        self._rows += len(rows)
+        self._squared_rows += float(counts.double().square().sum())
+        self._squares += _squared_norms(rows, labels, counts, mean)
+
+    def shrinkage(self, metric: Metric, scale: float | None = None) -> float:
+        """Return the proportion of the identity, from 0 to 1 (b^2 / d^2 in the paper)."""
+        scale = 1 / self._rows if scale is None else scale
+        size = squared_norm(metric)
+        distance = size - trace(metric) ** 2 / columns(metric)
+        variance = self._squares * scale**2 - size * self._squared_rows / self._rows**2
+        if not distance > 0:  # the identity already
+            return 0.0
+        return min(max(variance / distance, 0.0), 1.0)
+
+
+def shrinkage(
+    rows: torch.Tensor, labels: torch.Tensor, metric: Metric, mean: torch.Tensor | None = None
+) -> float:
+    """Return the proportion of the identity for the matrix E[x x'] of some patches, from 0 to 1.
+
+    Shapes: rows (n, D), metric (D, D), mean (D,).
+    """
+    spread = Spread()
+    spread.add(rows, labels, mean)
+    return spread.shrinkage(metric)
+
+
+def labels_or_single(labels: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Return the labels; with a single input, each patch counts as an input of its own."""
+    return labels if inputs > 1 else torch.arange(len(labels), device=labels.device)
+
+
+def _squared_norms(
+    rows: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor, mean: torch.Tensor | None
+) -> float:
+    """Return the sum of |R' R|^2 over the inputs, R an input's rows without the mean."""
+    order, ends = labels.argsort(), counts.cumsum(0)
+    labels = labels[order]
+    place = torch.arange(len(rows), device=rows.device) - (ends - counts)[labels]
+    most, width = int(counts.max()), rows.shape[1]
+    total, step = 0.0, max(1, _BLOCK // (most * width))
+    for first in range(0, len(counts), step):
+        last = min(first + step, len(counts))
+        some = slice(int(ends[first] - counts[first]), int(ends[last - 1]))
+        selected = rows[order[some]]
+        block = rows.new_zeros(last - first, most, width)
+        block[labels[some] - first, place[some]] = selected if mean is None else selected.sub_(mean)
+        total += _squared_norm_of_products(block if most <= width else block.mT)
+    return total
+
+
+def _squared_norm_of_products(block: torch.Tensor) -> float:
+    """Return the sum of |R R'|^2 over R in (number, n, D), computing each half of R R' once."""
+    size = block.shape[1]
+    total, step = 0.0, max(1, -(-size // 4))
+    for first in range(0, size, step):
+        products = block[:, first:] @ block[:, first : first + step].mT
+        squares = products.square_().sum((0, 2)).double()
+        total += float(squares[:step].sum() + 2 * squares[step:].sum())
+    return total
+
+
+# Share of its mean power that every output direction keeps at least.
+_FLOOR = 0.01
+
+
+def floored(sensitivity: torch.Tensor) -> torch.Tensor:
+    """Return a sensitivity (out, out) with its small eigenvalues raised, positive definite.
+
+    Rounding may leave negative eigenvalues; those larger than what is added count as zero.
+    """
+    matrix = (sensitivity.double() + sensitivity.double().T) / 2
+    raised = matrix.clone()
+    raised.diagonal().add_((_FLOOR * matrix.diagonal().mean()).clamp_min(1e-300))
+    if torch.linalg.cholesky_ex(raised).info.item():
+        root = symmetric_root(sensitivity)
+        return root @ root
+    return raised
+
+
+def symmetric_root(sensitivity: torch.Tensor) -> torch.Tensor:
+    """Return the symmetric square root of a sensitivity (out, out), its small eigenvalues raised."""
+    matrix = (sensitivity.double() + sensitivity.double().T) / 2
+    values, vectors = torch.linalg.eigh(matrix)
+    floor = _FLOOR * values.clamp_min(0).mean().clamp_min(1e-300)
+    return (vectors * (values.clamp_min(0) + floor).sqrt()) @ vectors.T
+
+
+def triangular_root(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the upper triangular R with R' R = `matrix` (out, out), positive definite.
+
+    It costs a tenth of the symmetric root, and serves as well where only R' R counts.
+    """
+    return cholesky(matrix).T
+
+
+# Share of the inputs' mean power that no combination of other channels is taken to explain.
+_RIDGE = 1e-3
+# One in so many of the remaining channels goes at a time, before the weight is solved for anew.
+_AT_A_TIME = 32
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A layer that reads only some of its input channels."""
+
+    reads: tuple[int, ...]
+    weight: torch.Tensor
+    error: float
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """How many input channels a layer may read, and which layer then loses the others."""
+
+    producer: str
+    counts: tuple[int, ...]
+
+
+def select_inputs(
+    weight: torch.Tensor, metric: Metric | None, sensitivity: torch.Tensor | None, counts: Iterable[int]
+) -> dict[int, Selection]:
+    """Select the input channels that a layer reads best, for several numbers of them.
+
+    A smaller selection is part of every larger one.
+    """
+    outputs, channels, kernel = weight.shape
+    original = weight.double().flatten(1)
+    columns = channels * kernel
+    moments = torch.eye(columns, dtype=torch.float64) if metric is None else whole(metric).double()
+    g = torch.eye(outputs, dtype=torch.float64) if sensitivity is None else floored(sensitivity)
+    regularised = moments.clone()
+    regularised.diagonal().add_(_RIDGE * float(moments.diagonal().mean()) or 1e-30)
+    precision = torch.linalg.inv(regularised)
+    solved = original.clone()
+    power = float(((g @ times(original, moments)) * original).sum())
+    staying = torch.ones(channels, dtype=torch.bool)
+    selections: dict[int, Selection] = {}
+    for count in sorted(set(counts), reverse=True):
+        while (left := int(staying.sum())) > count:
+            losses = _losses(solved, precision, g, channels)
+            number = min(left - count, max(1, left // _AT_A_TIME))
+            going = losses.masked_fill(~staying, float("inf")).topk(number, largest=False).indices
+            index = (going[:, None] * kernel + torch.arange(kernel)).flatten()
+            gone = precision[index]
+            share = torch.linalg.solve(gone[:, index], gone)
+            solved -= solved[:, index] @ share
+            precision -= gone.T @ share
+            staying[going] = False
+            for matrix in (solved.T, precision, precision.T):
+                matrix[index] = 0
+        change = original - solved
+        lost = float(((g @ times(change, moments)) * change).sum())
+        error = (max(0.0, lost) / power) ** 0.5 if power > 0 else 0.0
+        reads = tuple(staying.nonzero().flatten().tolist())
+        selections[count] = Selection(reads, solved.reshape(weight.shape).clone(), error)
+    return selections
+
+
+def _losses(weight: torch.Tensor, precision: torch.Tensor, g: torch.Tensor, channels: int) -> torch.Tensor:
+    """Return tr(G W_b P_bb^-1 W_b') of each channel b, shape (channels,)."""
+    kernel = weight.shape[1] // channels
+    blocks = precision.reshape(channels, kernel, channels, kernel)
+    own = blocks[torch.arange(channels), :, torch.arange(channels)]
+    own = own + (own.diagonal(dim1=1, dim2=2).sum(1) == 0)[:, None, None] * torch.eye(kernel)  # those gone
+    parts = weight.reshape(-1, channels, kernel).transpose(0, 1)
+    weighted = (g @ weight).reshape(-1, channels, kernel).transpose(0, 1)
+    products: torch.Tensor = weighted.transpose(1, 2) @ parts
+    return torch.linalg.solve(own, products).diagonal(dim1=1, dim2=2).sum(1)

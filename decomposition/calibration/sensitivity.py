@@ -20,10 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from decomposition.calibration.calibration_set import CalibrationInputs
-from decomposition.calibration.input_check import checked_batches
-from decomposition.calibration.metric import WIDEST, gram, shrunk_matrix
-from decomposition.calibration.shrinkage import Spread
+from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
+from decomposition.calibration.metric import WIDEST, Spread, gram, shrunk_matrix
 from decomposition.calibration.units import Array, find_units, known_answers, output_weight
 from decomposition.errors import DecompositionError
 from decomposition.network.cost import evaluation_mode
@@ -35,12 +33,12 @@ from decomposition.network.inputs import (
     rows,
     run_model,
     split,
+    tensors_in,
     tensors_of,
 )
 from decomposition.network.layers import LayerSpec
-from decomposition.network.outputs import tensors_in
 from decomposition.network.patches import labels_of_batch
-from decomposition.network.wrappers import unwrapped
+from decomposition.network.surgery import unwrapped
 from decomposition.public_calls import public_call
 
 log = logging.getLogger(__name__)

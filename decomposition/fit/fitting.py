@@ -1,13 +1,4 @@
-"""Fitting the cores of a format to a weight, in the metric of the layer's real inputs.
-
-The output of a layer with weight W on patches x differs from that of an approximation V by
-E|(W - V) x|^2 = tr((W - V) S (W - V)'), S = E[x x']; where the network's sensitivity G to the layer's output
-is known, errors count by what they change there: tr(G (W - V) S (W - V)'). Every format is V = A Q, and where
-A is free (plain modes) it is eliminated in closed form and L-BFGS minimises over the remaining cores,
-starting from the format's algebraic solution (`decomposition.fit`). Without a kernel all formats
-are products of two matrices, and one decomposition gives the solutions of all ranks
-(`decomposition.fit.low_rank`).
-"""
+"""Fit cores to a weight in the metric of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -16,19 +7,230 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
 
-from decomposition.calibration.metric import Metric, converted, is_finite, times
+from decomposition.calibration.metric import (
+    Metric,
+    converted,
+    floored,
+    is_finite,
+    times,
+    triangular_root,
+    whole,
+)
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FAST, FitOptions
-from decomposition.fit.least_squares import LeastSquares, Stop
-from decomposition.fit.low_rank import LowRank
-from decomposition.fit.search import LARGEST_AMPLIFICATION, best_cores, bounded_cores
+from decomposition.fit.least_squares import LEAST_PENALTY, LeastSquares, Stop
 from decomposition.formats import Cores, Ranks, TensorFormat
 from decomposition.network.modes import WeightModes
 from decomposition.public_calls import public_call
+
+# Terms larger than this, relative to what they add up to, cancel one another and are lost in float32.
+LARGEST_AMPLIFICATION = 30.0
+_FIRST_BOUNDING_PENALTY = 1e-10
+_LAST_BOUNDING_PENALTY = 1e-2
+# The share of the start's squared error that a minimisation leaves, for CP: .4 to .8 over the layers of three
+# networks.
+_LEFT_AT_THE_END = 0.5
+# Where less than this share is left, the size of the terms counted for too much.
+_MUCH_CLOSER = 0.1
+
+
+def best_cores(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
+    """Return the best end of all starts, by error alone unless all of its terms cancel."""
+    iterations = options.iterations
+    stop = Stop(options.tolerance, options.patience, options.enough**2)
+    starts = _starting_points(problem, ranks, options)
+    if problem.format.cancels and options.stability > 0:
+        starts[0] = problem.minimise(starts[0], 0, stop)
+        best = _steady(problem, starts, options, stop)
+    else:
+        best = _race(problem, starts, iterations, stop, LEAST_PENALTY)
+    penalty = _FIRST_BOUNDING_PENALTY
+    while problem.amplification(best) > LARGEST_AMPLIFICATION and penalty < _LAST_BOUNDING_PENALTY:
+        candidates = [problem.minimise(cores, iterations, stop, penalty) for cores in starts]
+        best = min(candidates, key=problem.squared_error)
+        penalty *= 100
+    return best
+
+
+def _race(
+    problem: LeastSquares, starts: Sequence[Cores], iterations: int, stop: Stop, penalty: float
+) -> Cores:
+    """Minimise from all starts, of several only from those that a short run finds worth it."""
+    if len(starts) > 1:
+        count = max(2, len(starts) // 4)
+        starts = _ends(problem, starts, min(iterations, 30), stop, penalty)[:count]
+    return _ends(problem, starts, iterations, stop, penalty)[0]
+
+
+def _ends(
+    problem: LeastSquares, starts: Sequence[Cores], iterations: int, stop: Stop, penalty: float
+) -> list[Cores]:
+    """Minimise from the starts in turn, up to one that leaves nothing to gain; the best end comes first."""
+    if len(starts) == 1:  # of a large weight the error takes as long as a step
+        return [problem.minimise(starts[0], iterations, stop, penalty)]
+    ends: list[tuple[float, Cores]] = []
+    for start in starts:
+        end = problem.minimise(start, iterations, stop, penalty)
+        ends.append((float(problem.squared_error(end)), end))
+        if stop.reached(ends[-1][0]):
+            break
+    return [end for _, end in sorted(ends, key=itemgetter(0))]
+
+
+def _steady(problem: LeastSquares, starts: Sequence[Cores], options: FitOptions, stop: Stop) -> Cores:
+    """Minimise the size of the terms besides the error, in proportion to it: close fits stay close."""
+    (best, *_), squared = starts, float(problem.squared_error(starts[0]))
+    while squared > max(stop.squared_error, LEAST_PENALTY):
+        before = squared
+        penalty = max(options.stability * _LEFT_AT_THE_END * before, LEAST_PENALTY)
+        # A second aim takes longer to reach.
+        best = _race(problem, starts, options.iterations * 3 // 2, stop, penalty)
+        starts, squared = [best], float(problem.squared_error(best))
+        if squared > _MUCH_CLOSER * before:
+            break
+    return best
+
+
+def bounded_cores(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
+    """Return the better of two solutions that have other terms, among those that are bounded."""
+    plain = problem.algebraic(ranks)
+    solutions = [plain]
+    if problem.root is not None:  # what a sensitivity does not see may grow as it likes
+        cores = best_cores(problem.even, ranks, options)
+        solutions.append(problem.rescale(problem.even.unscale(cores)))
+    bounded = [cores for cores in solutions if problem.amplification(cores) <= LARGEST_AMPLIFICATION]
+    # Of the weight itself the algebraic solution has terms that are no larger than the weight.
+    return min(bounded, key=problem.squared_error, default=plain)
+
+
+def _spread(core: torch.Tensor) -> torch.Tensor:
+    """Return the standard deviation of a core's entries; the size of a single one, such as Tucker's 1 x 1."""
+    return core.std() if core.numel() > 1 else core.abs().squeeze()
+
+
+def _starting_points(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> list[Cores]:
+    algebraic = problem.start(ranks)
+    generator = torch.Generator().manual_seed(options.seed)
+    # A zero core has a zero gradient: rank the weight does not fill starts small instead of dead.
+    noise = 1e-3 if any(bool((core.flatten(1) == 0).any()) for core in algebraic) else 0.0
+    starts = [
+        [
+            core + noise * _spread(core) * torch.randn(core.shape, generator=generator, dtype=core.dtype)
+            for core in algebraic
+        ]
+        if noise
+        else algebraic
+    ]
+    shapes = [core.shape for core in algebraic]
+    for _ in range(options.starts - 1):
+        cores = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        size = problem.format.reconstruct(cores, problem.modes).norm()
+        starts.append([core * float(size) ** (-1 / len(cores)) for core in cores])
+    return starts
+
+
+_EPSILON = torch.finfo(torch.float64).eps
+# Below it a sum of eigenvalues has fewer digits than an error is wanted to.
+_ROUNDING = 1e-9
+
+
+class LowRank:
+    """The best approximations V = A Q of a matrix, of every rank.
+
+    Shapes: weight (out, D), metric (D, D).
+    """
+
+    def __init__(self, weight: torch.Tensor, metric: Metric | None, sensitivity: torch.Tensor | None) -> None:
+        self._weight, self._metric = weight, metric
+        self._sensitivity = None
+        if sensitivity is not None:
+            raised = floored(sensitivity)
+            self._sensitivity = raised / raised.diagonal().mean()
+        solve = _by_outputs if weight.shape[0] <= weight.shape[1] else _by_inputs
+        self._energies, self._output, self._features = solve(weight, metric, self._sensitivity)
+
+    def halves(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A (out, rank) and Q (rank, D); zeros beyond the smaller side."""
+        output, features = self._output[:, :rank], self._features[:rank]
+        missing = rank - len(features)
+        if missing > 0:
+            output = torch.cat([output, output.new_zeros(len(output), missing)], dim=1)
+            features = torch.cat([features, features.new_zeros(missing, features.shape[1])])
+        return output, features
+
+    def squared_error(self, rank: int) -> float:
+        """Return the squared relative error of a rank."""
+        squared = float(self._energies[rank:].sum() / self._energies.sum())
+        if squared >= _ROUNDING:
+            return squared
+        output, features = self.halves(rank)
+        rest = self._weight - output @ features
+        return self._energy(rest) / self._energy(self._weight)
+
+    def terms(self, metric: Metric | None) -> torch.Tensor:
+        """Return the norms of the first 1, 2, ... terms A[:, p] Q[p, :], relative to the weight's."""
+        sizes = self._output.square().sum(0)
+        plain = (sizes * self._features.square().sum(1)).cumsum(0) / self._weight.square().sum()
+        if metric is None:
+            return plain.sqrt()
+        outputs = (times(self._features, metric) * self._features).sum(1).clamp_min(0)
+        energy = (times(self._weight, metric) * self._weight).sum()
+        return torch.maximum(plain, (sizes * outputs).cumsum(0) / energy).sqrt()
+
+    def squared_error_in(self, rank: int, other: LowRank) -> float:
+        """Return the squared relative error of a rank as another problem of the same weight counts it."""
+        output, features = self.halves(rank)
+        return other._energy(self._weight - output @ features) / other._energy(self._weight)
+
+    def _energy(self, rows: torch.Tensor) -> float:
+        seen = rows if self._metric is None else times(rows, self._metric)
+        return float(((seen if self._sensitivity is None else self._sensitivity @ seen) * rows).sum())
+
+
+_Solution = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Energies (k,), descending, A (out, k) and Q (k, D), k the smaller side."""
+
+
+def _by_outputs(weight: torch.Tensor, metric: Metric | None, sensitivity: torch.Tensor | None) -> _Solution:
+    """Decompose R W S W' R' (out, out): A = R^-1 U and Q = U' R W with its eigenvectors U."""
+    root = None if sensitivity is None else triangular_root(sensitivity)
+    seen = weight if root is None else root @ weight
+    energies, vectors = _descending((seen if metric is None else times(seen, metric)) @ seen.T)
+    output = vectors if root is None else torch.linalg.solve_triangular(root, vectors, upper=True)
+    return energies, output, vectors.T @ seen
+
+
+def _by_inputs(weight: torch.Tensor, metric: Metric | None, sensitivity: torch.Tensor | None) -> _Solution:
+    """Decompose C' W' G W C (D, D): with its eigenpairs (e, v), A = W C v / e^1/2, Q = v' C' W' G W / e^1/2.
+
+    Neither C nor R is inverted, and nothing as large as out x out is decomposed.
+    """
+    gram = weight.T @ (weight if sensitivity is None else sensitivity @ weight)
+    if metric is None:
+        energies, vectors = _descending(gram)
+    else:
+        moments = whole(metric)
+        factor, failed = torch.linalg.cholesky_ex((moments + moments.T) / 2)
+        if failed.item():  # directions without any energy
+            values, axes = _descending(moments)
+            factor = axes * values.sqrt()
+        energies, vectors = _descending(factor.T @ gram @ factor)
+        vectors = factor @ vectors
+    # Where there is no energy, both halves vanish but for rounding.
+    vectors = vectors / energies.clamp_min(_EPSILON * energies[0]).sqrt()
+    return energies, weight @ vectors, vectors.T @ gram
+
+
+def _descending(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the eigenvalues of a symmetric matrix, in descending order and 0 or more, and its vectors."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
+    return values.clamp_min(0).flip(0), vectors.flip(1)
+
 
 _COLUMNS_WORTH_THREADS = 1024
 

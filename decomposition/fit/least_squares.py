@@ -1,9 +1,4 @@
-"""The least-squares problem that fitting a format to a weight is, and its minimiser.
-
-Every format is V = A Q. Where A is free (plain modes) it is eliminated in closed form (variable projection,
-Golub & Pereyra 1973); a quasi-Newton method (L-BFGS, Liu & Nocedal 1989) minimises over the remaining cores.
-One step costs features x D^2, independent of the number of images.
-"""
+"""Alternating and damped least squares of cores in a data metric."""
 
 from __future__ import annotations
 
@@ -16,11 +11,71 @@ import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
 
-from decomposition.calibration.metric import Metric, RowFactor, scaled, times
-from decomposition.calibration.sensitivity_root import symmetric_root
-from decomposition.fit.quadratic import Products, Quadratic
+from decomposition.calibration.metric import Metric, RowFactor, converted, scaled, symmetric_root, times
 from decomposition.formats import Cores, Ranks, TensorFormat
 from decomposition.network.modes import WeightModes
+
+
+@dataclass(frozen=True)
+class Products:
+    """What a weight W and a metric S make of one Q, shape (features, D).
+
+    Shapes: slope (features, D).
+    """
+
+    gram: torch.Tensor
+    cross: torch.Tensor
+    slope: Callable[[torch.Tensor], torch.Tensor]
+
+
+class Quadratic:
+    """A weight in a metric.
+
+    Shapes: weight (out, D).
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, metric: Metric | None, target: torch.Tensor | None = None
+    ) -> None:
+        self.weight, self.metric = weight, metric
+        self.target = self.apply(weight) if target is None else target
+        self._images = weight @ metric.rows.T if isinstance(metric, RowFactor) else weight
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows S for rows (m, D)."""
+        return rows if self.metric is None else times(rows, self.metric)
+
+    @cached_property
+    def in_float32(self) -> Quadratic:
+        """The same in float32, in which a product takes half as long."""
+        metric = None if self.metric is None else converted(self.metric, torch.float32)
+        return Quadratic(self.weight.float(), metric, self.target.float())
+
+    def products(self, features: torch.Tensor) -> Products:
+        """Return the products for Q, in the weight's precision."""
+        cross = self.target @ features.T
+        if isinstance(self.metric, RowFactor):
+            rows, ridge = self.metric.rows, self.metric.ridge
+            images = features @ rows.T
+            gram = images @ images.T
+            if ridge:
+                gram += ridge * (features @ features.T)
+
+            def slope(output: torch.Tensor) -> torch.Tensor:
+                rest = (output @ images - self._images) @ rows
+                if ridge:
+                    rest += ridge * (output @ features - self.weight)
+                return output.T @ rest
+
+        else:
+            weighted = self.apply(features)
+            gram = weighted @ features.T
+
+            def slope(output: torch.Tensor) -> torch.Tensor:
+                return output.T @ (output @ weighted - self.target)
+
+        return Products(gram, cross, slope)
+
 
 LEAST_PENALTY = 1e-14
 _HISTORY = 20

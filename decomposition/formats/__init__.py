@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from decomposition.formats import chain, cp, pifa, spatial_svd, tucker
-from decomposition.formats.base import Cores, Ranks, TensorFormat, get_format, list_formats, register_format
+from decomposition.formats import chain, cp, tucker
+from decomposition.formats import matrices as pifa
+from decomposition.formats import matrices as spatial_svd
+from decomposition.formats.tensor_format import (
+    Cores,
+    Ranks,
+    TensorFormat,
+    get_format,
+    list_formats,
+    register_format,
+)
 
 __all__ = [
     "Cores",

@@ -9,14 +9,18 @@ import torch
 from torch import nn
 
 from decomposition.errors import DecompositionError
-from decomposition.formats.algebra import contract_chain, leading_left_vectors, split_chain
-from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
-from decomposition.formats.contracted_layer import ContractedLayer
-from decomposition.formats.factorised import FactorisedLayer
-from decomposition.formats.staged_layer import StagedLayer
+from decomposition.formats.layers import ContractedLayer, FactorisedLayer, StagedLayer
+from decomposition.formats.tensor_format import (
+    Cores,
+    Ranks,
+    TensorFormat,
+    contract_chain,
+    leading_left_vectors,
+    register_format,
+    split_chain,
+)
 from decomposition.formats.tensorly_objects import TensorlyObject, in_tensorly_backend, wrong_sizes
-from decomposition.network.kinds import DecomposableModule
-from decomposition.network.layers import LayerSpec
+from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.modes import WeightModes
 
 

@@ -9,13 +9,17 @@ import numpy as np
 import torch
 
 from decomposition.calibration.metric import Metric, RowFactor, channel_moments, cholesky, times
-from decomposition.formats.algebra import leading_left_vectors, product
-from decomposition.formats.base import Cores, Ranks, TensorFormat, register_format
-from decomposition.formats.factorised import FactorisedLayer
-from decomposition.formats.staged_layer import StagedLayer
+from decomposition.formats.layers import FactorisedLayer, StagedLayer
+from decomposition.formats.tensor_format import (
+    Cores,
+    Ranks,
+    TensorFormat,
+    leading_left_vectors,
+    product,
+    register_format,
+)
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
-from decomposition.network.kinds import DecomposableModule
-from decomposition.network.layers import LayerSpec
+from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.modes import WeightModes
 
 _HOOI_SWEEPS = 10

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decomposition.network.inputs import ExampleInputs, example_batch, run_model
-from decomposition.network.wrappers import unwrapped
+from decomposition.network.surgery import unwrapped
 from decomposition.public_calls import ProcessSetting, public_call
 
 _PRODUCTS = {torch.ops.aten.addmm: 1, torch.ops.aten.mm: 0}

@@ -1,24 +1,162 @@
-"""What goes into a model: one tensor, several in order, or several by name; and what is known of them.
-
-A batch of inputs (`Inputs`) is a tensor, `Positional` tensors that the forward takes in order, or a dict of
-tensors that it takes by name; the first axis of all of them counts the inputs. Wherever a function takes an
-`ExampleInputs`, give the shape of one input if the model has a single input of floating-point numbers, and
-otherwise a batch of real inputs, which it describes by an `InputSpec`.
-"""
+"""Inputs and outputs of networks: shapes, examples, and nested structures of tensors."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import SUPPORTED_NODES
 
 from decomposition.errors import DecompositionError
-from decomposition.network.input_specs import InputShape, InputSpec, TensorSpec
+
+FLOAT = "float"
+"""The type of a `TensorSpec` that stands for the model's own floating-point type."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input tensor.
+
+    Attributes:
+        shape: Its shape without the batch axis.
+        dtype: Name of its type in torch, such as `int64`; `float` for the model's own floating-point type.
+        value: What stands in for its values, where integers must mean something: one that really occurs.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = FLOAT
+    value: int | bool = 0
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """Describe a batch; its first integer, which is never padding, stands for all of them."""
+        shape = tuple(tensor.shape[1:])
+        if tensor.is_floating_point():
+            return cls(shape)
+        if tensor.is_complex() or not tensor.numel():
+            return cls(shape, _name(tensor.dtype))
+        value = tensor.flatten()[0].item()
+        return cls(shape, _name(tensor.dtype), value if isinstance(value, bool) else int(value))
+
+    def batch(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a batch of that many inputs, zeros where they are floating-point numbers."""
+        own = dtype if self.dtype == FLOAT else getattr(torch, self.dtype)
+        return torch.full((size, *self.shape), self.value, dtype=own, device=device)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        values = {} if self.dtype == FLOAT else {"value": self.value}
+        return {"shape": list(self.shape), "dtype": self.dtype, **values}
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """The inputs of a model that takes anything but one tensor of floating-point numbers.
+
+    Attributes:
+        tensors: At least one.
+        names: The forward's parameters that take them; `None` where it takes them in order.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    names: tuple[str, ...] | None = None
+
+    def to_json(self) -> list[dict[str, Any]] | dict[str, dict[str, Any]]:
+        """Return plain values for JSON: a list of tensors, or an object of them by name."""
+        entries = [tensor.to_dict() for tensor in self.tensors]
+        return entries if self.names is None else dict(zip(self.names, entries, strict=True))
+
+    @classmethod
+    def from_json(cls, content: Any) -> InputSpec:
+        """Read what `to_json` returned; strict.
+
+        Raises:
+            DecompositionError: It is something else.
+        """
+        named = isinstance(content, dict)
+        entries = list(content.values()) if named else content
+        if not isinstance(entries, list) or not entries:
+            raise DecompositionError(f"inputs must be a list or an object of tensors, got {content!r}")
+        return cls(tuple(map(_tensor_spec, entries)), tuple(content) if named else None)
+
+    def __str__(self) -> str:
+        names = self.names or ("",) * len(self.tensors)
+        return ", ".join(f"{name} {tensor}".strip() for name, tensor in zip(names, self.tensors, strict=True))
+
+
+InputShape = tuple[int, ...] | InputSpec
+"""The shape of a model's only input without the batch axis, or a specification of its inputs."""
+
+
+def shape_to_json(shape: InputShape) -> Any:
+    """Return what is known of a model's inputs as plain values for JSON."""
+    return shape.to_json() if isinstance(shape, InputSpec) else list(shape)
+
+
+def _tensor_spec(entry: Any) -> TensorSpec:
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    dtype, value = (entry.get("dtype"), entry.get("value", 0)) if isinstance(entry, dict) else (None, None)
+    known = dtype == FLOAT or isinstance(getattr(torch, str(dtype), None), torch.dtype)
+    sizes = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+    if not (sizes and known and isinstance(value, int) and set(entry) <= {"shape", "dtype", "value"}):
+        raise DecompositionError(
+            "an input must be an object of shape (positive integers), dtype (such as int64, or float) and "
+            f"value (an integer), got {entry!r}"
+        )
+    return TensorSpec(tuple(cast(list[int], shape)), cast(str, dtype), value)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+Place = tuple[str | int, ...]
+"""The keys, fields and positions that lead to something in an output; empty for the output itself."""
+
+
+def leaves(output: Any) -> Iterator[tuple[Place, Any]]:
+    """Yield everything in a model's output that holds nothing else, in order, each with its place.
+
+    The search goes into mappings, lists, tuples (named ones by their fields), dataclasses, and everything
+    that is registered with torch as a pytree.
+    """
+    for key, value in _parts(output):
+        if key is None:
+            yield (), value
+        else:
+            yield from (((key, *place), leaf) for place, leaf in leaves(value))
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """Return all tensors in a model's output, in order."""
+    return [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _parts(output: Any) -> list[tuple[str | int | None, Any]]:
+    """Return what an output holds by key, field or position; itself under None if it holds nothing."""
+    if isinstance(output, torch.Tensor):
+        return [(None, output)]
+    if isinstance(output, Mapping):
+        return [(key if isinstance(key, int) else str(key), value) for key, value in output.items()]
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return list(zip(output._fields, output, strict=True))
+    if isinstance(output, list | tuple):
+        return list(enumerate(output))
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return [(field.name, getattr(output, field.name)) for field in dataclasses.fields(output)]
+    if type(output) in SUPPORTED_NODES:
+        return list(enumerate(SUPPORTED_NODES[type(output)].flatten_fn(output)[0]))
+    return [(None, output)]
 
 
 class Positional(tuple[torch.Tensor, ...]):

@@ -1,36 +1,227 @@
-"""Which layers of a model there are, what they cost and which of them can be decomposed."""
+"""List the layers of a network: shapes, costs, and why a layer is left out."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 
 from decomposition.errors import DecompositionError
+from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import (
     ExampleInputs,
+    Inputs,
+    InputShape,
+    InputSpec,
     example_batch,
     input_shape_of,
+    run_model,
 )
-from decomposition.network.kinds import (
-    DECOMPOSABLE,
-    KINDS,
-    Kind,
-    ListedModule,
-    Transposed,
-    is_decomposable_module,
-)
-from decomposition.network.layer_trace import LayerTrace
-from decomposition.network.opaque import OpaqueModule, opaque
-from decomposition.network.permanent_weights import computes_weights
-from decomposition.network.wrappers import unwrapped
+from decomposition.network.rewriting import computes_weights
+from decomposition.network.surgery import unwrapped
 from decomposition.public_calls import public_call
 from decomposition.registry import did_you_mean
+
+OpaqueKind = Literal["lstm", "gru", "rnn", "attention"]
+OPAQUE_KINDS: tuple[OpaqueKind, ...] = ("lstm", "gru", "rnn", "attention")
+"""Kinds that plans made before they were listed have no entries for."""
+
+OPAQUE = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+OpaqueModule = nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """A module whose weights no format can replace."""
+
+    kind: OpaqueKind
+    out_features: int
+    in_features: int
+    bias: bool
+    params: int
+    refusal: str
+
+
+def opaque(module: OpaqueModule) -> Opaque:
+    """Describe such a module."""
+    params = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    name = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention):
+        packed = module.in_proj_weight is not None
+        rows = (3 if packed else 1) * module.embed_dim
+        return Opaque(
+            "attention",
+            rows,
+            module.embed_dim,
+            module.in_proj_bias is not None,
+            params,
+            "its projections are parameters of one function; decomposition.plain_attention(model) makes "
+            "linear layers of them, which can be decomposed"
+            if type(module) is nn.MultiheadAttention
+            else f"a {name}, which may compute something else than the MultiheadAttention that it extends",
+        )
+    kind: OpaqueKind = next((prefix for prefix in OPAQUE_KINDS if name.lower().startswith(prefix)), "rnn")
+    weights = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 2]
+    return Opaque(
+        kind,
+        weights[0].shape[0],
+        weights[0].shape[1],
+        bool(module.bias),
+        params,
+        f"its weights are applied anew at every step of a sequence inside one function ({name}): an error "
+        "would feed back on itself, which no fit accounts for",
+    )
+
+
+def macs_of_call(module: OpaqueModule, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many positions a call multiplies with the weights, and its multiply-accumulates."""
+    if isinstance(module, nn.MultiheadAttention):
+        names = ("query", "key", "value")
+        arguments = dict(zip(names, inputs, strict=False)) | {n: keywords[n] for n in names if n in keywords}
+        tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
+        return tensors[0].numel() // tensors[0].shape[-1], sum(x.numel() for x in tensors) * module.embed_dim
+    (x,) = (*inputs[:1], *(keywords[key] for key in ("input",) if key in keywords))
+    data = x.data if isinstance(x, PackedSequence) else x
+    positions = data.numel() // module.input_size
+    weights = sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.ndim == 2)
+    return positions, positions * weights
+
+
+Kind = (
+    Literal[
+        "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear"
+    ]
+    | OpaqueKind
+)
+DecomposableModule = nn.Conv1d | nn.Conv2d | nn.Linear
+Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.SyncBatchNorm
+ListedModule = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed | nn.Linear
+
+DECOMPOSABLE = (nn.Conv1d, nn.Conv2d, nn.Linear)
+KINDS: dict[type[nn.Module], Kind] = {
+    nn.Conv1d: "conv1d",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+    nn.ConvTranspose1d: "conv_transpose1d",
+    nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d",
+    nn.Linear: "linear",
+}
+
+
+def is_decomposable_module(module: nn.Module) -> TypeGuard[DecomposableModule]:
+    """Tell whether `module` is exactly a Conv1d, Conv2d or Linear (subclasses may mean something else)."""
+    return type(module) in DECOMPOSABLE
+
+
+def weight_of(module: DecomposableModule) -> torch.Tensor:
+    """Return a layer's weight as float64 (out, in, kernel) on the CPU."""
+    weight = module.weight.detach()
+    return weight.double().cpu().reshape(weight.shape[0], weight.shape[1], -1)
+
+
+class LayerTrace:
+    """One forward pass that records each layer's calls and which batch norm consumes its output."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
+        self.calls: dict[ListedModule, list[tuple[torch.Size, torch.Size]]] = {}
+        self.opaque_calls: dict[OpaqueModule, list[tuple[int, int]]] = {}
+        self.reached: dict[ListedModule | OpaqueModule, None] = {}
+        self.uses: dict[ListedModule, list[tuple[torch.Size, torch.Size]]] = {}
+        self.batch_norms: dict[nn.Module, nn.Module] = {}
+        # The outputs are kept alive for the pass: an id would otherwise be reused by a later tensor.
+        self._outputs: list[tuple[torch.Tensor, nn.Module]] = []
+
+    def run(self, batch: Inputs, shape: InputShape) -> None:
+        """Run the model once on a batch."""
+        handles = []
+        for module in self.names:
+            if isinstance(module, ListedModule):
+                handles.append(module.register_forward_hook(self._record_call))
+            elif isinstance(module, OPAQUE):
+                handles.append(module.register_forward_hook(self._record_opaque, with_kwargs=True))
+            elif isinstance(module, BatchNorm):
+                handles.append(module.register_forward_pre_hook(self._record_batch_norm))
+        try:
+            with evaluation_mode(self.model), _FunctionalUses(self):
+                run_model(self.model, batch)
+        except Exception as error:  # whatever the model's own code raises
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            inputs, advice = (
+                f"an input of shape {shape}",
+                "the shape of one real input, or a batch of real ones",
+            )
+            if isinstance(shape, InputSpec):
+                inputs, advice = f"the inputs {shape}", "a batch of real inputs"
+            raise DecompositionError(
+                f"the model does not accept {inputs} (without the batch axis): {reason}; pass {advice}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _record_call(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        tensors = [tensor for tensor in (*inputs[:1], output) if isinstance(tensor, torch.Tensor)]
+        if isinstance(module, ListedModule) and len(tensors) == 2:  # a subclass may take and return others
+            self.reached[module] = None
+            self.calls.setdefault(module, []).append((inputs[0].shape, output.shape))
+            self._outputs.append((output, module))
+
+    def _record_opaque(
+        self, module: OpaqueModule, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any
+    ) -> None:
+        self.reached[module] = None
+        self.opaque_calls.setdefault(module, []).append(macs_of_call(module, inputs, keywords))
+
+    def _record_batch_norm(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        for output, producer in self._outputs:
+            if output is inputs[0]:
+                self.batch_norms[producer] = module
+
+
+class _FunctionalUses(TorchFunctionMode):
+    """Records in a trace which linear layers' weights are used by functions instead of by their layer."""
+
+    def __init__(self, trace: LayerTrace) -> None:
+        super().__init__()
+        self.trace = trace
+        self.owners = {id(m.weight): m for m in trace.names if isinstance(m, nn.Linear)}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        output = func(*args, **keywords)
+        if func is F.linear:
+            x, weight = (*args[:2], *(keywords[key] for key in ("input", "weight") if key in keywords))
+            self._record(weight, x, output)
+        elif func is F.multi_head_attention_forward:
+            weight = inspect.signature(func).bind(*args, **keywords).arguments["out_proj_weight"]
+            self._record(weight, output[0], output[0])
+        return output
+
+    def _record(self, weight: torch.Tensor, x: torch.Tensor, output: torch.Tensor) -> None:
+        owner = self.owners.get(id(weight))
+        if owner is not None:
+            self.trace.uses.setdefault(owner, []).append((x.shape, output.shape))
+
 
 FLOAT_BYTES = 4
 """Bytes of a stored parameter: files hold float32 unless a layer's `Storage` says otherwise."""

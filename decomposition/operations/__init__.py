@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from decomposition.operations.base import (
+from decomposition.operations.factorise import ChannelFactors, Factorise
+from decomposition.operations.operation import (
     ApplyOptions,
     BatchNormCorrection,
     Cost,
@@ -19,7 +20,6 @@ from decomposition.operations.base import (
     operation_kind,
     register_operation,
 )
-from decomposition.operations.factorise import ChannelFactors, Factorise
 from decomposition.operations.quantise import Quantise
 
 __all__ = [

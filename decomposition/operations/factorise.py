@@ -12,13 +12,12 @@ from torch import nn
 from decomposition.errors import PlanError
 from decomposition.fit.fit_options import FitOptions
 from decomposition.fit.fitting import fit_weight
-from decomposition.fit.lockstep import RefitProblem
+from decomposition.fit.refit import RefitProblem
 from decomposition.formats import Ranks, TensorFormat, get_format, list_formats
-from decomposition.formats.factorised import FactorisedLayer
-from decomposition.network.kinds import DecomposableModule
-from decomposition.network.layers import LayerSpec
+from decomposition.formats.layers import FactorisedLayer
+from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.modes import WeightModes, modes_from_dict
-from decomposition.operations.base import Cost, FittedLayer, LayerOperation, register_operation
+from decomposition.operations.operation import Cost, FittedLayer, LayerOperation, register_operation
 
 
 class ChannelFactors(NamedTuple):

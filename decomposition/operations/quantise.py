@@ -11,23 +11,21 @@ import torch
 from torch import nn
 
 from decomposition.errors import DecompositionError, PlanError
-from decomposition.fit.compensated_rounding import compensated_weight
 from decomposition.fit.fit_options import FitOptions
-from decomposition.fit.lockstep import PATCHES_TO_SOLVE, RefitProblem
-from decomposition.fit.rounded_stages import equalise, make_up, round_features
-from decomposition.formats.factorised import FactorisedLayer
-from decomposition.formats.staged_layer import StagedLayer
-from decomposition.network.kinds import DecomposableModule, is_decomposable_module, weight_of
-from decomposition.network.layers import FLOAT_BYTES, LayerSpec
-from decomposition.network.opaque import OPAQUE_KINDS
+from decomposition.fit.refit import PATCHES_TO_SOLVE, RefitProblem
+from decomposition.fit.rounding import compensated_weight, equalise, make_up, round_features
+from decomposition.formats.layers import FactorisedLayer, StagedLayer
+from decomposition.network.layers import (
+    FLOAT_BYTES,
+    OPAQUE_KINDS,
+    DecomposableModule,
+    LayerSpec,
+    is_decomposable_module,
+    weight_of,
+)
 from decomposition.network.rounding import REDUCED_BITS, round_activations, round_weights
 from decomposition.network.surgery import copied
-from decomposition.operations.base import (
-    Cost,
-    FittedLayer,
-    LayerOperation,
-    register_operation,
-)
+from decomposition.operations.operation import Cost, FittedLayer, LayerOperation, register_operation
 
 BITS = (8, REDUCED_BITS, 4)
 INTEGERS, FLOATS, DYNAMIC = "uint8", "float32", "dynamic"

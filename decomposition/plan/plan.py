@@ -1,12 +1,14 @@
-"""The compression plan: what becomes of every layer, as versioned JSON."""
+"""Compression plans: operations of every layer, as versioned JSON."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,23 +16,170 @@ from torch import nn
 
 from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
-from decomposition.network.input_specs import InputShape, InputSpec, shape_to_json
-from decomposition.network.layers import LayerSpec, inspect_layers
-from decomposition.network.opaque import OPAQUE_KINDS
-from decomposition.network.rewriting import Rewrite
-from decomposition.network.wrappers import unwrapped
-from decomposition.operations import GroupOperation, Operation
-from decomposition.operations.base import check_keys
-from decomposition.plan.layer_plan import LayerPlan, from_entry, to_entry
-from decomposition.plan.metadata import checked_metadata
-from decomposition.rewrites.preparation import REWRITERS, prepared
+from decomposition.formats import get_format
+from decomposition.network.inputs import ExampleInputs, InputShape, InputSpec, input_shape_of, shape_to_json
+from decomposition.network.layers import OPAQUE_KINDS, LayerSpec, inspect_layers
+from decomposition.network.rewriting import Rewrite, rewrites_of
+from decomposition.network.surgery import unwrapped
+from decomposition.operations import (
+    Cost,
+    Factorise,
+    GroupOperation,
+    LayerOperation,
+    Operation,
+    dense_cost,
+    operation_from_dict,
+)
+from decomposition.operations.factorise import factors_of
+from decomposition.operations.operation import check_keys
+from decomposition.public_calls import public_call
+from decomposition.rewrites import REWRITERS, prepared
+
+
+def checked_metadata(metadata: Any, source: str) -> dict[str, Any]:
+    """Return a copy of metadata that survives JSON unchanged."""
+    if not isinstance(metadata, dict):
+        raise PlanError(f"{source}: metadata must be an object, got {type(metadata).__name__}")
+    copied: dict[str, Any] = _checked(metadata, source, "metadata")
+    return copied
+
+
+def _checked(value: Any, source: str, name: str) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, list):
+        return [_checked(entry, source, f"{name}[{index}]") for index, entry in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise PlanError(f"{source}: {name} has the key {key!r}; keys of metadata must be text")
+        return {key: _checked(entry, source, f"{name}[{key!r}]") for key, entry in value.items()}
+    raise PlanError(
+        f"{source}: {name} is {value!r}; metadata holds what JSON can: text, finite numbers, booleans, null, "
+        "and lists and dictionaries of them"
+    )
+
+
+_KEYS = {"name", "operations", "reason"}
+_Kind = TypeVar("_Kind", bound=Operation)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What becomes of one layer.
+
+    Costs are counted from the layer as the plan's group operations leave it.
+
+    Attributes:
+        name: The layer's dotted name.
+        operations: What is done with it, applied left to right; empty for a layer that stays as it is.
+        reason: Why nothing is done with it.
+    """
+
+    name: str
+    operations: tuple[Operation, ...] = ()
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        for left, right in pairwise(self.operations):
+            if left.stage < right.stage:
+                continue
+            ordered = " before ".join(
+                repr(operation.kind) for operation in sorted((left, right), key=lambda o: o.stage)
+            )
+            allowed = "one operation of a kind" if left.kind == right.kind else ordered
+            raise PlanError(
+                f"layer {self.name!r}: operation {right.kind!r} stands after {left.kind!r}; "
+                f"a layer takes {allowed}"
+            )
+        leaving = next((operation for operation in self.group_operations if operation.removes), None)
+        if leaving is not None and len(self.operations) > 1:
+            raise PlanError(
+                f"layer {self.name!r}: operation {leaving.kind!r} removes the layer; it takes no other one"
+            )
+
+    @property
+    def layer_operations(self) -> tuple[LayerOperation, ...]:
+        """The operations on this layer alone."""
+        return tuple(operation for operation in self.operations if isinstance(operation, LayerOperation))
+
+    @property
+    def group_operations(self) -> tuple[GroupOperation, ...]:
+        """The operations on this layer together with others."""
+        return tuple(operation for operation in self.operations if isinstance(operation, GroupOperation))
+
+    def operation(self, kind: type[_Kind]) -> _Kind | None:
+        """Return the layer's operation of a class, or `None`."""
+        return next((operation for operation in self.operations if isinstance(operation, kind)), None)
+
+    def cost(self, spec: LayerSpec) -> Cost:
+        """Return the layer's cost under its operations."""
+        return total_cost(self.operations, spec)
+
+
+def total_cost(operations: Sequence[Operation], spec: LayerSpec) -> Cost:
+    """Return a layer's cost under operations applied left to right; without any, the dense layer's."""
+    cost = dense_cost(spec)
+    for operation in operations:
+        cost = operation.cost(spec, cost)
+    return cost
+
+
+def without_growth(layer: LayerPlan, spec: LayerSpec) -> LayerPlan:
+    """Return the entry, with its factorisation replaced by a reason if it saves no parameters."""
+    factorisation = layer.operation(Factorise)
+    if factorisation is None:
+        return layer
+    params = factorisation.cost(spec, dense_cost(spec)).params
+    if params < spec.params:
+        return layer
+    reason = (
+        f"{factorisation.format} ranks {list(factorisation.ranks)} take {params} parameters, "
+        f"no fewer than the dense {spec.params}"
+    )
+    return LayerPlan(
+        layer.name,
+        tuple(operation for operation in layer.operations if operation is not factorisation),
+        reason,
+    )
+
+
+def to_entry(layer: LayerPlan) -> dict[str, Any]:
+    """Return the entry as plain values for JSON; what is not set is left out."""
+    entry: dict[str, Any] = {
+        "name": layer.name,
+        "operations": [operation.to_dict() for operation in layer.operations],
+    }
+    if layer.reason is not None:
+        entry["reason"] = layer.reason
+    return entry
+
+
+def from_entry(entry: Any, source: str) -> LayerPlan:
+    """Read one entry of a plan's JSON; strict."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        raise PlanError(f"{source}: every layer must be an object with a name, got {entry!r}")
+    where = f"{source}, layer {entry['name']!r}"
+    check_keys(entry, _KEYS, _KEYS - {"reason"}, where)
+    operations, reason = entry["operations"], entry.get("reason")
+    if not isinstance(operations, list):
+        raise PlanError(f"{where}: operations must be a list, got {operations!r}")
+    if reason is not None and not isinstance(reason, str):
+        raise PlanError(f"{where}: reason must be text, got {reason!r}")
+    read = tuple(operation_from_dict(content, where) for content in operations)
+    try:
+        return LayerPlan(entry["name"], read, reason)
+    except PlanError as error:
+        raise PlanError(f"{source}: {error}") from error
+
 
 PLAN_VERSION = 3
 _PLAN_KEYS = {"version", "fingerprint", "input_shape", "chosen_by", "layers"}
 # Strings in JSON hold no line break (it is written as \\n), so this matches lists only.
 _INTEGERS = re.compile(r"(?<=\[)\n *\d+(?:,\n *\d+)*\n *(?=\])")
 
-_Kind = TypeVar("_Kind", bound=Operation)
 RunGroup = Callable[[type[GroupOperation], nn.Module, Mapping[str, GroupOperation]], nn.Module]
 """Applies a group operation, or makes its structure: (kind, model, operation by layer) -> model."""
 
@@ -313,3 +462,67 @@ def _shape_from_json(content: Any, source: str) -> InputShape:
             f"{source}: input_shape must be a list of positive integers, or tell of several inputs or types "
             f"({error})"
         ) from error
+
+
+@public_call(values=False)
+def make_plan(
+    model: nn.Module,
+    input_shape: ExampleInputs,
+    tensor_format: str,
+    ranks: int | Mapping[str, int | Sequence[int]],
+    *,
+    tensorised: bool = False,
+    chosen_by: str = "user",
+) -> CompressionPlan:
+    """Make a plan from ranks given by hand.
+
+    Args:
+        model: The dense model.
+        input_shape: Shape of one input without the batch axis, or a batch of inputs.
+        tensor_format: Name of the format.
+        ranks: One rank for every compressible layer (capped at each layer's maximum), or ranks by layer name:
+            one integer, or one a bond. Layers that are not named stay dense.
+        tensorised: Split channel counts into small factors.
+        chosen_by: Recorded in the plan.
+
+    Returns:
+        The plan; a layer that would get no smaller stays dense, with the reason.
+
+    Raises:
+        DecompositionError: If a rank is not feasible.
+        PlanError: If a name is no compressible layer of the model.
+    """
+    all_specs = inspect_layers(model, input_shape)
+    form = get_format(tensor_format)
+    by_name = {spec.name: spec for spec in all_specs}
+    if isinstance(ranks, Mapping):
+        for name in ranks:
+            spec = by_name.get(name)
+            if spec is None or spec.refusal is not None:
+                compressible = ", ".join(s.name for s in all_specs if s.refusal is None)
+                why = f": {spec.refusal}" if spec is not None else ""
+                raise PlanError(f"{name!r} is no compressible layer{why}; choose from {compressible}")
+    layers = []
+    for spec in all_specs:
+        if spec.refusal is not None:
+            layers.append(LayerPlan(spec.name, reason=spec.refusal))
+            continue
+        modes = form.modes(spec, tensorised=tensorised)
+        if isinstance(ranks, Mapping):
+            if spec.name not in ranks:
+                layers.append(LayerPlan(spec.name, reason="no rank was given"))
+                continue
+            layer_ranks = ranks[spec.name]
+            layer_ranks = tuple(layer_ranks) if isinstance(layer_ranks, Sequence) else layer_ranks
+        else:
+            layer_ranks = min(ranks, form.max_rank(modes)) if type(ranks) is int else ranks
+        checked = form.check_ranks(modes, layer_ranks, spec.name)
+        operation = Factorise(tensor_format, checked, factors_of(modes))
+        layers.append(without_growth(LayerPlan(spec.name, (operation,)), spec))
+    return CompressionPlan(
+        tuple(layers),
+        fingerprint(all_specs),
+        input_shape_of(input_shape),
+        chosen_by,
+        preparation=rewrites_of(unwrapped(model)),
+    )

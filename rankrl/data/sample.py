@@ -11,12 +11,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from decomposition import Inputs
-from decomposition.calibration.calibration_set import CalibrationInputs, labelled_batches
-from decomposition.calibration.input_check import accepted, check_finite, gaps
-from decomposition.candidates.listing import changing_layers
+from decomposition.calibration.calibration_set import (
+    CalibrationInputs,
+    accepted,
+    check_finite,
+    gaps,
+    labelled_batches,
+)
+from decomposition.choose.listing import changing_layers
 from decomposition.network.cost import evaluation_mode
-from decomposition.network.inputs import count_inputs, input_shape_of, joined, mapped, plain, rows, run_model
-from decomposition.network.outputs import tensors_in
+from decomposition.network.inputs import (
+    count_inputs,
+    input_shape_of,
+    joined,
+    mapped,
+    plain,
+    rows,
+    run_model,
+    tensors_in,
+)
 from rankrl.device import model_device
 from rankrl.errors import ConfigError, DataError
 

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from decomposition.cache import digest
 from decomposition.network.cost import evaluation_mode
-from decomposition.network.inputs import Inputs, run_model
-from decomposition.network.outputs import tensors_in
+from decomposition.network.inputs import Inputs, run_model, tensors_in
 
 
 def network_digest(model: nn.Module) -> str:

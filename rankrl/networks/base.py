@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from decomposition import CompressionPlan, FitLibrary, LayerSpec
-from decomposition.candidates.listing import CandidateLister
-from decomposition.network.input_specs import InputShape
+from decomposition.choose.listing import CandidateLister
+from decomposition.network.inputs import InputShape
 from decomposition.network.rewriting import Rewrite
 from rankrl.networks.candidates import CandidateOptions
 from rankrl.options.timing import LatencyOptions

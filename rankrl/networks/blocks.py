@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from decomposition import compressible_layers
-from decomposition.network.input_specs import InputShape
-from decomposition.network.inputs import example_tensor
-from decomposition.operations.block_removal import Removal
+from decomposition.choose.listing import Removal
+from decomposition.network.inputs import InputShape, example_tensor
 from pruning import residual_blocks
 from rankrl.errors import ConfigError
 from rankrl.operations import RemoveBlock

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from decomposition import DecompositionError, compressible_layers
-from decomposition.calibration.input_selection import Narrowing
-from decomposition.calibration.metric import WIDEST
-from decomposition.network.input_specs import InputShape
-from decomposition.network.inputs import example_tensor
+from decomposition.calibration.metric import WIDEST, Narrowing
+from decomposition.network.inputs import InputShape, example_tensor
 from pruning import PruningError, channel_groups
 from rankrl.errors import ConfigError
 

@@ -16,7 +16,7 @@ import torch
 
 from decomposition import CompressionPlan, FitLibrary, LayerSpec, Quantise
 from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, settled, warn_unreached
-from decomposition.candidates.listing import CandidateLister
+from decomposition.choose.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
 from decomposition.operations.quantise import computes_in_integers

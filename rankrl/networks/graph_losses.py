@@ -19,8 +19,8 @@ import torch
 
 from decomposition import CandidateSet, Factorise, FitLibrary, Quantise
 from decomposition.cache import Cache, digest
-from decomposition.candidates.candidates import Candidate
-from decomposition.network.opaque import OPAQUE_KINDS
+from decomposition.choose.candidates import Candidate
+from decomposition.network.layers import OPAQUE_KINDS
 from decomposition.operations import Operation
 from decomposition.operations.quantise import ACTIVATION_NOISE
 from rankrl.networks.graph_scoring import NumberedAnswers

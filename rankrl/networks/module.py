@@ -19,9 +19,9 @@ from decomposition import (
     count_parameters,
     inspect_layers,
 )
-from decomposition.candidates.listing import CandidateLister
+from decomposition.choose.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
-from decomposition.network.input_specs import InputShape
+from decomposition.network.inputs import InputShape
 from decomposition.network.layers import FLOAT_BYTES
 from decomposition.network.rewriting import Rewrite, rewrites_of
 from rankrl.data import Preprocessing

@@ -18,8 +18,7 @@ from decomposition import (
     compensate,
     register_operation,
 )
-from decomposition.network.input_specs import InputShape
-from decomposition.network.inputs import Inputs, example_tensor
+from decomposition.network.inputs import Inputs, InputShape, example_tensor
 from pruning import KeptChannels, PruningError, kept_inputs, kept_norms, remove_channels
 
 _Result = TypeVar("_Result")

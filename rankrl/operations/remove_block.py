@@ -18,8 +18,7 @@ from decomposition import (
     inspect_layers,
     register_operation,
 )
-from decomposition.network.input_specs import InputShape
-from decomposition.network.inputs import Inputs, example_tensor
+from decomposition.network.inputs import Inputs, InputShape, example_tensor
 from pruning import remove_blocks, residual_blocks
 
 

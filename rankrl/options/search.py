@@ -45,7 +45,7 @@ class SearchOptions(ScoringOptions):
             statistics of `refitted` and for a network in a file, else `accuracy`.
         statistics: `corrected` moves biases and batch-norm means analytically; `refitted` solves every layer
             for what reaches it, as applying the plan does, and takes several times as long
-            (`decomposition.candidates.quick_refit`). None for `refitted` where plans are ranks
+            (`decomposition.choose.quick_refit`). None for `refitted` where plans are ranks
             and roundings of a data set's network, else `corrected`.
         finalists: How many of the best plans are applied, refit and all, and scored again, with greedy's
             plan; the best of them is returned. 1 takes the plan with the best reward. With budget.latency

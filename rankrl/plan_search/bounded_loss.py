@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from decomposition.choose.reachable import least_fraction
+from decomposition.choose.allocation import least_fraction
 from rankrl.plan_search.measured_plans import MeasuredPlan, spent, undominated
 from rankrl.plan_search.plan_meter import PlanMeter
 from rankrl.plan_search.space.problem import Choices, SearchProblem

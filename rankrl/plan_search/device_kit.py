@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from decomposition import Budget, CandidateSet, CompressionPlan, LatencyTable, plan_from_choices
-from decomposition.choose.reachable import least_fraction
+from decomposition.choose.allocation import least_fraction
 from decomposition.plan.plan import fingerprint
 from rankrl.errors import ConfigError
 from rankrl.kits.kit_writer import KitWriter, NamedFile, WrittenKit

@@ -22,7 +22,7 @@ from decomposition import (
     plan_from_choices,
 )
 from decomposition.cache import Cache, digest
-from decomposition.choose.reachable import least_fraction
+from decomposition.choose.allocation import least_fraction
 from rankrl.networks.base import PricedNetwork
 from rankrl.operations import KeepChannels
 from rankrl.options.timing import LatencyOptions

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary
 from decomposition.errors import DecompositionError
-from decomposition.plan.layer_plan import LayerPlan
+from decomposition.plan.plan import LayerPlan
 from rankrl.errors import ConfigError
 from rankrl.networks.base import PricedNetwork, SearchableNetwork
 from rankrl.networks.candidates import CandidateOptions

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from decomposition import CandidateSet, get_format, list_formats
-from decomposition.candidates.candidates import Candidate
+from decomposition.choose.candidates import Candidate
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 ALL_DENSE, ALL_INT8, CONVOLUTIONS = "all dense", "all int8", "int8 convolutions"

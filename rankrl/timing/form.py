@@ -10,7 +10,7 @@ from torch import nn
 
 from decomposition import contracted, factorised_layers, inspect_layers
 from decomposition.cache import Cache, digest
-from decomposition.network.input_specs import InputShape
+from decomposition.network.inputs import InputShape
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied, replace_module
 from rankrl.onnx.export import export_onnx

@@ -15,8 +15,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from decomposition.formats.factorised import FactorisedLayer, plain_layers
-from decomposition.network.kinds import DecomposableModule, is_decomposable_module
+from decomposition.formats.layers import FactorisedLayer, plain_layers
+from decomposition.network.layers import DecomposableModule, is_decomposable_module
 from rankrl.onnx.export.onnx_file import OLDEST_OPSET, export_onnx
 from rankrl.onnx.graph_edits import add_constant, node_of
 from rankrl.onnx.protobuf import save_model

@@ -12,8 +12,8 @@ import numpy as np
 from torch import nn
 
 from decomposition import Candidate, CandidateSet, DecompositionError, Factorise, LatencyTable
-from decomposition.network.geometry import Geometry
-from decomposition.network.kinds import DecomposableModule, is_decomposable_module
+from decomposition.network.layers import DecomposableModule, is_decomposable_module
+from decomposition.network.patches import Geometry
 from rankrl.timing.layer_timing import LayerTimer
 from rankrl.timing.lone_node import LoneNode
 

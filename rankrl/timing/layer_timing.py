@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from decomposition import Candidate, LayerOperation, Quantise, integer_layers, without_rounding
 from decomposition.cache import digest
 from decomposition.memory import free_memory
-from decomposition.network.kinds import DecomposableModule
-from decomposition.network.layers import LayerSpec
+from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.surgery import copied
 from decomposition.operations import Operation
 from rankrl.kits.file_group import Contents, FileGroup, Stopwatch

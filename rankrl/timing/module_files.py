@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from decomposition import CompressionPlan, build_structure, factorised_layers
-from decomposition.network.input_specs import InputShape
+from decomposition.network.inputs import InputShape
 from rankrl.data import Preprocessing
 from rankrl.onnx.export import export_network
 from rankrl.onnx.export.feeds import random_feed

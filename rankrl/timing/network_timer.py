@@ -12,7 +12,7 @@ from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, LatencyTable, LayerSpec, plan_from_choices
 from decomposition.cache import Cache, digest
-from decomposition.network.input_specs import InputShape
+from decomposition.network.inputs import InputShape
 from rankrl.kits.file_group import Contents, FileGroup, Stopwatch
 from rankrl.kits.times_file import TimesFile
 from rankrl.onnx.protobuf import load_model

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from decomposition import FactorisedLayer, Inputs, run_model
-from decomposition.network.inputs import count_inputs, mapped, rows
-from decomposition.network.outputs import tensors_in
+from decomposition.network.inputs import count_inputs, mapped, rows, tensors_in
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.training.epochs import Epochs, TrainingProgress, TrainingResult, decayed_products, follow

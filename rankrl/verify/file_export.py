@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from decomposition import Inputs, calibrate_ranges
-from decomposition.network.input_specs import InputShape
+from decomposition.network.inputs import InputShape
 from rankrl.data import Preprocessing
 from rankrl.errors import NonFiniteError
 from rankrl.files import write_atomically

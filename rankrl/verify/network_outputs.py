@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from decomposition import Inputs, run_model
 from decomposition.network.cost import evaluation_mode
-from decomposition.network.inputs import mapped
-from decomposition.network.outputs import Place, leaves
+from decomposition.network.inputs import Place, leaves, mapped
 from rankrl.device import model_device
 from rankrl.errors import ConfigError
 from rankrl.verify.fidelity import Array

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import DecompositionError, Inputs
-from decomposition.network.inputs import mapped, rows, split
-from decomposition.network.outputs import Place
+from decomposition.network.inputs import Place, mapped, rows, split
 from rankrl.onnx.export.outputs import output_names
 from rankrl.verify.fidelity import COARSE_FLOOR, FLOOR, Array, departure, nudged, relative_error
 from rankrl.verify.network_outputs import as_array, network_outputs

@@ -23,10 +23,8 @@ from decomposition import (
     fingerprint,
 )
 from decomposition.network.cost import evaluation_mode
-from decomposition.network.input_specs import InputShape
-from decomposition.network.inputs import rows, run_model
-from decomposition.network.opaque import OPAQUE_KINDS
-from decomposition.network.outputs import tensors_in
+from decomposition.network.inputs import InputShape, rows, run_model, tensors_in
+from decomposition.network.layers import OPAQUE_KINDS
 from decomposition.network.rounding import REDUCED_BITS
 from rankrl.errors import DefectError
 from rankrl.onnx.errors import ExportError

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from decomposition.candidates.processes import in_processes
+from decomposition.choose.processes import in_processes
 from rankrl.errors import ConfigError, RankrlError
 from rankrl.memory import reuse_memory
 from rankrl.options.search import Cluster, check_workers

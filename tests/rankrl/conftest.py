@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from decomposition.calibration.moments import collect_moments
-from decomposition.candidates.library import FitLibrary
+from decomposition.choose.library import FitLibrary
 from decomposition.network.layers import compressible_layers
 from decomposition.operations import Factorise
 from rankrl.cli.config.choices import group_choices

@@ -375,7 +375,7 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do(
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("decomposition.apply.saving.save_file", full)
+    monkeypatch.setattr("decomposition.plan.save.save_file", full)
     with pytest.raises(StorageError, match=r"cannot write .*model\.safetensors: .*that the disk has room"):
         rankrl.compress(two(), LOADER, tmp_path, params=0.6, **grouped(**QUICK))
     assert not (tmp_path / "model.safetensors").exists()

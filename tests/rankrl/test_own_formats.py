@@ -16,9 +16,8 @@ from torch import nn
 
 import rankrl
 from decomposition import DecompositionError, TensorFormat, inspect_layers, register_format
-from decomposition.formats.base import _FORMATS
-from decomposition.formats.contracted_layer import ContractedLayer
-from decomposition.formats.factorised import FactorisedLayer
+from decomposition.formats.layers import ContractedLayer, FactorisedLayer
+from decomposition.formats.tensor_format import _FORMATS
 from decomposition.operations.quantise import Quantise
 from decomposition.testing import FormatContract
 from rankrl.errors import ConfigError

@@ -20,7 +20,7 @@ from torch import nn
 
 from decomposition import integer_layers, rounded_parameters, without_rounding
 from decomposition.network.inputs import ExampleInputs, run_model
-from decomposition.network.kinds import is_decomposable_module
+from decomposition.network.layers import is_decomposable_module
 from decomposition.network.rounding import REDUCED_BITS, largest_integer
 from decomposition.network.surgery import copied
 from rankrl.onnx.errors import ExportError

@@ -11,10 +11,11 @@ from pathlib import Path
 import onnx
 from torch import nn
 
-from decomposition.network.input_specs import InputShape, InputSpec
 from decomposition.network.inputs import (
     ExampleInputs,
     Inputs,
+    InputShape,
+    InputSpec,
     as_inputs,
     count_inputs,
     described,

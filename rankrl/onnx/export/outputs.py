@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from decomposition.network.outputs import Place, leaves
+from decomposition.network.inputs import Place, leaves
 from rankrl.onnx.errors import ExportError
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from decomposition.network.inputs import ExampleInputs, as_inputs, count_inputs, mapped, rows, run_model
-from decomposition.network.outputs import tensors_in
+from decomposition.network.inputs import (
+    ExampleInputs,
+    as_inputs,
+    count_inputs,
+    mapped,
+    rows,
+    run_model,
+    tensors_in,
+)
 from rankrl.data import Preprocessing
 from rankrl.device import in_layout
 from rankrl.onnx.errors import ExportError

@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from decomposition.calibration.input_check import remedy_for_gaps
-from decomposition.calibration.metric import is_finite, with_mean
+from decomposition.calibration.calibration_set import remedy_for_gaps
+from decomposition.calibration.metric import is_finite, labels_or_single, with_mean
 from decomposition.calibration.moments import (
     PATCHES_PER_LAYER,
     UNREACHED,
@@ -17,9 +17,8 @@ from decomposition.calibration.moments import (
     MomentAccumulator,
     check_memory,
 )
-from decomposition.calibration.shrinkage import labels_or_single
 from decomposition.errors import DecompositionError
-from decomposition.network.kinds import DecomposableModule
+from decomposition.network.layers import DecomposableModule
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.errors import OnnxGraphError

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from decomposition import CompressionPlan
-from decomposition.operations.base import dense_cost
-from decomposition.plan.layer_plan import without_growth
+from decomposition.operations.operation import dense_cost
+from decomposition.plan.plan import without_growth
 from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph.quantised import packed, parameters_of
 from rankrl.onnx.graph.site import Site

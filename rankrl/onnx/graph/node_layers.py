@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from decomposition.network.kinds import Kind
-from decomposition.network.layers import LayerSpec
+from decomposition.network.layers import Kind, LayerSpec
 from rankrl.onnx.graph.quantised import constant, rounded_constant
 from rankrl.onnx.graph.recurrent import is_recurrent
 from rankrl.onnx.graph.site import Absorber, Site

@@ -21,16 +21,16 @@ from decomposition import (
     Quantise,
     without_rounding,
 )
-from decomposition.apply.apply import fitted_layer
+from decomposition.calibration.metric import labels_or_single
 from decomposition.calibration.moments import PATCHES_PER_LAYER, UNREACHED
-from decomposition.calibration.shrinkage import labels_or_single
-from decomposition.fit.lockstep import Refit, RefitProblem, refit_to_patches, solved
-from decomposition.formats.factorised import FactorisedLayer
-from decomposition.formats.pifa import PivotedLayer
-from decomposition.network.kinds import DecomposableModule, weight_of
+from decomposition.fit.refit import Refit, RefitProblem, refit_to_patches, solved
+from decomposition.formats.layers import FactorisedLayer
+from decomposition.formats.matrices import PivotedLayer
+from decomposition.network.layers import DecomposableModule, weight_of
 from decomposition.network.rounding import REDUCED_BITS
-from decomposition.operations.base import FINAL
-from decomposition.plan.layer_plan import without_growth
+from decomposition.operations.operation import FINAL
+from decomposition.plan.apply import fitted_layer
+from decomposition.plan.plan import without_growth
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.capture import FINAL_ELEMENTS, drawn_patches, in_parts, most_patches
 from rankrl.onnx.graph.half import HalfValues

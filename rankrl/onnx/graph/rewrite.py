@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from decomposition import TensorFormat, compressible_layers, get_format, list_formats
-from decomposition.formats.factorised import FactorisedLayer, plain_layers
+from decomposition.formats.layers import FactorisedLayer, plain_layers
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.node_layers import absorbing
 from rankrl.onnx.graph.quantised import constant

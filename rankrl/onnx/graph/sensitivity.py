@@ -220,7 +220,7 @@ class _Measurement:
             return None
         if seen < 2:
             return matrix if count == site.channels else None
-        # Ledoit & Wolf 2004, as in `decomposition.calibration.shrinkage`, with inputs as the summands, whose
+        # Ledoit & Wolf 2004, as in `decomposition.calibration.metric`, with inputs as the summands, whose
         # variance is divided by one less than their number: there may be four.
         size_of_it = squared_norm(matrix)
         distance = size_of_it - trace(matrix) ** 2 / site.channels

@@ -12,8 +12,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from decomposition.network.kinds import DecomposableModule
-from decomposition.network.layers import LayerSpec
+from decomposition.network.layers import DecomposableModule, LayerSpec
 from rankrl.onnx.graph_edits import Array
 
 Absorber = Literal["bias", "add", "batch_norm"]

@@ -10,8 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from decomposition.network.layers import FLOAT_BYTES, LayerSpec, Storage
-from decomposition.network.opaque import OPAQUE_KINDS
+from decomposition.network.layers import FLOAT_BYTES, OPAQUE_KINDS, LayerSpec, Storage
 from rankrl.onnx.graph.foreign import foreign_reason, foreign_weight
 from rankrl.onnx.graph.half import HALF, HALF_BYTES
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork

@@ -9,8 +9,8 @@ from typing import get_args
 
 import numpy as np
 
-from decomposition.candidates.candidates import CandidateSet
 from decomposition.choose.allocation import allocate, allocate_many
+from decomposition.choose.candidates import CandidateSet
 from rankrl.errors import ConfigError
 from rankrl.options.agents import IMPORTANCE_SCALE, ActionKind, check_importance_scale
 from rankrl.plan_search.space.problem import Choices, SearchProblem

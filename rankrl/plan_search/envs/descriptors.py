@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 
-from decomposition.candidates.candidates import MEASURES, CandidateSet
+from decomposition.choose.candidates import MEASURES, CandidateSet
 from decomposition.operations import Factorise, Quantise
 from rankrl.plan_search.space.problem import SearchProblem
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import numpy as np
 
-from decomposition.candidates.candidates import CandidateSet
+from decomposition.choose.candidates import CandidateSet
 from rankrl.errors import ConfigError
 from rankrl.options.agents import Feature
 from rankrl.plan_search.envs.descriptors import CURVE_POINTS, layer_descriptors

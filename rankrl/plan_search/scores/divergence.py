@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from decomposition.candidates.candidates import CandidateSet
+from decomposition.choose.candidates import CandidateSet
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 _MEASURED = 0.75

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
 from decomposition.cache import digest
-from decomposition.candidates.library import FitLibrary
+from decomposition.choose.library import FitLibrary
 from rankrl.data import Augmentation, Images, augmented_copy, batches
 from rankrl.device import Precision, inference_precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition.calibration.moments import InputMoments
-from decomposition.candidates.library import FitLibrary
+from decomposition.choose.library import FitLibrary
 from decomposition.fit.fitting import Fit
 from decomposition.network.inputs import Inputs
 from decomposition.network.surgery import copied

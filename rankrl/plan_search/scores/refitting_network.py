@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from decomposition.candidates.candidates import CandidateSet
-from decomposition.candidates.library import FitLibrary
-from decomposition.candidates.quick_refit import QuickRefit
+from decomposition.choose.candidates import CandidateSet
+from decomposition.choose.library import FitLibrary
+from decomposition.choose.quick_refit import QuickRefit
 from decomposition.network.surgery import copied
 from rankrl.device import Precision, deterministic_kernels, in_layout, to_fastest_layout
 from rankrl.errors import ConfigError
@@ -19,7 +19,7 @@ class RefittingNetwork:
     """A copy of the dense network whose layers are refitted under every plan.
 
     Compared with `ScoringNetwork`, a plan costs one more pass over the calibration images and a small fit of
-    every layer (`decomposition.candidates.quick_refit`).
+    every layer (`decomposition.choose.quick_refit`).
 
     Shapes: calibration (N, C, H, W).
     """

@@ -10,12 +10,11 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from decomposition.calibration.batch_norm import BatchNorm
-from decomposition.candidates.candidates import Candidate, CandidateSet
-from decomposition.candidates.library import FitLibrary
-from decomposition.network.inputs import Inputs, mapped, rows, run_model
-from decomposition.network.kinds import DecomposableModule, is_decomposable_module
-from decomposition.network.outputs import tensors_in
+from decomposition.calibration.moments import BatchNorm
+from decomposition.choose.candidates import Candidate, CandidateSet
+from decomposition.choose.library import FitLibrary
+from decomposition.network.inputs import Inputs, mapped, rows, run_model, tensors_in
+from decomposition.network.layers import DecomposableModule, is_decomposable_module
 from decomposition.network.surgery import copied
 from rankrl.device import Precision, deterministic_kernels, in_layout, to_fastest_layout
 

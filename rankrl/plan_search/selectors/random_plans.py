@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from decomposition import Budget, CandidateSet
-from decomposition.choose.reachable import cheapest_choices
+from decomposition.choose.allocation import cheapest_choices
 from rankrl.options.selectors import StepOptions
 from rankrl.plan_search.selectors.base import (
     Proposal,

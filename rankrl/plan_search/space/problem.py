@@ -11,16 +11,12 @@ import numpy as np
 from torch import nn
 
 from decomposition.cache import digest
-from decomposition.candidates.candidates import CandidateSet, saved
-from decomposition.candidates.chosen_plan import plan_from_choices
-from decomposition.candidates.library import FitLibrary
-from decomposition.choose.allocation import allocate
-from decomposition.choose.budget import Budget
-from decomposition.choose.latency import LatencyTable
-from decomposition.choose.reachable import check_reachable
+from decomposition.choose.allocation import allocate, check_reachable
+from decomposition.choose.budget import Budget, LatencyTable
+from decomposition.choose.candidates import CandidateSet, plan_from_choices, saved
+from decomposition.choose.library import FitLibrary
 from decomposition.network.cost import count_macs, count_parameters
-from decomposition.network.input_specs import InputShape, shape_to_json
-from decomposition.network.inputs import ExampleInputs, input_shape_of
+from decomposition.network.inputs import ExampleInputs, InputShape, input_shape_of, shape_to_json
 from decomposition.network.layers import FLOAT_BYTES, LayerSpec, inspect_layers
 from decomposition.network.rewriting import Rewrite, rewrites_of
 from decomposition.operations import Cost

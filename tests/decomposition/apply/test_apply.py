@@ -34,10 +34,10 @@ from decomposition import (
     reestimate_batch_norm,
     save_compressed,
 )
-from decomposition.apply import saving
-from decomposition.apply.forms import dense_form
 from decomposition.fit.fit_options import FitOptions
 from decomposition.fit.fitting import Fit, fit_weight
+from decomposition.plan import save as saving
+from decomposition.plan.apply import dense_form
 
 QUICK = FitOptions(iterations=30)
 COARSE = FitOptions(iterations=2)

@@ -36,9 +36,9 @@ from decomposition import (
     load_compressed,
     save_compressed,
 )
-from decomposition.apply.exchange import as_operation
-from decomposition.network.kinds import DecomposableModule
+from decomposition.network.layers import DecomposableModule
 from decomposition.network.modes import WeightModes
+from decomposition.plan.save import as_operation
 
 KNOWN = ["cp", "tensor_ring", "tensor_train", "tucker"]
 CONTRACT: dict[str, Callable[[Any], Any]] = {

@@ -22,8 +22,13 @@ from decomposition import (
     make_plan,
     reestimate_batch_norm,
 )
-from decomposition.calibration.calibration_set import calibration_batches, labelled_batches
-from decomposition.calibration.input_check import accepted, checked_batches, gaps
+from decomposition.calibration.calibration_set import (
+    accepted,
+    calibration_batches,
+    checked_batches,
+    gaps,
+    labelled_batches,
+)
 from decomposition.network.inputs import joined, tensors_of
 
 IMAGES = torch.randn(20, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from decomposition import inspect_layers
-from decomposition.calibration.input_selection import select_inputs
-from decomposition.calibration.metric import RowFactor
-from decomposition.calibration.sensitivity_root import floored
+from decomposition.calibration.metric import RowFactor, floored, select_inputs
 
 CHANNELS, KERNEL, OUTPUTS = 5, 2, 4
 

@@ -32,7 +32,7 @@ from decomposition.calibration.metric import (
     with_mean,
 )
 from decomposition.errors import DecompositionError
-from decomposition.fit.targets import from_few_patches, from_many_patches
+from decomposition.fit.refit import from_few_patches, from_many_patches
 from decomposition.network.modes import WeightModes
 
 

@@ -21,7 +21,7 @@ from decomposition import (
     list_formats,
     make_plan,
 )
-from decomposition.calibration.sensitivity_root import floored
+from decomposition.calibration.metric import floored
 from decomposition.errors import DecompositionError
 from decomposition.network.modes import WeightModes
 

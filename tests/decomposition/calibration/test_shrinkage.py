@@ -10,8 +10,7 @@ from sklearn.covariance import ledoit_wolf
 from torch import nn
 
 from decomposition import apply_plan, collect_moments, collect_sensitivities, compressible_layers, make_plan
-from decomposition.calibration.metric import RowFactor, shrunk, times
-from decomposition.calibration.shrinkage import Spread, labels_or_single, shrinkage
+from decomposition.calibration.metric import RowFactor, Spread, labels_or_single, shrinkage, shrunk, times
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -19,7 +19,7 @@ from decomposition import (
     LayerSpec,
     plan_from_choices,
 )
-from decomposition.candidates.candidates import MEASURES
+from decomposition.choose.candidates import MEASURES
 
 SPEC = LayerSpec("layer", 0, "linear", 8, 8, (), (), 1, False)
 DENSE = Candidate((), Cost(1000, 5000, 4000, 80.0), 0.0, reason="the plan saves in other layers instead")

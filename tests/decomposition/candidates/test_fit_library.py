@@ -10,20 +10,19 @@ import pytest
 import torch
 from torch import nn
 
-import decomposition.candidates.layer_fits
-from decomposition.apply.apply import apply_plan
+import decomposition.choose.library
 from decomposition.calibration.moments import collect_moments
-from decomposition.candidates.candidates import CandidateSet
-from decomposition.candidates.chosen_plan import plan_from_choices
-from decomposition.candidates.library import FitLibrary
+from decomposition.choose.candidates import CandidateSet, plan_from_choices
+from decomposition.choose.library import FitLibrary
+from decomposition.choose.listing import candidate_ranks
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FitOptions
 from decomposition.formats import get_format, list_formats
-from decomposition.formats.rank_grid import candidate_ranks
 from decomposition.network.layers import compressible_layers, inspect_layers
 from decomposition.operations import ChannelFactors, Factorise, dense_cost
 from decomposition.operations.factorise import factors_of
-from decomposition.plan.layer_plan import LayerPlan
+from decomposition.plan.apply import apply_plan
+from decomposition.plan.plan import LayerPlan
 
 SHAPE = (3, 10, 10)
 QUICK = FitOptions(iterations=2)
@@ -55,7 +54,7 @@ def refuse_to_fit(*_: object, **__: object) -> NoReturn:
 def test_a_fit_is_computed_once(small_net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     library = library_of(small_net)
     first = library.fit("3", AT_3_2)
-    monkeypatch.setattr(decomposition.candidates.layer_fits, "Fitter", refuse_to_fit)
+    monkeypatch.setattr(decomposition.choose.library, "Fitter", refuse_to_fit)
     assert library.fit("3", AT_3_2) is first
 
 
@@ -65,7 +64,7 @@ def test_fits_on_disk_are_used_by_the_next_run(
 ) -> None:
     first = library_of(small_net, name, data=True, folder=tmp_path / "fits")
     wanted = [site.errors for site in first.all_candidates(limit=3)]
-    monkeypatch.setattr(decomposition.candidates.layer_fits, "Fitter", refuse_to_fit)
+    monkeypatch.setattr(decomposition.choose.library, "Fitter", refuse_to_fit)
     second = library_of(small_net, name, data=True, folder=tmp_path / "fits")
     for site, errors in zip(second.all_candidates(limit=3), wanted, strict=True):
         np.testing.assert_array_equal(site.errors, errors)
@@ -96,7 +95,7 @@ def test_fits_of_other_settings_are_not_taken(
         other_first = library_of(small_net, **arguments, data=True)
         other_first.fit("3", at_rank_2(other_first))
     second = library_of(small_net, **(arguments | change))
-    monkeypatch.setattr(decomposition.candidates.layer_fits, "Fitter", refuse_to_fit)
+    monkeypatch.setattr(decomposition.choose.library, "Fitter", refuse_to_fit)
     with pytest.raises(AssertionError, match="come from the cache"):
         second.fit("3", at_rank_2(second))
 
@@ -304,7 +303,7 @@ def test_several_formats_share_the_fits_on_disk_with_each_alone(
         for name in names
         for each in library_of(small_net, name, folder=tmp_path).all_candidates(limit=2)
     ]
-    monkeypatch.setattr(decomposition.candidates.layer_fits, "Fitter", refuse_to_fit)
+    monkeypatch.setattr(decomposition.choose.library, "Fitter", refuse_to_fit)
     found = library_of(small_net, names, folder=tmp_path).all_candidates(limit=2)
     errors = {error for site in wanted for error in site.errors}
     assert {error for site in found for error in site.errors} == errors

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from decomposition.candidates import processes
-from decomposition.candidates.processes import in_processes
+from decomposition.choose import processes
+from decomposition.choose.processes import in_processes
 from decomposition.errors import DecompositionError
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from decomposition import Quantise, apply_plan, list_formats, make_plan
-from decomposition.candidates.library import FitLibrary
-from decomposition.candidates.quick_refit import QuickRefit
+from decomposition.choose.library import FitLibrary
+from decomposition.choose.quick_refit import QuickRefit
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FitOptions
 from decomposition.fit.fitting import Fitter

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decomposition.candidates.candidates import Candidate, CandidateSet
 from decomposition.choose.allocation import allocate, allocate_many
 from decomposition.choose.budget import Budget
+from decomposition.choose.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost, Factorise

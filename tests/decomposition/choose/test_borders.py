@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decomposition import Budget, CandidateSet, LatencyTable, Quantise, allocate, allocate_many
-from decomposition.candidates.candidates import Candidate
-from decomposition.choose.cost_table import CostTable
-from decomposition.choose.reachable import least_fraction
+from decomposition.choose.allocation import CostTable, least_fraction
+from decomposition.choose.candidates import Candidate
 from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
 

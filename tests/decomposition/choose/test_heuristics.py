@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from decomposition.candidates.candidates import CandidateSet
-from decomposition.candidates.library import FitLibrary
 from decomposition.choose.budget import Budget
+from decomposition.choose.candidates import CandidateSet
 from decomposition.choose.heuristics import (
     energy,
     get_heuristic,
@@ -27,6 +26,7 @@ from decomposition.choose.heuristics import (
     uniform,
     vbmf,
 )
+from decomposition.choose.library import FitLibrary
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FitOptions
 from decomposition.network.cost import count_macs, count_parameters

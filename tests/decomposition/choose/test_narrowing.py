@@ -32,9 +32,8 @@ from decomposition import (
     compressible_layers,
     plan_from_choices,
 )
-from decomposition.calibration.input_selection import Narrowing
-from decomposition.choose.cost_table import CostTable
-from decomposition.choose.reachable import least_fraction
+from decomposition.calibration.metric import Narrowing
+from decomposition.choose.allocation import CostTable, least_fraction
 from decomposition.network.layers import LayerSpec
 
 SHAPE = (3, 10, 10)

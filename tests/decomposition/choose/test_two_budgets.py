@@ -19,8 +19,8 @@ from decomposition import (
     get_heuristic,
     list_heuristics,
 )
-from decomposition.candidates.candidates import Candidate
-from decomposition.choose.reachable import cheapest_choices, check_reachable
+from decomposition.choose.allocation import cheapest_choices, check_reachable
+from decomposition.choose.candidates import Candidate
 from decomposition.errors import DecompositionError
 from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost, Factorise

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decomposition.choose.vbmf import matrix_rank
+from decomposition.choose.heuristics import matrix_rank
 from decomposition.errors import DecompositionError
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decomposition.calibration.metric import RowFactor
-from decomposition.fit import compensated_rounding
-from decomposition.fit.compensated_rounding import compensated_weight
+from decomposition.fit import rounding as compensated_rounding
+from decomposition.fit.rounding import compensated_weight
 from decomposition.network.rounding import rounded_weight
 
 

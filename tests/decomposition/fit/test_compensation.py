@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from decomposition import DecompositionError, compensate
-from decomposition.fit.targets import RIDGE
+from decomposition.fit.refit import RIDGE
 
 
 def silence(present: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from decomposition.calibration.metric import Metric, RowFactor, times, whole
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import CHOOSING, FAST, THOROUGH, FitOptions
-from decomposition.fit.fitting import Fit, fit_weight
+from decomposition.fit.fitting import LARGEST_AMPLIFICATION, Fit, fit_weight
 from decomposition.fit.least_squares import LeastSquares
-from decomposition.fit.search import LARGEST_AMPLIFICATION
 from decomposition.formats import Cores, Ranks, TensorFormat, get_format, list_formats
 from decomposition.network.modes import WeightModes
 

@@ -8,11 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decomposition.calibration.metric import Metric, RowFactor, whole
-from decomposition.calibration.sensitivity_root import floored, symmetric_root, triangular_root
-from decomposition.fit.fitting import Fitter, fit_weight
-from decomposition.fit.low_rank import LowRank
-from decomposition.fit.search import LARGEST_AMPLIFICATION
+from decomposition.calibration.metric import (
+    Metric,
+    RowFactor,
+    floored,
+    symmetric_root,
+    triangular_root,
+    whole,
+)
+from decomposition.fit.fitting import LARGEST_AMPLIFICATION, Fitter, LowRank, fit_weight
 from decomposition.formats import get_format, list_formats
 from decomposition.network.modes import WeightModes
 

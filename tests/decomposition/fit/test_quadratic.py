@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decomposition.calibration.metric import Metric, RowFactor, whole
-from decomposition.fit.quadratic import Quadratic
+from decomposition.fit.least_squares import Quadratic
 
 COLUMNS = 12
 

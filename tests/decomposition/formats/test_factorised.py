@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from decomposition import DecompositionError, get_format, list_formats
-from decomposition.formats.contracted_layer import ContractedLayer
-from decomposition.formats.factorised import FactorisedLayer
+from decomposition.formats.layers import ContractedLayer, FactorisedLayer
 from decomposition.network.layers import LayerSpec, inspect_layers
 from decomposition.network.modes import WeightModes
 

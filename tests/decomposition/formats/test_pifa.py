@@ -16,11 +16,10 @@ from torch import nn
 
 import decomposition
 import rankrl
-from decomposition.candidates.library import FitLibrary
-from decomposition.candidates.listing import CandidateLister
+from decomposition.choose.library import FitLibrary
+from decomposition.choose.listing import CandidateLister
 from decomposition.errors import DecompositionError
-from decomposition.fit.fitting import fit_weight
-from decomposition.fit.low_rank import LowRank
+from decomposition.fit.fitting import LowRank, fit_weight
 from decomposition.formats import get_format
 from decomposition.network.layers import compressible_layers
 from decomposition.network.modes import WeightModes

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from decomposition.network.geometry import Geometry
+from decomposition.network.patches import Geometry
 
 PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
 

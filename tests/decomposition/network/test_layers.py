@@ -16,8 +16,13 @@ from torch import nn
 from decomposition.choose.heuristics import plan_by_heuristic
 from decomposition.errors import DecompositionError
 from decomposition.network.cost import count_macs, count_parameters
-from decomposition.network.kinds import is_decomposable_module
-from decomposition.network.layers import LayerSpec, compressible_layers, inspect_layers, skipping
+from decomposition.network.layers import (
+    LayerSpec,
+    compressible_layers,
+    inspect_layers,
+    is_decomposable_module,
+    skipping,
+)
 
 
 class Forward(nn.Module):

@@ -27,7 +27,7 @@ from decomposition import (
     plain_attention,
     plan_by_heuristic,
 )
-from decomposition.network.opaque import OPAQUE_KINDS
+from decomposition.network.layers import OPAQUE_KINDS
 from rankrl.onnx.export import export_onnx, verify_onnx
 
 QUICK = FitOptions(iterations=10)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from decomposition.network.outputs import leaves, tensors_in
+from decomposition.network.inputs import leaves, tensors_in
 
 A, B, C = (torch.full((2,), value) for value in (1.0, 2.0, 3.0))
 

@@ -21,7 +21,7 @@ from decomposition import (
     save_compressed,
     without_rounding,
 )
-from decomposition.network.unrounded import marked, settled, taken
+from decomposition.network.rounding import marked, settled, taken
 
 
 class Residual(nn.Module):

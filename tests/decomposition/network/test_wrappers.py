@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import decomposition
 from decomposition import DecompositionError
-from decomposition.network.wrappers import unwrapped
+from decomposition.network.surgery import unwrapped
 
 X = torch.randn(16, 3, 8, 8)
 QUICK = decomposition.FitOptions(iterations=3)

@@ -36,10 +36,10 @@ from decomposition import (
     register_operation,
     save_compressed,
 )
-from decomposition.fit.lockstep import RefitProblem
-from decomposition.network.kinds import weight_of
+from decomposition.fit.refit import RefitProblem
+from decomposition.network.layers import weight_of
 from decomposition.operations import FittedLayer, dense_cost, operation_kind
-from decomposition.operations.base import _OPERATIONS
+from decomposition.operations.operation import _OPERATIONS
 
 SHAPE = (3, 10, 10)
 QUICK = FitOptions(iterations=5)

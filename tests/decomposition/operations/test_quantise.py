@@ -32,8 +32,8 @@ from decomposition import (
     save_compressed,
     without_rounding,
 )
-from decomposition.fit.lockstep import RefitProblem
-from decomposition.network.kinds import weight_of
+from decomposition.fit.refit import RefitProblem
+from decomposition.network.layers import weight_of
 from decomposition.operations import dense_cost
 from decomposition.operations.quantise import PRECISIONS
 

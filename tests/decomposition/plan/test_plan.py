@@ -21,9 +21,7 @@ from decomposition.errors import DecompositionError, PlanError
 from decomposition.formats import get_format, list_formats
 from decomposition.network.layers import inspect_layers
 from decomposition.operations import ChannelFactors, Factorise
-from decomposition.plan.from_ranks import make_plan
-from decomposition.plan.layer_plan import LayerPlan, without_growth
-from decomposition.plan.plan import CompressionPlan, fingerprint
+from decomposition.plan.plan import CompressionPlan, LayerPlan, fingerprint, make_plan, without_growth
 
 SHAPE = (3, 10, 10)
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 import rankrl
 from decomposition import FitOptions, apply_plan
-from decomposition.operations.base import FINAL
+from decomposition.operations.operation import FINAL
 from decomposition.operations.quantise import PRECISIONS
 from rankrl.cli.config.folder import config_folder
 from rankrl.cli.config.schema import AppConfig

@@ -124,7 +124,7 @@ def test_an_unreachable_budget_is_refused_before_the_network_is_trained(
 def test_a_search_from_python_is_refused_before_it_calibrates(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: str
 ) -> None:
-    monkeypatch.setattr("decomposition.candidates.library.collect_moments", _begun)
+    monkeypatch.setattr("decomposition.choose.library.collect_moments", _begun)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     with pytest.raises((ConfigError, DecompositionError)) as refusal:
         rankrl.search(

@@ -280,8 +280,8 @@ def test_inspect_lists_the_layers_without_fitting_any(
     def fit(*_: Any, **__: Any) -> None:
         raise AssertionError("a layer was fitted")
 
-    monkeypatch.setattr("decomposition.candidates.library.FitLibrary.fit", fit)
-    monkeypatch.setattr("decomposition.candidates.library.collect_moments", fit)
+    monkeypatch.setattr("decomposition.choose.library.FitLibrary.fit", fit)
+    monkeypatch.setattr("decomposition.choose.library.collect_moments", fit)
     run(
         "inspect",
         "task=inspect",

@@ -28,8 +28,8 @@ from torch import nn
 
 import rankrl
 from decomposition import CompressionPlan, list_formats
-from decomposition.candidates.listing import CandidateLister
-from decomposition.network.kinds import is_decomposable_module
+from decomposition.choose.listing import CandidateLister
+from decomposition.network.layers import is_decomposable_module
 from rankrl import DecompositionOptions, LatencyOptions
 from rankrl.errors import ConfigError
 from rankrl.kits.file_group import FileGroup

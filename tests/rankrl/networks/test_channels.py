@@ -12,7 +12,7 @@ from torch import nn
 
 import rankrl
 from decomposition import CompressionPlan, FitLibrary, build_structure, count_macs, count_parameters
-from decomposition.calibration.input_selection import Narrowing
+from decomposition.calibration.metric import Narrowing
 from rankrl.data import Images
 from rankrl.errors import ConfigError
 from rankrl.models import create_model

@@ -10,8 +10,7 @@ import pytest
 from small_graphs import convolutions, images, network_of
 
 from decomposition import CompressionPlan, Factorise, Quantise
-from decomposition.plan.layer_plan import LayerPlan
-from decomposition.plan.plan import fingerprint
+from decomposition.plan.plan import LayerPlan, fingerprint
 from rankrl.networks.graph import GraphNetwork
 from rankrl.onnx.export import static_quantiser
 from rankrl.onnx.graph.prepared_file import PreparedFile

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from decomposition.candidates.candidates import Candidate, CandidateSet
+from decomposition.choose.candidates import Candidate, CandidateSet
+from decomposition.choose.listing import candidate_ranks
 from decomposition.formats import get_format
-from decomposition.formats.rank_grid import candidate_ranks
 from decomposition.network.layers import inspect_layers
 from decomposition.operations import Factorise, dense_cost
 from rankrl.plan_search.run import run_search

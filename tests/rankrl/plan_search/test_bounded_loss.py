@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decomposition import CandidateSet, CompressionPlan, Factorise, Quantise
-from decomposition.candidates.candidates import Candidate
 from decomposition.choose.budget import Budget
+from decomposition.choose.candidates import Candidate
 from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost
 from rankrl.errors import ConfigError

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from decomposition import CandidateSet, Factorise
-from decomposition.candidates.candidates import Candidate
 from decomposition.choose.budget import Budget
+from decomposition.choose.candidates import Candidate
 from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost
 from rankrl.plan_search.layer_costs import as_numbers, layer_costs

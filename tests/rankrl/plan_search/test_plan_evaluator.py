@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from decomposition.candidates.library import FitLibrary
-from decomposition.candidates.quick_refit import QuickRefit
+from decomposition.choose.library import FitLibrary
+from decomposition.choose.quick_refit import QuickRefit
 from decomposition.network.layers import compressible_layers
 from rankrl.data import Augmentation, TestImages, augmented_copy, batches
 from rankrl.device import Precision

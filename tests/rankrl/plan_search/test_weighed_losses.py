@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from decomposition import FitLibrary
-from decomposition.candidates.quick_refit import QuickRefit
+from decomposition.choose.quick_refit import QuickRefit
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.models import create_model

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, LatencyTable, Quantise
-from decomposition.candidates.candidates import Candidate
+from decomposition.choose.candidates import Candidate
 from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
 from rankrl.networks.module import ModuleNetwork

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from decomposition import Factorise, LayerOperation
-from decomposition.network.kinds import is_decomposable_module
-from decomposition.network.layers import inspect_layers
+from decomposition.network.layers import inspect_layers, is_decomposable_module
 from decomposition.network.surgery import copied
 from rankrl.onnx.export.onnx_file import export_onnx
 from rankrl.onnx.protobuf import load_model

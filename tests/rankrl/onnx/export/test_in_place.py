@@ -21,7 +21,7 @@ from decomposition import (
     load_compressed,
     save_compressed,
 )
-from decomposition.network.outputs import tensors_in
+from decomposition.network.inputs import tensors_in
 from rankrl.onnx.export import export_network
 
 KINDS = ("convolution", "linear")

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import rankrl
-from decomposition.network.outputs import tensors_in
+from decomposition.network.inputs import tensors_in
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import verify_onnx
 from rankrl.onnx.export.graph import name_values

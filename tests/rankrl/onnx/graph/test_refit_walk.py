@@ -17,8 +17,7 @@ from onnx import TensorProto, helper
 from small_graphs import FRAMES, Array, drawn, generator, model_of, network_of, of_low_rank
 
 from decomposition import CompressionPlan, Factorise
-from decomposition.plan.layer_plan import LayerPlan
-from decomposition.plan.plan import fingerprint
+from decomposition.plan.plan import LayerPlan, fingerprint
 from rankrl.onnx.graph import capture, find_sites, refit, walk
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.network import OnnxNetwork, open_session

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from decomposition.candidates.library import FitLibrary
+from decomposition.choose.library import FitLibrary
 from decomposition.fit.fit_options import FitOptions
 from decomposition.formats import list_formats
 from rankrl.plan_search.space.problem import SearchProblem

@@ -1,27 +1,33 @@
-"""Applying a plan: the one function that turns a model and a plan into a compressed model."""
+"""Apply a plan to a network."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from decomposition.apply.applied_check import Entries, check_applied
-from decomposition.apply.forms import factorised_layers
-from decomposition.calibration.calibration_set import CalibrationInputs
-from decomposition.calibration.input_check import checked_batches
+from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
 from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, collect_moments
 from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FitOptions
-from decomposition.fit.lockstep import Refit, RefitProblem, absorbs_mean, refit_in_lockstep, solved
+from decomposition.fit.refit import Refit, RefitProblem, absorbs_mean, refit_in_lockstep, solved
+from decomposition.formats.layers import ContractedLayer, FactorisedLayer
+from decomposition.formats.matrices import PivotedLayer
+from decomposition.network.cost import count_parameters
 from decomposition.network.inputs import Inputs, joined, split
-from decomposition.network.kinds import BatchNorm, DecomposableModule, weight_of
-from decomposition.network.layers import LayerSpec
-from decomposition.network.left_behind import tell_of_lost
-from decomposition.network.rounding import calibrate_ranges, integer_layers, round_whole
-from decomposition.network.surgery import copied, replace_module
+from decomposition.network.layers import (
+    BatchNorm,
+    DecomposableModule,
+    LayerSpec,
+    is_decomposable_module,
+    weight_of,
+)
+from decomposition.network.rounding import calibrate_ranges, integer_layers, round_whole, without_rounding
+from decomposition.network.surgery import copied, replace_module, tell_of_lost, unwrapped
 from decomposition.operations import (
     ApplyOptions,
     BatchNormCorrection,
@@ -29,11 +35,111 @@ from decomposition.operations import (
     FittedLayer,
     GroupOperation,
 )
-from decomposition.operations.base import FINAL
-from decomposition.plan.layer_plan import LayerPlan, without_growth
-from decomposition.plan.plan import CompressionPlan
+from decomposition.operations.operation import FINAL
+from decomposition.plan.plan import CompressionPlan, LayerPlan, without_growth
 from decomposition.progress import Progress, ProgressBar, progress_bar
 from decomposition.public_calls import public_call
+
+
+@public_call()
+def contracted(model: nn.Module, only: Collection[str] | None = None) -> nn.Module:
+    """Return a copy of a compressed model whose layers contract their cores to the dense weight.
+
+    It computes the same from the same cores; layers that round between their stages stay as they are. On
+    hardware that dislikes many small operations, or behind a runtime that contracts constants once when it
+    loads a file, it can be the faster form.
+
+    Args:
+        model: The compressed model; it is not changed.
+        only: Names of the layers to contract; None contracts all.
+    """
+    network = copied(unwrapped(model))
+    for name, layer in factorised_layers(network).items():
+        if layer.rounds_between or (only is not None and name not in only):
+            continue
+        dense = layer.geometry.dense(device="meta", dtype=layer.cores()[0].dtype)
+        kind = PivotedLayer if isinstance(layer, PivotedLayer) else ContractedLayer
+        form = kind(dense, layer.tensor_format, layer.modes, layer.ranks, "dense")
+        form = form.to_empty(device=layer.cores()[0].device)
+        cores = [core.detach() for core in layer.cores()]
+        form.load(cores, None if layer.bias is None else layer.bias.detach(), layer.error)
+        form.freeze_like(layer.cores()[0], layer.bias)
+        replace_module(network, layer, form.train(layer.training))
+    return network
+
+
+def dense_form(model: nn.Module, plan: CompressionPlan) -> nn.Module:
+    """Return a copy of a compressed model with dense layers of the contracted weights in place again."""
+    network = copied(unwrapped(model))
+    modules = dict(network.named_modules())
+    for layer in plan:
+        if layer.layer_operations and layer.name in modules:
+            replace_module(network, modules[layer.name], _dense_layer(modules[layer.name]))
+    return network
+
+
+def _dense_layer(module: nn.Module) -> nn.Module:
+    """Return the dense layer that a layer was made of, which operations may have wrapped."""
+    for part in without_rounding(copied(module)).modules():
+        if isinstance(part, FactorisedLayer):
+            return part.to_dense().train(module.training)
+        if is_decomposable_module(part):
+            return part
+    return module
+
+
+def factorised_layers(model: nn.Module) -> dict[str, FactorisedLayer]:
+    """Return the factorised layers of a compressed model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, FactorisedLayer)}
+
+
+Entries = dict[str, tuple[LayerPlan, LayerSpec]]
+"""Each layer's entry in a plan, with the layer that it is for, by name."""
+
+
+def check_applied(model: nn.Module, compressed: nn.Module, entries: Entries) -> None:
+    """Refuse a result that differs from what the plan says."""
+    modules, factorised = dict(compressed.named_modules()), factorised_layers(compressed)
+    expected = count_parameters(model)
+    for name, (entry, spec) in entries.items():
+        expected += entry.cost(spec).params - spec.params
+        factorisation, layer = entry.operation(Factorise), modules[name]
+        if factorisation is None:
+            continue
+        if not isinstance(layer, FactorisedLayer):
+            layer = next((part for part in layer.modules() if isinstance(part, FactorisedLayer)), None)
+        if layer is None or layer.error is None:
+            raise DecompositionError(
+                f"layer {name!r} was not decomposed: none of the calibration inputs reached it; give inputs "
+                "that do, or leave the layer without operations in the plan"
+            )
+        if (layer.tensor_format.name, layer.ranks) != (factorisation.format, factorisation.ranks):
+            raise DecompositionError(
+                f"layer {name!r} became {layer.tensor_format.name} of ranks {list(layer.ranks)}, the plan "
+                f"says {factorisation.format} of ranks {list(factorisation.ranks)}"
+            )
+        if not all(bool(torch.isfinite(core).all()) for core in layer.cores()):
+            raise DecompositionError(
+                f"layer {name!r}: its cores are not finite in {layer.cores()[0].dtype}; use a type of wider "
+                "range, such as float32"
+            )
+    planned = tuple(name for name, (entry, _) in entries.items() if entry.operation(Factorise) is not None)
+    surplus = sorted(
+        name for name in factorised if name not in planned and not name.startswith(_inside(planned))
+    )
+    if surplus:
+        raise DecompositionError(f"the plan leaves {surplus[0]!r} dense, but it was decomposed")
+    if count_parameters(compressed) != expected:
+        raise DecompositionError(
+            f"the compressed model has {count_parameters(compressed):,} parameters, the plan adds up to "
+            f"{expected:,}; parameters that layers share (a bias, say) cannot be kept shared: give every "
+            "layer its own"
+        )
+
+
+def _inside(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the prefixes of names of modules inside these layers: operations may wrap a layer."""
+    return tuple(f"{name}." for name in names)
 
 
 @public_call()
@@ -265,3 +371,28 @@ def fitted_layer(
     for operation in entry.layer_operations:
         fitted = operation.fit(fitted.module, spec, problem, sensitivity=sensitivity, options=options)
     return fitted
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameters of a compressed network in groups for a torch optimizer.
+
+    Each of the n cores of a layer has an n-th of the decay (of PIFA one factor has all), so that the weight
+    that they contract to decays, to first order, as that of a dense layer; with all of it on each core it
+    would decay n times. Biases and other vectors do not decay.
+
+    Args:
+        model: The network; parameters that require no gradient are left out.
+        weight_decay: Decay of a dense layer's weight, 0 or more.
+
+    Returns:
+        What `torch.optim.AdamW(groups, lr=...)` takes: `params` and their `weight_decay`.
+    """
+    shares: dict[int, float] = {}
+    for layer in factorised_layers(model).values():
+        shares |= {id(core): share for core, share in layer.decay_shares().items()}
+    groups: dict[float, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        share = shares.get(id(parameter), float(parameter.ndim > 1))
+        if parameter.requires_grad:
+            groups[share * weight_decay].append(parameter)
+    return [{"params": params, "weight_decay": decay} for decay, params in groups.items()]

@@ -16,28 +16,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from decomposition.calibration.batch_norm import tracked_batch_norms
 from decomposition.calibration.metric import (
     Metric,
     RowFactor,
     covariance,
+    labels_or_single,
     mean_of,
     most_rows,
+    shrinkage,
     worth_factoring,
 )
-from decomposition.calibration.shrinkage import labels_or_single, shrinkage
-from decomposition.candidates.library import FitLibrary
+from decomposition.calibration.moments import tracked_batch_norms
+from decomposition.choose.library import FitLibrary
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FitOptions
-from decomposition.fit.lockstep import PATCHES_TO_SOLVE, RefitProblem, absorbs_mean
-from decomposition.fit.targets import target_and_metric, target_and_row_metric
+from decomposition.fit.refit import (
+    PATCHES_TO_SOLVE,
+    RefitProblem,
+    absorbs_mean,
+    target_and_metric,
+    target_and_row_metric,
+)
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import Inputs, count_inputs, run_model
-from decomposition.network.kinds import BatchNorm, DecomposableModule, is_decomposable_module, weight_of
+from decomposition.network.layers import BatchNorm, DecomposableModule, is_decomposable_module, weight_of
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from decomposition.network.surgery import copied
 from decomposition.operations import Factorise, LayerOperation, Operation
-from decomposition.operations.base import FittedLayer
+from decomposition.operations.operation import FittedLayer
 
 QUICK = FitOptions(iterations=10, tolerance=1e-4, patience=5)
 MAX_PATCHES = 8_192

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import nn
 
-from decomposition.calibration.batch_norm import reestimate_batch_norm
+from decomposition.calibration.moments import reestimate_batch_norm
 from decomposition.errors import PlanError
 from decomposition.fit.fit_options import FitOptions
-from decomposition.network.input_specs import InputShape
-from decomposition.network.inputs import Inputs, count_inputs, split
+from decomposition.network.inputs import Inputs, InputShape, count_inputs, split
 from decomposition.network.layers import LayerSpec
 from decomposition.registry import Registry
 
 if TYPE_CHECKING:
-    from decomposition.fit.lockstep import RefitProblem
+    from decomposition.fit.refit import RefitProblem
+
 
 BatchNormCorrection = Literal["keep", "mean", "reestimate"]
 FINAL = FitOptions(iterations=200)

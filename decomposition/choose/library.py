@@ -1,10 +1,11 @@
-"""Cached fits of every layer in every format and at every rank that was asked for."""
+"""Fit candidates of all layers, in processes side by side, and keep the fits."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,33 +13,28 @@ import numpy as np
 import torch
 from torch import nn
 
-from decomposition.cache import Cache
-from decomposition.calibration.calibration_set import CalibrationInputs
-from decomposition.calibration.input_check import checked_batches
-from decomposition.calibration.input_selection import Selection, select_inputs
-from decomposition.calibration.metric import Metric
+from decomposition.cache import Cache, digest
+from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
+from decomposition.calibration.metric import Metric, Selection, floored, select_inputs, symmetric_root, times
 from decomposition.calibration.moments import InputMoments, collect_moments, settled, warn_unreached
 from decomposition.calibration.sensitivity import collect_sensitivities
-from decomposition.candidates.candidates import Candidate, CandidateSet
-from decomposition.candidates.fit_cache import FitCache
-from decomposition.candidates.layer_fits import LayerFits
-from decomposition.candidates.listing import CandidateLister, changing_layers, count_norm_parameters, within
-from decomposition.candidates.processes import Spread
-from decomposition.candidates.side_by_side import fit_side_by_side, largest_first
+from decomposition.choose.candidates import Candidate, CandidateSet
+from decomposition.choose.listing import CandidateLister, changing_layers, count_norm_parameters, within
+from decomposition.choose.processes import Spread, in_processes
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import CHOOSING, FitOptions
-from decomposition.fit.fitting import Fit
-from decomposition.fit.lockstep import RefitProblem
-from decomposition.fit.rounded_stages import amplification
+from decomposition.fit.fitting import Fit, Fitter
+from decomposition.fit.refit import RefitProblem
+from decomposition.fit.rounding import amplification
 from decomposition.formats import TensorFormat
-from decomposition.formats.factorised import FactorisedLayer
-from decomposition.network.geometry import Geometry
+from decomposition.formats.layers import FactorisedLayer
 from decomposition.network.inputs import ExampleInputs
-from decomposition.network.kinds import DecomposableModule, weight_of
-from decomposition.network.layers import LayerSpec
+from decomposition.network.layers import DecomposableModule, LayerSpec, weight_of
 from decomposition.network.modes import WeightModes
-from decomposition.network.wrappers import unwrapped
+from decomposition.network.patches import Geometry
+from decomposition.network.surgery import unwrapped
 from decomposition.operations import (
+    ChannelFactors,
     Factorise,
     LayerOperation,
     Operation,
@@ -46,6 +42,196 @@ from decomposition.operations import (
 )
 from decomposition.operations.quantise import ACTIVATION_NOISE
 from decomposition.public_calls import public_call
+
+
+@dataclass
+class FitCache:
+    """What was computed of a network's layers."""
+
+    fits: dict[tuple[str, Factorise], Fit] = field(default_factory=dict)
+    selections: dict[tuple[str, int], Selection] = field(default_factory=dict)
+    rounded: dict[tuple[str, tuple[Operation, ...], int | None], tuple[torch.Tensor, ...]] = field(
+        default_factory=dict
+    )
+
+    def of(self, name: str) -> FitCache:
+        """Return what was computed of one layer."""
+        return FitCache(
+            {key: fit for key, fit in self.fits.items() if key[0] == name},
+            {key: selection for key, selection in self.selections.items() if key[0] == name},
+            {key: cores for key, cores in self.rounded.items() if key[0] == name},
+        )
+
+    def beyond(self, other: FitCache) -> FitCache:
+        """Return what another one does not hold."""
+        return FitCache(
+            {key: fit for key, fit in self.fits.items() if key not in other.fits},
+            {key: selection for key, selection in self.selections.items() if key not in other.selections},
+            {key: cores for key, cores in self.rounded.items() if key not in other.rounded},
+        )
+
+    def update(self, other: FitCache) -> None:
+        """Take everything over that another one holds."""
+        self.fits.update(other.fits)
+        self.selections.update(other.selections)
+        self.rounded.update(other.rounded)
+
+
+# Part of the keys of fits on disk: raised when the same problem gets other cores than before.
+_VERSION = 5
+
+
+class LayerFits:
+    """Fits of a network's layers to what the network makes of their outputs."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, LayerSpec],
+        weights: Mapping[str, torch.Tensor],
+        metrics: Mapping[str, Metric | None],
+        sensitivities: Mapping[str, torch.Tensor],
+        options: FitOptions,
+        disk: Cache,
+    ) -> None:
+        self.specs, self.weights, self.metrics, self.sensitivities = specs, weights, metrics, sensitivities
+        self.options = options
+        self._disk = disk
+        self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
+        self._fitter: tuple[tuple[str, str, ChannelFactors | None], Fitter] | None = None
+
+    def part(self, name: str) -> LayerFits:
+        """Return the fits of one layer alone, for a process of its own."""
+        return LayerFits(
+            {name: self.specs[name]},
+            {name: self.weights[name]},
+            {name: self.metrics[name]},
+            {key: sensitivity for key, sensitivity in self.sensitivities.items() if key == name},
+            self.options,
+            self._disk,
+        )
+
+    def forget(self) -> None:
+        """Free what the last layer's fits have in common, which is large."""
+        self._fitter = None
+
+    def fit(self, name: str, operation: Factorise) -> Fit:
+        """Return the fit of a layer, from disk or computed."""
+
+        def compute() -> dict[str, torch.Tensor]:
+            fit = self._compute(name, operation)
+            cores = {f"core{j}": core for j, core in enumerate(fit.cores)}
+            return {"error": torch.tensor(fit.error, dtype=torch.float64), **cores}
+
+        if self._disk.folder is None:
+            return self._compute(name, operation)
+        key = "-".join(map(str, (self._key(name, operation), *operation.ranks)))
+        kept = self._disk.tensors("fit", key, compute)
+        cores = [kept[f"core{j}"] for j in range(len(kept) - 1)]
+        modes = operation.modes(self.specs[name])
+        return Fit(cores, float(kept["error"]), operation.tensor_format, modes, operation.ranks)
+
+    def _compute(self, name: str, operation: Factorise) -> Fit:
+        key = (name, operation.format, operation.factors)
+        try:
+            if self._fitter is None or self._fitter[0] != key:
+                fitter = Fitter(
+                    operation.tensor_format,
+                    self.weights[name],
+                    operation.modes(self.specs[name]),
+                    self.metrics[name],
+                    self.sensitivities.get(name),
+                    like=self._fitter[1] if self._fitter is not None and self._fitter[0][0] == name else None,
+                )
+                self._fitter = (key, fitter)  # the last one's memory is free before this one takes its own
+            return self._fitter[1].fit(operation.ranks, self.options)
+        except DecompositionError as error:
+            raise DecompositionError(f"layer {name!r}: {error}") from error
+
+    def root(self, name: str) -> torch.Tensor | None:
+        """Return the square root of a layer's sensitivity, `None` where it has none."""
+        sensitivity = self.sensitivities.get(name)
+        return None if sensitivity is None else symmetric_root(sensitivity)
+
+    def _key(self, name: str, operation: Factorise) -> str:
+        """Hash everything that a fit of this layer depends on but its ranks."""
+        key = (name, operation.format, operation.factors)
+        if key not in self._keys:
+            modes = operation.modes(self.specs[name])
+            kernel = modes.kernel_size if operation.tensor_format.splits_kernel else modes.kernel
+            self._keys[key] = digest(
+                _VERSION,
+                operation.format,
+                (modes.out, modes.inp, kernel),
+                self.options,
+                self.weights[name],
+                self.metrics[name],
+                self.sensitivities.get(name),
+            )
+        return self._keys[key]
+
+    def lost(self, name: str, weight: torch.Tensor) -> float:
+        """Return the share of its output's power that a layer loses with this weight."""
+        rows = self.weights[name].flatten(1)
+        whole = self.power(name, rows)
+        return max(0.0, self.power(name, rows - weight.flatten(1))) / whole if whole > 0 else 0.0
+
+    def power(self, name: str, rows: torch.Tensor) -> float:
+        """Return the power at the network's output of a change (out, columns) of a layer's weight."""
+        metric, sensitivity = self.metrics[name], self.sensitivities.get(name)
+        weighed = rows if metric is None else times(rows, metric)
+        weighed = weighed if sensitivity is None else floored(sensitivity) @ weighed
+        return float((weighed * rows).sum())
+
+    def importance(self, name: str) -> float:
+        """Return what the network's output loses when all of a layer's output is lost: E[y' G y].
+
+        It makes the squared errors of different layers comparable; 1 without moments or a sensitivity.
+        """
+        if self.metrics[name] is None or name not in self.sensitivities:
+            return 1.0
+        return self.power(name, self.weights[name].flatten(1))
+
+
+def largest_first(specs: Mapping[str, LayerSpec]) -> list[str]:
+    """Return the layers, the most work first: processes that share them finish soonest in this order."""
+
+    def work(name: str) -> int:
+        spec = specs[name]
+        columns = math.prod(spec.weight_shape[1:])
+        return spec.out_channels * columns**2 * (1 if spec.kernel_elements == 1 else 100)
+
+    return sorted(specs, key=work, reverse=True)
+
+
+def fit_side_by_side(
+    library: FitLibrary,
+    jobs: Iterable[tuple[str, CandidateSet | int]],
+    workers: int | Spread[Any, Any],
+    finish: Callable[[CandidateSet], None],
+) -> None:
+    """Fit layers in processes, each with the part of the library that holds one layer."""
+    parts = ((library.part(name), site_or_limit) for name, site_or_limit in jobs)
+    results: Iterator[tuple[FitCache, CandidateSet]]
+    if callable(workers):
+        results = workers(_fit_part, parts, "fits")
+    else:
+        results = in_processes(_fit_part, parts, workers, "fits")
+    for computed, site in results:
+        library.cache.update(computed)
+        finish(site)
+
+
+def _fit_part(job: tuple[FitLibrary, CandidateSet | int]) -> tuple[FitCache, CandidateSet]:
+    """Fit a library's only layer, in a process of its own: these candidates, or at most so many a format."""
+    part, site_or_limit = job
+    (name,) = part.specs
+    before = part.cache.of(name)
+    site = (
+        part.candidates(name, limit=site_or_limit)
+        if isinstance(site_or_limit, int)
+        else part.fitted(site_or_limit)
+    )
+    return part.cache.beyond(before), site
 
 
 class FitLibrary:

@@ -1,31 +1,136 @@
-"""The candidates of each layer and their costs: everything that is known before anything is fitted."""
+"""List candidates: ranks of every format, precisions, channels."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from decomposition.calibration.input_selection import Narrowing
+from decomposition.calibration.metric import Narrowing
 from decomposition.calibration.moments import UNREACHED
-from decomposition.candidates.candidates import Candidate, CandidateSet
+from decomposition.choose.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
-from decomposition.formats import TensorFormat, get_format, list_formats
-from decomposition.formats.rank_grid import candidate_ranks
+from decomposition.formats import Ranks, TensorFormat, get_format, list_formats
 from decomposition.network.inputs import ExampleInputs
-from decomposition.network.layers import FLOAT_BYTES, LayerSpec, inspect_layers, skipping
+from decomposition.network.layers import FLOAT_BYTES, OPAQUE_KINDS, LayerSpec, inspect_layers, skipping
 from decomposition.network.modes import WeightModes
-from decomposition.network.opaque import OPAQUE_KINDS
-from decomposition.network.wrappers import unwrapped
-from decomposition.operations import Cost, Factorise, dense_cost
-from decomposition.operations.block_removal import Removal, whole_blocks
+from decomposition.network.surgery import unwrapped
+from decomposition.operations import Cost, Factorise, Operation, dense_cost
 from decomposition.operations.factorise import factors_of
 from decomposition.operations.quantise import DYNAMIC, PRECISIONS, Quantise, computes_in_integers
-from decomposition.plan.layer_plan import total_cost
+from decomposition.plan.plan import total_cost
+
+# Shares of the energy below this are rounding.
+_NOTHING = 1e-12
+
+
+def candidate_ranks(
+    tensor_format: TensorFormat,
+    spec: LayerSpec,
+    modes: WeightModes,
+    *,
+    limit: int = 16,
+    multiple: int = 1,
+    spectra: Sequence[np.ndarray] = (),
+) -> list[Ranks]:
+    """Return ranks that make the layer smaller, in ascending order of parameters.
+
+    Args:
+        tensor_format: The format.
+        spec: The layer.
+        modes: How its weight is read.
+        limit: Candidates at most; where more ranks are feasible, a geometric grid of them.
+        multiple: Each rank is a multiple of it or a bond's largest; a divisor where that is smaller. A
+            processor computes with several channels at a time: ranks that leave none of them idle can be
+            faster than smaller ones.
+        spectra: For each bond, the energy that each rank adds, descending (`TensorFormat.spectra`). With
+            them bonds get ranks of their own: the combinations that lose least, by the sum of the discarded
+            energies, for their parameters. Without, all bonds share one rank up to their caps.
+
+    Returns:
+        Ranks a bond of every candidate; empty when no rank makes the layer smaller.
+
+    Raises:
+        DecompositionError: If `multiple` is less than 1.
+    """
+    if multiple < 1:
+        raise DecompositionError(f"ranks are multiples of 1 or more, got multiple={multiple}")
+    bias = spec.out_channels if spec.bias else 0
+    if spectra:
+        smaller = _efficient_ranks(tensor_format, modes, spectra, spec.params - bias, multiple)
+    else:
+        smaller = []
+        for rank in _multiples(tensor_format.max_rank(modes), multiple):
+            ranks = tensor_format.expand(modes, rank)
+            if tensor_format.params(modes, ranks) + bias >= spec.params:
+                break
+            smaller.append(ranks)
+    if len(smaller) <= limit:
+        return smaller
+    sizes = np.array([tensor_format.params(modes, ranks) for ranks in smaller], dtype=float)
+    grid = np.geomspace(sizes[0], sizes[-1], limit)
+    return [smaller[j] for j in sorted({int(np.abs(np.log(sizes / size)).argmin()) for size in grid})]
+
+
+def _efficient_ranks(
+    tensor_format: TensorFormat,
+    modes: WeightModes,
+    spectra: Sequence[np.ndarray],
+    dense: int,
+    multiple: int,
+) -> list[Ranks]:
+    """Return all combinations of ranks below `dense` parameters that no smaller one beats, ascending."""
+    lost = [
+        np.maximum(energies.sum() - np.cumsum(energies), 0.0)[:largest]
+        for energies, largest in zip(spectra, tensor_format.max_ranks(modes), strict=True)
+    ]
+    combinations = []
+    for ranks in product(*(_multiples(len(losses), multiple) for losses in lost)):
+        params = tensor_format.params(modes, ranks)
+        if params < dense:
+            combinations.append(
+                (params, sum(losses[r - 1] for losses, r in zip(lost, ranks, strict=True)), ranks)
+            )
+    efficient: list[Ranks] = []
+    least = float("inf")
+    for _, loss, ranks in sorted(combinations):
+        if loss < least - _NOTHING:
+            least = loss
+            efficient.append(ranks)
+    return efficient
+
+
+def _multiples(largest: int, multiple: int) -> list[int]:
+    """Return the multiples up to `largest`, and `largest` itself; divisors where it is smaller."""
+    if largest < multiple:
+        return [rank for rank in range(1, largest + 1) if multiple % rank == 0 or rank == largest]
+    return [rank for rank in range(1, largest + 1) if rank % multiple == 0 or rank == largest]
+
+
+@dataclass(frozen=True)
+class Removal:
+    """How a layer can leave the network."""
+
+    operation: Operation
+    last: bool
+
+
+def whole_blocks(removals: Mapping[str, Removal], names: Sequence[str]) -> dict[str, Removal]:
+    """Return the removals of blocks whose layers may all change and follow each other."""
+    counts = Counter(removal.operation for removal in removals.values())
+    whole: dict[str, Removal] = {}
+    for operation, run in groupby(names, lambda name: removals[name].operation if name in removals else None):
+        layers = list(run)
+        if operation is not None and len(layers) == counts[operation]:
+            whole.update({name: removals[name] for name in layers})
+    return whole
+
 
 # Singular values of a weight's unfoldings in a format, from which the format chooses a rank for each bond.
 Spectra = Callable[[TensorFormat], Sequence[np.ndarray]]

@@ -1,1 +1,0 @@
-"""Applying plans: the network rewritten, saved, loaded and exchanged with other libraries."""

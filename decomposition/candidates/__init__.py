@@ -1,1 +1,0 @@
-"""Candidates: what may become of every layer, and the library of their fits."""

@@ -1,1 +1,0 @@
-"""Rewriting layers as equivalent ones that can be compressed, before a plan is made."""
