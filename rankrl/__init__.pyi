@@ -1,5 +1,5 @@
 from .compression import apply_plan, compress, load_compressed, search, timing_kit
-from .memory import reuse_memory
+from .device import reuse_memory
 from .onnx.export import export_onnx
 from .onnx.graph import ImagePreprocessing
 from .operations import KeepChannels

@@ -16,7 +16,6 @@ from decomposition import CompressionPlan, load_compressed
 from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
 from decomposition.network.inputs import input_shape_of, split
 from decomposition.network.surgery import unwrapped
-from rankrl.argument_types import checked_arguments
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.errors import ConfigError
 from rankrl.file_compression import (
@@ -31,18 +30,16 @@ from rankrl.kits.kit_writer import TIMES_FILE, WrittenKit
 from rankrl.module_compression import FineTuner, FineTuning, compress_module, write_module_kit
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.networks.own_module import ScoredModule
-from rankrl.onnx.graph.axis_suggestions import Axes
-from rankrl.onnx.graph.image_files import ImagePreprocessing
-from rankrl.onnx.graph.inputs import HELDOUT
+from rankrl.onnx.graph.batch_axes import Axes
+from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
 from rankrl.onnx.graph.rewrite import writable_formats
-from rankrl.options.budget import BudgetOptions
+from rankrl.option_types import checked_arguments
 from rankrl.options.decomposition import AUTO, AUTO_FORMATS, DecompositionOptions
-from rankrl.options.search import SearchOptions
+from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.score_evaluator import Score
-from rankrl.plan_search.session import check_reachable
+from rankrl.plan_search.session import SearchGoal, check_reachable
 from rankrl.progress import Progress
 from rankrl.request import Request, opened_session
 from rankrl.result import Compression, ModuleCompression

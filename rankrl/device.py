@@ -1,21 +1,27 @@
-"""Which device computes, and in which precision."""
+"""Devices, precisions and memory."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from decomposition.network.cost import evaluation_mode
-from decomposition.network.inputs import Inputs, run_model
-from rankrl.wording import counted
+from decomposition.network.inputs import Inputs, mapped, run_model
+from decomposition.network.surgery import copied, unwrapped
+from rankrl.errors import counted
 
 
 @dataclass(frozen=True)
@@ -176,3 +182,147 @@ def channel_block() -> int:
 def usable_cores() -> int:
     """Return the cores that this process may use, which in a container can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_NARROW = (torch.float16, torch.bfloat16)
+_OWN_CLASS = "_class_in_own_types"
+_CASTS = {
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.double: torch.float64,
+}
+
+
+class _InFloat32(TorchFunctionMode):
+    """Lets a forward that casts tensors to some types, or makes some of these, cast to float32 instead."""
+
+    def __init__(self, types: Sequence[torch.dtype]) -> None:
+        super().__init__()
+        self.types = types
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if _CASTS.get(func) in self.types:
+            func = torch.Tensor.float
+        args, named = tree_map_only(torch.dtype, self._wide, (args, dict(kwargs or {})))
+        return func(*args, **named)
+
+    def _wide(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if dtype in self.types else dtype
+
+
+def own_types(model: nn.Module) -> dict[str, torch.dtype]:
+    """Return the types of a network's floating-point parameters and buffers, by name."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.dtype for name, tensor in tensors if tensor.is_floating_point()}
+
+
+def in_float32(model: nn.Module, *, keep_double: bool = False) -> nn.Module:
+    """Return a copy of a network that computes in float32.
+
+    Where parameters have other types, what its forward casts to these stays in float32, too: a network of
+    several types casts between its layers.
+    """
+    network = copied(unwrapped(model))
+    types = _NARROW if keep_double else (*_NARROW, torch.float64)
+    if not set(types) & set(own_types(network).values()):
+        return network
+    network._apply(lambda x: x.float() if x.dtype in types else x)
+    network.__class__ = _wide_class(type(network), types)
+    return network
+
+
+def _wide_class(base: type[nn.Module], types: Sequence[torch.dtype]) -> type[nn.Module]:
+    """Return the class of the same network whose forward runs under `_InFloat32`; copies keep it."""
+    run: Callable[..., Any] = base.forward
+
+    @wraps(run)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _InFloat32(types):
+            return run(self, *args, **kwargs)
+
+    return type(base.__name__, (base,), {"forward": forward, _OWN_CLASS: base})
+
+
+def as_float32(inputs: Inputs, *, keep_double: bool = False) -> Inputs:
+    """Return a batch of inputs as `in_float32`'s networks take them."""
+    types = _NARROW if keep_double else (*_NARROW, torch.float64)
+    return mapped(lambda x: x.float() if x.dtype in types else x, inputs)
+
+
+def back_in(model: nn.Module, types: Mapping[str, torch.dtype]) -> nn.Module:
+    """Give a network that `in_float32` returned, or a user's training, its own types back, in place."""
+    model.__class__ = getattr(model, _OWN_CLASS, type(model))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype != types.get(name, tensor.dtype):
+            tensor.data = tensor.data.to(types[name])
+    return model
+
+
+_SWITCH = "RANKRL_REUSE_MEMORY"
+_GIB = 1 << 30
+# The names and numbers of <malloc.h> and <sys/mman.h> on Linux.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_MMAP_MAX_DEFAULT = 65_536
+_MADV_HUGEPAGE = 14
+_HUGE_PAGE = 2 << 20
+# Larger blocks come and go alone; glibc before 2.35 takes no more than the second.
+_THRESHOLDS = (_GIB, 32 << 20)
+
+
+def reuse_memory(reserve: int | None = None) -> bool:
+    """Keep what is freed for what is allocated next, in this process, from now on.
+
+    Results stay the same to the bit. The process keeps as much memory as it ever needed at once. Addresses
+    are set aside for `reserve` bytes in huge pages (where the kernel has them on request); memory is taken
+    only as it is written to. Nothing happens where glibc is not what allocates (macOS, Windows, musl,
+    jemalloc or tcmalloc preloaded), where its environment variables say how it is to work (`GLIBC_TUNABLES`,
+    `MALLOC_...`), or with `RANKRL_REUSE_MEMORY=0` in the environment. See mallopt(3) and madvise(2).
+
+    Args:
+        reserve: Bytes in huge pages; by default a quarter of the machine's memory, 8 GiB at most.
+
+    Returns:
+        Whether memory is reused.
+    """
+    libc = _glibc()
+    if libc is None:
+        return False
+    if not any(libc.mallopt(_MMAP_THRESHOLD, size) for size in _THRESHOLDS):
+        return False
+    libc.mallopt(_TRIM_THRESHOLD, -1)  # never
+    if reserve is None:
+        reserve = min(8 * _GIB, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    libc.mallopt(_MMAP_MAX, 0)  # so that this one block, of any size, is of the heap
+    start = libc.malloc(reserve)
+    libc.mallopt(_MMAP_MAX, _MMAP_MAX_DEFAULT)
+    if start:  # a limit on addresses (`ulimit -v`) may refuse it; memory is kept all the same
+        aligned = -(-start // _HUGE_PAGE) * _HUGE_PAGE
+        libc.madvise(aligned, max(start + reserve - aligned, 0), _MADV_HUGEPAGE)
+        libc.free(start)
+    return True
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """Return the C library if it is glibc, allocates for this process, and nobody has set how."""
+    told = any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ)
+    if not sys.platform.startswith("linux") or told or os.environ.get(_SWITCH) == "0":
+        return None
+    try:
+        process = ctypes.CDLL(None)
+        libc = ctypes.CDLL("libc.so.6")
+        owners = [ctypes.cast(each.malloc, ctypes.c_void_p).value for each in (process, libc)]
+    except (OSError, AttributeError):
+        return None
+    if owners[0] != owners[1] or not hasattr(libc, "gnu_get_libc_version"):
+        return None
+    libc.mallopt.argtypes, libc.mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc

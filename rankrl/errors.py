@@ -1,13 +1,14 @@
-"""The errors that rankrl shows to its users.
-
-The command line prints `str(error)` as one paragraph and exits with code 2, so every message says what was
-got, what is allowed and what to do next. Anything that is not a `RankrlError` is a defect of ours and keeps
-its traceback.
-"""
+"""Words around numbers."""
 
 from __future__ import annotations
 
 from decomposition.registry import did_you_mean
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 core`, `2 cores`, `1,024 images`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
 
 __all__ = [
     "CheckpointError",

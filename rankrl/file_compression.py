@@ -15,16 +15,14 @@ from decomposition.cache import digest
 from decomposition.files import announce_write
 from decomposition.plan.plan import LayerPlan, fingerprint
 from rankrl.errors import ConfigError
-from rankrl.finish import finish
 from rankrl.kits.kit_writer import WrittenKit
-from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import GraphNetwork, measured_sensitivities
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
-from rankrl.onnx.graph.axis_suggestions import Axes
-from rankrl.onnx.graph.half import check_without_integers, without_integers
-from rankrl.onnx.graph.image_files import ImagePreprocessing
-from rankrl.onnx.graph.inputs import HELDOUT
+from rankrl.networks.network import CandidateOptions
+from rankrl.onnx.graph.batch_axes import Axes
+from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
 from rankrl.onnx.graph.positions import METADATA, from_metadata, to_metadata
+from rankrl.onnx.graph.precisions import check_without_integers, without_integers
 from rankrl.onnx.graph.prepared_file import Inputs, PreparedFile
 from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats
@@ -33,11 +31,11 @@ from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.request import Request, opened_session, write_kit
-from rankrl.result import Compression, run_numbers, write_run
+from rankrl.result import Compression, finish, run_numbers, write_run
 from rankrl.runs.run_folder import SAME_CALL, RunFolder
-from rankrl.timing.graph_files import relative_time
 from rankrl.timing.positions import faster_positions
-from rankrl.verify.as_read import check_as_read
+from rankrl.timing.whole_files import relative_time
+from rankrl.verify.fidelity import check_as_read
 
 log = logging.getLogger(__name__)
 

@@ -22,27 +22,25 @@ from decomposition.network.inputs import input_shape_of, mapped, split
 from decomposition.network.surgery import copied, unwrapped
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.data.sample import Sample, read_samples
-from rankrl.device import model_device
+from rankrl.device import as_float32, back_in, in_float32, model_device, own_types
 from rankrl.errors import ConfigError
-from rankrl.finish import finish
-from rankrl.float32 import as_float32, back_in, in_float32, own_types
 from rankrl.kits.kit_writer import WrittenKit
-from rankrl.models.network_digest import network_digest
+from rankrl.models.classifiers import network_digest
 from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.own_module import OwnModule
 from rankrl.plan_search.scores.score_evaluator import Score
 from rankrl.plan_search.session import check_reachable
 from rankrl.progress import Progress, progress_bar
-from rankrl.report.quality import HELDOUT_ACCURACY
+from rankrl.report.run_tables import HELDOUT_ACCURACY
 from rankrl.request import Request, opened_session, write_kit
-from rankrl.result import ModuleCompression, run_numbers, shallow, write_run
+from rankrl.result import ModuleCompression, finish, run_numbers, shallow, write_run
 from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
 from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
 from rankrl.training.general import check_outputs, steps_of_an_epoch
 from rankrl.training.teachers import DISTILLATION, together
 from rankrl.verify.agreement import agreement_score
+from rankrl.verify.fidelity import check_rewritten
 from rankrl.verify.own_inputs import HeldoutScore, OwnInputs
-from rankrl.verify.rewritten import check_rewritten
 
 log = logging.getLogger(__name__)
 

@@ -8,21 +8,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rankrl.errors import ConfigError
+from rankrl.errors import ConfigError, counted
 from rankrl.kits.kit_writer import WrittenKit
-from rankrl.networks.base import PricedNetwork, SearchableNetwork
-from rankrl.networks.candidates import CandidateOptions
+from rankrl.networks.network import CandidateOptions, PricedNetwork, SearchableNetwork
 from rankrl.onnx.runtimes import check_runtimes
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.selectors import check_selector
-from rankrl.plan_search.session import SearchSession
+from rankrl.plan_search.session import SearchGoal, SearchSession
 from rankrl.progress import Progress
 from rankrl.runs.run_folder import COMPRESS
 from rankrl.timing import suited_multiple
-from rankrl.wording import counted
 
 log = logging.getLogger(__name__)
 

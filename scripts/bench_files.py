@@ -41,8 +41,7 @@ from result_rows import ResultRows
 
 from rankrl.device import processor_name
 from rankrl.onnx.runtimes import open_session
-from rankrl.report.markdown import shown_command, write_section
-from rankrl.report.provenance import hardware_line
+from rankrl.report.provenance import hardware_line, shown_command, write_section
 from rankrl.timing.latency import time_in_turns
 
 KEY = ("file", "method")

@@ -20,10 +20,9 @@ from bench_decomposition import load_network
 
 from rankrl import reuse_memory
 from rankrl.data import load_dataset
-from rankrl.onnx.export.weight_range import sums_overflow
+from rankrl.onnx.export.ranges import sums_overflow
 from rankrl.options.timing import ExportOptions
-from rankrl.report.markdown import shown_command, write_section
-from rankrl.report.provenance import hardware_line
+from rankrl.report.provenance import hardware_line, shown_command, write_section
 from rankrl.verify.measure import export_dense, int8_numbers, test_accuracy
 
 HEAD = [

@@ -36,18 +36,15 @@ from rankrl.data import ImageData, Images, TestImages, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, list_models, load_checkpoint
-from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.image_module import ImageModule
-from rankrl.options.budget import BudgetOptions
+from rankrl.networks.network import CandidateOptions
 from rankrl.options.decomposition import DecompositionOptions
-from rankrl.options.search import SearchOptions
+from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.timing import ExportOptions
-from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.selectors.random_plans import spend_at_random
-from rankrl.plan_search.session import SearchSession
-from rankrl.report.markdown import shown_command, write_section
-from rankrl.report.provenance import hardware_line
+from rankrl.plan_search.session import SearchGoal, SearchSession
+from rankrl.report.provenance import hardware_line, shown_command, write_section
 from rankrl.runs.run_folder import cache_folder
 from rankrl.timing import fast_multiple
 from rankrl.training import TrainingRecipe

@@ -45,14 +45,13 @@ from rankrl import LatencyOptions, reuse_memory
 from rankrl.data import Images
 from rankrl.device import inference_precision
 from rankrl.models import create_model
-from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import fit_library, measured_sensitivities
+from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.export import export_onnx
 from rankrl.onnx.graph import PreparedFile
 from rankrl.onnx.graph.capture import collect_moments
 from rankrl.onnx.graph.refit import refitted_graph
-from rankrl.report.markdown import shown_command, write_section
-from rankrl.report.provenance import hardware_line
+from rankrl.report.provenance import hardware_line, shown_command, write_section
 from rankrl.training.accuracy import predict_logits
 
 _CLASSES = 10

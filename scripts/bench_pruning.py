@@ -36,7 +36,7 @@ from rankrl.data import batches, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.device import channel_block, inference_precision, select_device
 from rankrl.models import create_model, load_checkpoint
-from rankrl.models.resnet import BasicBlock, ZeroPadShortcut
+from rankrl.models.zoo import BasicBlock, ZeroPadShortcut
 from rankrl.onnx.export import export_onnx
 from rankrl.progress import progress_bar
 from rankrl.pruners.options import pruning_options

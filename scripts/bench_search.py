@@ -25,14 +25,13 @@ import torch
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import inference_precision
 from rankrl.models import create_model, load_checkpoint
-from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
+from rankrl.networks.network import CandidateOptions
 from rankrl.plan_search.run import run_search
 from rankrl.plan_search.scores.evaluator import PlanEvaluator, ScoredImages
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.report.markdown import shown_command, write_section
-from rankrl.report.provenance import hardware_line
+from rankrl.report.provenance import hardware_line, shown_command, write_section
 
 CALIBRATION_IMAGES = 768
 # The fastest of these is the bare forward pass: a search is not to look good against a bad choice.

@@ -33,12 +33,11 @@ from decomposition import build_structure, factorised_layers, list_formats, make
 from decomposition.formats.layers import StagedLayer
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import Precision, inference_precision
+from rankrl.errors import counted
 from rankrl.models import create_model
-from rankrl.report.markdown import shown_command, write_section
-from rankrl.report.provenance import hardware_line
+from rankrl.report.provenance import hardware_line, shown_command, write_section
 from rankrl.training import TrainingRecipe, train
-from rankrl.training.optimizer import build_optimizer
-from rankrl.wording import counted
+from rankrl.training.recipe import build_optimizer
 
 HELDOUT = 500
 LOADER_WORKERS = 2

@@ -53,8 +53,7 @@ from decomposition import (
 from decomposition.network.rewriting import rewrites_of
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import export_onnx, verify_onnx
-from rankrl.report.markdown import shown_command, write_section
-from rankrl.report.provenance import hardware_line
+from rankrl.report.provenance import hardware_line, shown_command, write_section
 
 CALIBRATION = 8
 TOLERANCE = 1e-4

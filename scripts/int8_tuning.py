@@ -22,7 +22,7 @@ from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from real_files import Feed, RealFile
 
-from rankrl.onnx.export.weight_range import sums_overflow
+from rankrl.onnx.export.ranges import sums_overflow
 from rankrl.onnx.runtimes import Session, open_session
 from rankrl.timing.latency import measure_latency
 

@@ -32,7 +32,7 @@ from result_rows import ResultRows
 
 from decomposition import DecompositionError
 from rankrl import reuse_memory
-from rankrl.cli.config.entries import selector_entry
+from rankrl.cli.config.options import selector_entry
 from rankrl.device import processor_name
 from rankrl.errors import RankrlError
 from rankrl.files import write_atomically
@@ -43,8 +43,7 @@ from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded, selector_options
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
-from rankrl.report.markdown import shown_command, write_section
-from rankrl.report.provenance import hardware_line
+from rankrl.report.provenance import hardware_line, shown_command, write_section
 
 AFTER = (0, 1, 5, 20, 100)
 POLICY = "the policy alone"

@@ -26,13 +26,12 @@ from rankrl.file_compression import FileSearch, FileSource
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
 from rankrl.networks.graph import GraphNetwork
 from rankrl.networks.image_module import ImageModule
-from rankrl.options.budget import BudgetOptions
+from rankrl.options.search import BudgetOptions
 from rankrl.options.timing import ExportOptions, LatencyOptions
 from rankrl.plan_search.agents.policy_file import PolicyFile, PolicyTask
-from rankrl.plan_search.goal import SearchGoal
-from rankrl.plan_search.pretraining.episodes import task_of
+from rankrl.plan_search.pretraining import task_of
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
-from rankrl.plan_search.session import SearchSession
+from rankrl.plan_search.session import SearchGoal, SearchSession
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.request import Request, opened_session
 from rankrl.runs.run_folder import cache_folder

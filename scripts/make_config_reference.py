@@ -25,14 +25,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from optim import optimizer_record
-from rankrl.cli.config.choices import group_choices, group_names
-from rankrl.cli.config.docstrings import explanations
-from rankrl.cli.config.folder import config_folder
-from rankrl.cli.config.groups import GROUPS
+from rankrl.cli.config.choices import config_folder, group_choices, group_names
+from rankrl.cli.config.groups import GROUPS, explanations
 from rankrl.cli.config.schema import AppConfig, Choice
 from rankrl.option_types import described, parameter_defaults
-from rankrl.options.fields import option_fields
-from rankrl.options.optimizers import NO_OPTIONS
+from rankrl.options.names import NO_OPTIONS, option_fields
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# All options

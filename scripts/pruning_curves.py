@@ -33,14 +33,14 @@ from pruning import untrained_copy
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.device import inference_precision, select_device
+from rankrl.errors import counted
 from rankrl.files import atomic_path
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
 from rankrl.progress import progress_bar
 from rankrl.pruners.options import pruning_options
 from rankrl.pruners.prune import prune_network
-from rankrl.report.axes import percent_axis
+from rankrl.report.figures import percent_axis
 from rankrl.training import report_accuracy
-from rankrl.wording import counted
 
 LEARNED = ("group_lasso", "hard_concrete")
 CRITERIA = ("first_k", "magnitude", "reconstruction")

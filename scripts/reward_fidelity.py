@@ -34,19 +34,18 @@ from decomposition import CompressionPlan, FitLibrary, apply_plan, list_formats
 from rankrl import reuse_memory
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
+from rankrl.errors import counted
 from rankrl.files import write_atomically
 from rankrl.models import create_model, list_models, load_checkpoint
-from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
-from rankrl.options.scores import Statistics, Term
+from rankrl.networks.network import CandidateOptions
+from rankrl.options.search import Statistics, Term
 from rankrl.plan_search.envs.actions import ImportanceMap
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.space.problem import Choices, SearchProblem
-from rankrl.report.markdown import shown_command, write_section
-from rankrl.report.provenance import hardware_line
+from rankrl.report.provenance import hardware_line, shown_command, write_section
 from rankrl.training import TrainingRecipe, accuracy, train
 from rankrl.verify.measure import test_accuracy
-from rankrl.wording import counted
 
 FITS: dict[str, Statistics] = {
     "weights": "corrected",

@@ -21,8 +21,8 @@ from result_rows import epochs_of
 from rankrl.data import load_dataset
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME
-from rankrl.options.budget import BudgetOptions
 from rankrl.options.decomposition import default_precisions
+from rankrl.options.search import BudgetOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.report.run_folder import read_metrics
 from rankrl.timing.latency import TimedTurns, time_in_turns

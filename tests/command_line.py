@@ -24,10 +24,8 @@ from decomposition.errors import DecompositionError
 from rankrl.cli.app import _run_task, checked_arguments, main
 from rankrl.cli.config.applicable import check_applicable
 from rankrl.cli.config.choices import group_names, store_groups
-from rankrl.cli.config.composition import composed_config, composing
-from rankrl.cli.config.parsing import parsed_overrides
-from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.structured import built
+from rankrl.cli.config.composition import composed_config, composing, parsed_overrides
+from rankrl.cli.config.schema import AppConfig, built
 from rankrl.errors import ConfigError, RankrlError
 from rankrl.models import save_checkpoint
 from rankrl.runs.run_folder import RunFolder

@@ -36,11 +36,9 @@ from decomposition.registry import Registry
 from optim import list_optimizers
 from pruning import list_pruners
 from rankrl.cli.app import main
-from rankrl.cli.config.docstrings import explanations, summary
-from rankrl.cli.config.folder import config_folder
-from rankrl.cli.config.groups import GROUPS
+from rankrl.cli.config.choices import TABLES, config_folder
+from rankrl.cli.config.groups import GROUPS, explanations, summary
 from rankrl.cli.config.overrides import check_overrides
-from rankrl.cli.config.tables import TABLES
 from rankrl.cli.config.tasks import TASKS
 from rankrl.onnx.runtimes import get_runtime, list_runtimes
 from rankrl.plan_search.scores.rewards import register_reward
@@ -67,12 +65,12 @@ REGISTRIES = [
     ("decomposition.formats.tensor_format", "_FORMATS"),
     ("decomposition.choose.heuristics", "_HEURISTICS"),
     ("decomposition.operations.operation", "_OPERATIONS"),
-    ("rankrl.plan_search.selectors.registry", "_SELECTORS"),
+    ("rankrl.plan_search.selectors.selector", "_SELECTORS"),
     ("rankrl.plan_search.scores.rewards", "_REWARDS"),
     ("pruning.registry", "_PRUNERS"),
     ("optim.registry", "_records"),
-    ("rankrl.runs.tracking.registry", "_TRACKERS"),
-    ("rankrl.onnx.runtimes.registry", "_RUNTIMES"),
+    ("rankrl.runs.tracking.tracker", "_TRACKERS"),
+    ("rankrl.onnx.runtimes.runtime", "_RUNTIMES"),
 ]
 NEEDS_MORE = re.compile(
     r"dataset=(?:cifar|mnist|imagefolder)|experiment=|tracking=(?:mlflow|wandb)|hydra/launcher="

@@ -18,28 +18,38 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 
 from decomposition.errors import DecompositionError
-from rankrl.cli.config.choices import store_groups
-from rankrl.cli.config.composition import composing, parsed_flags
-from rankrl.cli.config.folder import config_folder
-from rankrl.cli.config.help import HELP_FLAGS, VERSION_FLAGS, help_page, version_line
-from rankrl.cli.config.hydra_errors import COMPLETE_ERRORS, raised_errors
-from rankrl.cli.config.input_files import check_input_files, options_of_run
-from rankrl.cli.config.overrides import check_overrides
-from rankrl.cli.config.parsing import in_words
-from rankrl.cli.config.paths import named_paths
-from rankrl.cli.config.plugins import load_plugins, named_plugins
-from rankrl.cli.config.quoting import readable_arguments
-from rankrl.cli.config.resuming import check_resumed, finished_run, resumed_arguments
-from rankrl.cli.config.run_folders import check_folders, refuse_used_folder, write_record
-from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.structured import built
-from rankrl.cli.config.sweep_arguments import sweep_arguments
+from rankrl.cli.config.choices import config_folder, store_groups
+from rankrl.cli.config.composition import (
+    composing,
+    in_words,
+    parsed_flags,
+    readable_arguments,
+    sweep_arguments,
+)
+from rankrl.cli.config.help import (
+    HELP_FLAGS,
+    VERSION_FLAGS,
+    help_page,
+    load_plugins,
+    named_plugins,
+    version_line,
+)
+from rankrl.cli.config.input_files import check_input_files, named_paths, options_of_run
+from rankrl.cli.config.overrides import COMPLETE_ERRORS, check_overrides, check_values, raised_errors
+from rankrl.cli.config.resuming import (
+    check_folders,
+    check_resumed,
+    finished_run,
+    refuse_used_folder,
+    resumed_arguments,
+    write_record,
+)
+from rankrl.cli.config.schema import AppConfig, built
 from rankrl.cli.config.tasks import TASKS
-from rankrl.cli.config.values import check_values
 from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError
 from rankrl.runs.run_folder import RunFolder, RunNotes
 from rankrl.runs.sweeps import run_sweep_job
-from rankrl.runs.sweeps.devices import runs_in_pool
+from rankrl.runs.sweeps.job import runs_in_pool
 from rankrl.runs.tracking import start_tracking
 
 FIRST_RUN = "experiment=first_run"
@@ -131,9 +141,8 @@ def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
     check_input_files(plain)
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    from rankrl.device import device_note  # imports torch
-    from rankrl.memory import reuse_memory
-    from rankrl.training.subnormals import subnormals_as_zero
+    from rankrl.device import device_note, reuse_memory
+    from rankrl.training.cuda_graph import subnormals_as_zero
 
     reuse_memory()
     log.info(device_note())

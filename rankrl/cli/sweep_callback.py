@@ -15,11 +15,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from rankrl.cli.config.parsing import ALL_COMBINATIONS
+from rankrl.cli.config.composition import ALL_COMBINATIONS
+from rankrl.errors import counted
 from rankrl.files import write_json
-from rankrl.runs.sweeps.failures import SWEEP_FILE, failures
-from rankrl.runs.sweeps.progress import SweepWatch
-from rankrl.wording import counted
+from rankrl.runs.sweeps.progress import SWEEP_FILE, SweepWatch, failures
 
 log = logging.getLogger(__name__)
 

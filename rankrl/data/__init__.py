@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from rankrl.data import cifar, digits, imagefolder, mnist, npz, onnx_inputs  # registers the sources
-from rankrl.data.augmentation import Augmentation
+from rankrl.data import arrays as digits
+from rankrl.data import arrays as npz
+from rankrl.data import arrays as onnx_inputs
+from rankrl.data import imagefolder
+from rankrl.data import published as cifar
+from rankrl.data import published as mnist
 from rankrl.data.batches import augmented_copy, batches
-from rankrl.data.images import ImageData, Images, TestImages
-from rankrl.data.preprocessing import Preprocessing
-from rankrl.data.registry import (
+from rankrl.data.datasets import (
     DatasetSource,
     SourceFiles,
     dataset_option_types,
@@ -16,6 +18,7 @@ from rankrl.data.registry import (
     load_dataset,
     register_dataset,
 )
+from rankrl.data.images import Augmentation, ImageData, Images, Preprocessing, TestImages
 
 __all__ = [
     "Augmentation",

@@ -1,18 +1,21 @@
-"""Images and labels out of numpy arrays, and the .npz files that hold them."""
+"""Data sets from arrays: digits, .npz files, and inputs of ONNX files."""
 
 from __future__ import annotations
 
+import logging
 import tokenize
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rankrl.data.images import Images
-from rankrl.errors import DataError
+from rankrl.data.datasets import SourceFiles, register_dataset, stratified_split
+from rankrl.data.images import Augmentation, Images
+from rankrl.errors import ConfigError, DataError
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 """The four arrays of a dataset file: uint8 images (N, H, W, C) or (N, H, W), integer labels (N,)."""
@@ -96,3 +99,98 @@ def _names(names: NDArray[np.generic], path: Path) -> tuple[str, ...]:
             f"{path}: {CLASS_NAMES} must be text of shape (classes,), got {names.dtype} {names.shape}"
         )
     return tuple(str(name) for name in names)
+
+
+log = logging.getLogger(__name__)
+
+
+@register_dataset(
+    "npz",
+    "your own .npz with x_train, y_train, x_test, y_test (uint8 images N,H,W,C; integer labels), class_names",
+    augmentation=Augmentation(padding=4, flip=True),
+)
+def npz(root: Path, path: str | Path, classes: int | None = None) -> SourceFiles:
+    """Read a .npz file.
+
+    Args:
+        root: Not used; `path` says where the file is.
+        path: The file, absolute or from the current folder.
+        classes: Number of classes, where not every class occurs in the training labels; that of the class
+            names where the file has some.
+    """
+    del root
+    train, test, names = read_npz(Path(path))
+    if classes is None and names is None and len(train) and int(train.y.min()) > 0:
+        class_count = int(train.y.max()) + 1
+        log.warning(
+            "%s: no training image has label 0, and the network gets %d classes. If the classes were counted "
+            "from 1, subtract 1 from all labels; if not, dataset.classes=%d says so",
+            path,
+            class_count,
+            class_count,
+        )
+    return SourceFiles(train, test, classes, names)
+
+
+_TEST_SHARE = 0.2
+_TEST_SEED = 0  # the test set is the same in every run, whatever the run's own seed
+
+
+@register_dataset(
+    "digits",
+    "scikit-learn's 1,797 handwritten digits, 1x8x8, 10 classes; needs no file",
+    augmentation=Augmentation(padding=1, flip=False),
+)
+def digits(root: Path) -> SourceFiles:
+    """Return the digits with a fixed, stratified fifth as the test set.
+
+    Args:
+        root: Not used; the images come with scikit-learn.
+    """
+    del root
+    from sklearn.datasets import load_digits  # takes most of a second, and only this source needs it
+
+    bunch = load_digits()
+    pixels = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # stored as 0 to 16
+    images = images_from_arrays(pixels, bunch.target, where="scikit-learn's digits")
+    train, test = stratified_split(images.y, round(_TEST_SHARE * len(images)), _TEST_SEED)
+    names = tuple("0123456789")
+    return SourceFiles(images.subset(train), images.subset(test), len(names), names)
+
+
+@register_dataset(
+    "inputs",
+    "inputs of model=onnx without labels: dataset.path=inputs.npz (one array for each input), .npy or a "
+    "folder of images",
+    augmentation=Augmentation(padding=0, flip=False),
+)
+def inputs(
+    root: Path,
+    path: str | Path,
+    size: int | None = None,
+    resize: int | None = None,
+    scale: float = 1.0,
+    order: str = "rgb",
+    batch_axes: Mapping[str, int | None] | None = None,
+) -> SourceFiles:
+    """Refuse to read labelled images.
+
+    Args:
+        root: Not used.
+        path: A .npz file with one array for each input of the network by its name, a .npy file, or a folder
+            of images, of which each becomes (pixel / 255 - mean) / std * scale.
+        size: Height and width of the images in pixels, where the network leaves them free.
+        resize: Length of the shorter side before the central crop; what the crop needs when omitted.
+        scale: What normalised pixels are multiplied by: 255 for a network that takes them from 0 to 255.
+        order: Order of the channels: rgb or bgr.
+        batch_axes: The axis that counts the inputs of a batch, for inputs of the network by name; null for an
+            input that goes with every batch as it is, such as a rate. Axes that are left out are detected.
+
+    Raises:
+        ConfigError: Always.
+    """
+    del root, size, resize, scale, order, batch_axes
+    raise ConfigError(
+        f"dataset=inputs ({path}) holds no labels and goes with model=onnx model.path=net.onnx alone; for a "
+        "network in PyTorch take dataset=npz or another one"
+    )

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rankrl.data.augmentation import Augmentation
-from rankrl.data.images import Images
-from rankrl.data.preprocessing import check_normalisation, scale_and_offset
+from rankrl.data.images import Augmentation, Images, check_normalisation, scale_and_offset
 from rankrl.errors import ConfigError
 
 

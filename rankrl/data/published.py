@@ -1,4 +1,4 @@
-"""Where published datasets are found: NAME.npz, then torchvision's own files, then a download."""
+"""CIFAR-10, CIFAR-100 and MNIST: NAME.npz, torchvision's files, or a download."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from rankrl.data.arrays import KEYS, images_from_arrays, read_npz
-from rankrl.data.images import Images
-from rankrl.data.registry import SourceFiles
+from rankrl.data.datasets import SourceFiles, register_dataset
+from rankrl.data.images import Augmentation, Images
 from rankrl.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -72,3 +72,53 @@ def _images(dataset: Any, name: str) -> Images:
     return images_from_arrays(
         np.asarray(dataset.data), np.asarray(dataset.targets), where=f"torchvision's files of {name}"
     )
+
+
+CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
+CIFAR100_CLASSES = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
+    lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear
+    pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal
+    shark shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank
+    telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+"""Names of the fine labels, in their order."""
+
+
+@register_dataset(
+    "cifar10",
+    "CIFAR-10: 50,000 + 10,000 colour images of 32x32, 10 classes",
+    augmentation=Augmentation(padding=4, flip=True),
+    # ImageNet's statistics: the published CIFAR ResNet checkpoints were trained with them.
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+)
+def cifar10(root: Path) -> SourceFiles:
+    """Read CIFAR-10 from `root`; see `read_published`."""
+    return read_published("cifar10", root, CIFAR10_CLASSES.split(), "CIFAR10", colours="RGB")
+
+
+@register_dataset(
+    "cifar100",
+    "CIFAR-100: 50,000 + 10,000 colour images of 32x32, 100 classes",
+    augmentation=Augmentation(padding=4, flip=True),
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
+)
+def cifar100(root: Path) -> SourceFiles:
+    """Read CIFAR-100 (fine labels) from `root`; see `read_published`."""
+    return read_published("cifar100", root, CIFAR100_CLASSES.split(), "CIFAR100", colours="RGB")
+
+
+@register_dataset(
+    "mnist",
+    "MNIST: 60,000 + 10,000 grey digits of 28x28, 10 classes",
+    augmentation=Augmentation(padding=2, flip=False),
+    mean=(0.1307,),
+    std=(0.3081,),
+)
+def mnist(root: Path) -> SourceFiles:
+    """Read MNIST from `root`; see `read_published`."""
+    return read_published("mnist", root, "0123456789", torchvision_class="MNIST")

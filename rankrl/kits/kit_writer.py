@@ -1,23 +1,49 @@
-"""A folder of files to time on another device, with the programs that time them there."""
+"""Write kits: files that another device times and compares."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
+from decomposition import CompressionPlan
 from decomposition.cache import digest
 from rankrl.files import write_atomically, write_json
-from rankrl.kits.file_group import FileGroup
-from rankrl.onnx.protobuf import to_proto
+from rankrl.onnx.protobuf import load_model, to_proto
 from rankrl.onnx.runtimes import Batch
+from rankrl.options.timing import LatencyOptions
+
+Contents = tuple[Sequence[ir.Model], Batch]
+"""The files of a group, and the inputs that all of them take."""
+
+
+@dataclass(frozen=True)
+class FileGroup:
+    """Files that are timed in turns on the same inputs, an untimed pass of each before every timed one.
+
+    Others have pushed its tensors out of the processor's cache, where those of a network that runs again and
+    again stay.
+    """
+
+    names: tuple[str, ...]
+    contents: Callable[[], Contents]
+    runs: int
+    warm_up: int = 6
+
+
+class Stopwatch(Protocol):
+    """What knows how long files take."""
+
+    def times(self, group: FileGroup) -> np.ndarray:
+        """Return the median milliseconds of each file, infinity for one that does not run."""
+
 
 VERSION = 2
 """Version of kits and of the tables that they measure."""
@@ -120,3 +146,36 @@ def packed(model: ir.Model, *, whole: bool = False) -> bytes:
 
 def _repeated(array: np.ndarray) -> np.ndarray:
     return np.resize(array.reshape(-1)[:_PERIOD], array.shape)
+
+
+@dataclass(frozen=True)
+class FinishedFile:
+    """A network in a file."""
+
+    title: str
+    path: Path
+    score: float | None = None
+    plan: CompressionPlan | None = None
+
+
+def write_verify_kit(
+    files: Sequence[FinishedFile], inputs: Batch, folder: Path, timing: LatencyOptions
+) -> WrittenKit:
+    """Write finished networks into a folder, with programs that time them and compare their outputs."""
+    named = [
+        NamedFile(
+            digest(each.path.read_bytes()),
+            each.title,
+            each.score,
+            None if each.plan is None else each.plan.to_json(),
+        )
+        for each in files
+    ]
+
+    def contents() -> Contents:
+        return [load_model(each.path) for each in files], inputs
+
+    kit = KitWriter(folder, {"batch": str(timing.batch)}, threads=timing.threads, whole=True)
+    names = tuple(each.file for each in named)
+    kit.times(FileGroup(names, contents, 2 * timing.runs, warm_up=3))
+    return kit.finish(named)

@@ -13,8 +13,7 @@ import numpy as np
 
 from decomposition import CompressionPlan
 from rankrl.errors import ConfigError
-from rankrl.kits.file_group import FileGroup
-from rankrl.kits.kit_writer import VERSION
+from rankrl.kits.kit_writer import VERSION, FileGroup
 
 _WHAT = {
     "network": "of another network, or of another version of its weights",

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from rankrl.models import (  # registers the models
-    conv4,
-    custom,
-    lenet5,
-    onnx_network,
-    resnet,
-    resnet9,
-    torchvision_models,
-)
+from rankrl.models import custom
+from rankrl.models import custom as onnx_network
+from rankrl.models import custom as torchvision_models
+from rankrl.models import zoo as conv4
+from rankrl.models import zoo as lenet5
+from rankrl.models import zoo as resnet
+from rankrl.models import zoo as resnet9
 from rankrl.models.checkpoint import (
     checkpoint_heldout,
     checkpoint_preprocessing,
     load_checkpoint,
     save_checkpoint,
 )
-from rankrl.models.classifier import check_classifier
-from rankrl.models.registry import (
+from rankrl.models.classifiers import (
     ModelSource,
     build_model,
+    check_classifier,
     create_model,
     default_lr,
     list_models,

@@ -1,17 +1,19 @@
-"""A user's own network, by the dotted path of a function or class that returns it."""
+"""Networks of others: own functions, torchvision's, ONNX files."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rankrl.errors import ConfigError, ModelError, RankrlError, did_you_mean
-from rankrl.models.registry import register_model
+from rankrl.models.classifiers import register_model
 
 
 @register_model("custom", "your own network: model._target_=package.module.function")
@@ -97,3 +99,66 @@ def _described(error: Exception) -> str:
     places = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
     place = f" ({places[-1].filename}, line {places[-1].lineno})" if places else ""
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}{place}"
+
+
+@register_model("torchvision", "any classification network of torchvision, such as model.name=mobilenet_v2")
+def torchvision_model(
+    input_shape: tuple[int, int, int], num_classes: int, /, *, name: str, **options: Any
+) -> nn.Module:
+    """Build a network of `torchvision.models`.
+
+    Args:
+        input_shape: (channels, height, width); torchvision's networks take 3 channels.
+        num_classes: Number of classes.
+        name: torchvision's name, for example "resnet18".
+        **options: Passed on to torchvision's builder, for example `aux_logits=False` for googlenet.
+
+    Raises:
+        ConfigError: torchvision has no such network or option.
+        ModelError: torchvision cannot be imported, or the images have other than 3 channels.
+    """
+    try:
+        from torchvision import models  # only this model needs torchvision
+    except (ImportError, RuntimeError) as error:  # a torchvision of another torch fails with RuntimeError
+        raise ModelError(
+            f"model=torchvision needs a torchvision that fits the installed torch ({error}); "
+            "install both together"
+        ) from error
+    known = models.list_models(module=models)
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=3)
+        raise ConfigError(
+            f"torchvision has no classification network {name!r}. "
+            f"Near names: {', '.join(near) or ', '.join(known[:10])}."
+        )
+    if input_shape[0] != 3:
+        raise ModelError(
+            f"torchvision's {name} takes images of 3 channels, the dataset's have {input_shape[0]}"
+        )
+    if options.get("weights") is not None:
+        raise ConfigError("model.weights is not accepted, nothing is downloaded; give model.checkpoint=PATH")
+    try:
+        model: nn.Module = models.get_model(name, num_classes=num_classes, **{"weights": None, **options})
+    except TypeError as error:
+        raise ConfigError(
+            f"torchvision's {name} does not take the options {sorted(options)}: {error}"
+        ) from error
+    return model
+
+
+@register_model("onnx", "a network in an ONNX file: model.path=net.onnx, with dataset=inputs")
+def onnx(input_shape: tuple[int, int, int], num_classes: int, /, *, path: str | Path) -> nn.Module:
+    """Refuse to build a PyTorch network.
+
+    Args:
+        input_shape: Not used.
+        num_classes: Not used.
+        path: The ONNX file; it is only read.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        f"model=onnx is compressed as the file that it is ({path}), not as a PyTorch network; give "
+        "dataset=inputs dataset.path=inputs.npz with task=pipeline or task=inspect"
+    )

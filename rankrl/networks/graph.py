@@ -1,4 +1,4 @@
-"""A network in an ONNX file, as budgets, searches and reports see it."""
+"""A file in any runtime, for what takes a session of onnxruntime."""
 
 from __future__ import annotations
 
@@ -20,41 +20,54 @@ from decomposition.choose.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
 from decomposition.operations.quantise import computes_in_integers
-from rankrl.networks.base import WrittenFile
-from rankrl.networks.candidates import CandidateOptions
-from rankrl.networks.file_session import FileSession
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
-from rankrl.networks.once import once_per_network
+from rankrl.networks.network import CandidateOptions, WrittenFile, once_per_network
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.checked_file import write_checked
-from rankrl.onnx.export.range_choice import RangeChoice
+from rankrl.onnx.export.ranges import RangeChoice
 from rankrl.onnx.graph.capture import collect_moments
-from rankrl.onnx.graph.costs import network_costs, plan_costs
 from rankrl.onnx.graph.file import check_contracted, write_graph
-from rankrl.onnx.graph.integers import chosen_ranges
 from rankrl.onnx.graph.network import Feed, OnnxNetwork, open_session
-from rankrl.onnx.graph.prepared_file import PreparedFile
+from rankrl.onnx.graph.prepared_file import PreparedFile, chosen_ranges, network_costs, plan_costs
 from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.rewrite import MARKED
 from rankrl.onnx.graph.sensitivity import collect_sensitivities
 from rankrl.onnx.graph.site import SiteModules
-from rankrl.onnx.operators import quantises
+from rankrl.onnx.graph_edits import quantises
 from rankrl.onnx.protobuf import to_proto
+from rankrl.onnx.runtimes import Session
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.scores.score_evaluator import checked_score, values_of_inputs
 from rankrl.progress import progress_bar
 from rankrl.report import LayerRow
-from rankrl.timing.graph_files import GraphFiles, compared_with_original
 from rankrl.timing.latency import LatencyComparison
 from rankrl.timing.network_timer import NetworkTimer
+from rankrl.timing.whole_files import GraphFiles, compared_with_original
 from rankrl.verify.agreement import OutputAgreement, agreement_score, agreement_values
-from rankrl.verify.certificate import OWN_SCORE, Basis
-from rankrl.verify.collapse import collapse
+from rankrl.verify.certificate import OWN_SCORE, Basis, collapse
 from rankrl.verify.file_export import rival_numbers
-from rankrl.verify.layer_rows import layer_row
+from rankrl.verify.measure import layer_row
 from rankrl.verify.runtimes import ComparedFiles, runtime_numbers
+
+
+class FileSession:
+    """An open file that answers as onnxruntime's session of the same network would."""
+
+    def __init__(self, session: Session, original: onnxruntime.InferenceSession) -> None:
+        self._session = session
+        self.get_inputs, self.get_outputs = original.get_inputs, original.get_outputs
+
+    def run(
+        self, names: Sequence[str] | None, feed: Mapping[str, Any], _options: Any = None, /
+    ) -> list[np.ndarray[Any, Any]]:
+        """Return outputs for one batch, all of them where none is named."""
+        outputs = dict(
+            zip((entry.name for entry in self.get_outputs()), self._session.run(feed), strict=True)
+        )
+        return [outputs[name] for name in names or outputs]
+
 
 _JUDGED_PATCHES = 2**14
 """Patches that nodes are fitted to where plans are compared."""

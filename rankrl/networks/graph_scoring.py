@@ -23,11 +23,9 @@ from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, without_unused
 from rankrl.onnx.output_scores import OutputScore, expected_changes, log_probabilities, mean_loss
 from rankrl.onnx.protobuf import to_proto
-from rankrl.plan_search.scores.divergence import each_alone
-from rankrl.plan_search.scores.evaluation import Evaluator
-from rankrl.plan_search.scores.remembering import RememberingEvaluator
-from rankrl.plan_search.scores.score_evaluator import checked_score
-from rankrl.plan_search.scores.score_identity import score_identity
+from rankrl.plan_search.scores.evaluation import Evaluator, RememberingEvaluator
+from rankrl.plan_search.scores.evaluator import each_alone
+from rankrl.plan_search.scores.score_evaluator import checked_score, score_identity
 from rankrl.plan_search.scores.scoring_network import CACHE_BYTES
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.verify.agreement import (
@@ -37,7 +35,7 @@ from rankrl.verify.agreement import (
     constant_agreement,
     output_scores,
 )
-from rankrl.workers.base import WorkerCluster
+from rankrl.workers.processes import WorkerCluster
 
 FileTerm = Literal["agreement", "soft_agreement"]
 """What plans are scored by without a user's score: see `OnnxScoring.term`."""

@@ -18,20 +18,16 @@ from decomposition.cache import Cache
 from decomposition.operations.quantise import computes_in_integers
 from rankrl.data import ImageData
 from rankrl.data.calibration import calibration_images
-from rankrl.networks.base import WrittenFile
-from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
-from rankrl.networks.once import once_per_network
+from rankrl.networks.network import CandidateOptions, WrittenFile, once_per_network
 from rankrl.onnx.errors import ExportError
-from rankrl.onnx.export.names import check_names, name_file
+from rankrl.onnx.export.onnx_file import check_names, name_file
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.scores.scoring import ImageScoring
-from rankrl.training.accuracy import share
-from rankrl.training.chance import guessing_share
-from rankrl.verify.certificate import Basis
-from rankrl.verify.collapse import accuracy_collapse
+from rankrl.training.accuracy import guessing_share, share
+from rankrl.verify.certificate import Basis, accuracy_collapse
 from rankrl.verify.file_export import export_file
 from rankrl.verify.measure import (
     NO_CACHE,
@@ -49,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageModule(ModuleNetwork):
-    """A classifier of a data set's images; a `rankrl.networks.base.Network`.
+    """A classifier of a data set's images; a `rankrl.networks.network.Network`.
 
     Plans are scored on images held out of the training set; test images choose nothing and are read for the
     report alone.

@@ -1,7 +1,8 @@
-"""A PyTorch module as budgets see it."""
+"""Which residual blocks a search may take out of a network."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,27 +13,100 @@ from torch import nn
 
 from decomposition import (
     CompressionPlan,
+    DecompositionError,
     FitLibrary,
     Inputs,
     LayerSpec,
+    compressible_layers,
     count_macs,
     count_parameters,
     inspect_layers,
 )
-from decomposition.choose.listing import CandidateLister
+from decomposition.calibration.metric import WIDEST, Narrowing
+from decomposition.choose.listing import CandidateLister, Removal
 from decomposition.fit.fit_options import CHOOSING
-from decomposition.network.inputs import InputShape
+from decomposition.network.inputs import InputShape, example_tensor
 from decomposition.network.layers import FLOAT_BYTES
 from decomposition.network.rewriting import Rewrite, rewrites_of
+from pruning import PruningError, channel_groups, residual_blocks
 from rankrl.data import Preprocessing
-from rankrl.networks.blocks import block_removals
-from rankrl.networks.candidates import CandidateOptions
-from rankrl.networks.channels import channel_narrowings
+from rankrl.errors import ConfigError
+from rankrl.networks.network import CandidateOptions
+from rankrl.operations import RemoveBlock
 from rankrl.options.timing import LatencyOptions
 from rankrl.report import LayerRow
-from rankrl.timing.module_files import ModuleFiles
 from rankrl.timing.network_timer import NetworkTimer
-from rankrl.verify.layer_rows import layer_rows, stored_bytes
+from rankrl.timing.whole_files import ModuleFiles
+from rankrl.verify.measure import layer_rows, stored_bytes
+
+
+def block_removals(model: nn.Module, input_shape: InputShape) -> dict[str, Removal]:
+    """Return with which operation layers may leave the network, by name."""
+    order = [spec.name for spec in compressible_layers(model, input_shape)]
+    removals: dict[str, Removal] = {}
+    for block in residual_blocks(model, example_tensor(model, input_shape)):
+        layers = [name for name in order if name in block.layers]
+        operation = RemoveBlock(block.name)
+        removals.update({name: Removal(operation, last=name == layers[-1]) for name in layers})
+    if not removals:
+        raise ConfigError(
+            "decomposition.blocks: the network has no residual block that can be removed, one that adds its "
+            "input to an output of the same shape; leave it false"
+        )
+    return removals
+
+
+def channel_narrowings(
+    model: nn.Module, input_shape: InputShape, fractions: Sequence[float], multiple: int = 1
+) -> dict[str, Narrowing]:
+    """Return how many channels layers may read, by the name of the reading layer.
+
+    Channels between two layers can be removed with nothing else in the network noticing where one layer makes
+    them, one reads them, and the two follow each other: inside a residual block, or along a plain chain.
+    Channels that several layers share, a residual stream say, or that a layer norm normalises together, are
+    what `task=prune` removes.
+    """
+    wrong = [each for each in fractions if not 0 < each < 1]
+    if wrong:
+        raise ConfigError(
+            f"decomposition.channels: {wrong[0]} is outside (0, 1); give fractions of the channels to keep, "
+            "for example [0.75,0.5]"
+        )
+    try:
+        groups = channel_groups(model, example_tensor(model, input_shape))
+    except (PruningError, DecompositionError) as error:
+        raise ConfigError(
+            f"decomposition.channels: the network cannot be followed ({error}); leave channels empty"
+        ) from error
+    specs = compressible_layers(model, input_shape)
+    order = [spec.name for spec in specs]
+    wide = {spec.name for spec in specs if math.prod(spec.weight_shape[1:]) > WIDEST}  # they have no matrix
+    narrowings: dict[str, Narrowing] = {}
+    for group in groups:
+        if group.obstacle is not None or group.norms or len(group.layers) != 1 or len(group.readers) != 1:
+            continue
+        ((producer, made),), ((reader, read),) = group.layers.items(), group.readers.items()
+        # Channels that go in pairs or groups only (of a group norm, say) are left to task=prune.
+        if made != read or group.units != len(made):
+            continue
+        if reader in wide or producer not in order or order.index(producer) + 1 >= len(order):
+            continue
+        counts = _counts(len(made), fractions, multiple)
+        if counts and order[order.index(producer) + 1] == reader:
+            narrowings[reader] = Narrowing(producer, counts)
+    if not narrowings:
+        raise ConfigError(
+            "decomposition.channels: the network has no two layers of which one alone reads what the other "
+            "makes; leave channels empty, or remove channels with task=prune"
+        )
+    return narrowings
+
+
+def _counts(channels: int, fractions: Sequence[float], multiple: int) -> tuple[int, ...]:
+    """Return the numbers of channels that are kept, largest first."""
+    step = multiple if channels > multiple else 1
+    counts = {max(step, step * round(fraction * channels / step)) for fraction in fractions}
+    return tuple(sorted((each for each in counts if each < channels), reverse=True))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,13 +14,11 @@ from torch import nn
 from decomposition import CompressionPlan, FitLibrary, apply_plan
 from decomposition.network.inputs import split
 from decomposition.operations.quantise import computes_in_integers
-from rankrl.networks.base import WrittenFile
-from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.module import ModuleNetwork
-from rankrl.networks.once import once_per_network
+from rankrl.networks.network import CandidateOptions, WrittenFile, once_per_network
 from rankrl.onnx.export import export_onnx, quantise_onnx, verify_onnx
-from rankrl.onnx.export.names import check_names, name_file
-from rankrl.onnx.export.verification import BATCH_SIZES
+from rankrl.onnx.export.onnx_file import check_names, name_file
+from rankrl.onnx.export.tracing import BATCH_SIZES
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.scores.score_evaluator import Score, answer, checked_score, values_of_inputs
@@ -38,7 +36,7 @@ from rankrl.verify.simulation import unlike_file
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScoredModule(ModuleNetwork):
-    """A module whose plans a function scores; a `rankrl.networks.base.SearchableNetwork`."""
+    """A module whose plans a function scores; a `rankrl.networks.network.SearchableNetwork`."""
 
     judge: Score
     options: DecompositionOptions
@@ -67,7 +65,7 @@ class ScoredModule(ModuleNetwork):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OwnModule(ScoredModule):
-    """A module that is compressed to a file; a `rankrl.networks.base.Network`."""
+    """A module that is compressed to a file; a `rankrl.networks.network.Network`."""
 
     heldout: HeldoutScore
     files: OwnInputs

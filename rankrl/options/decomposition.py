@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decomposition.fit.fit_options import FitOptions
-from rankrl.argument_types import check_fields
 from rankrl.errors import ConfigError, did_you_mean
-from rankrl.options.budget import BudgetOptions
+from rankrl.option_types import check_fields
+from rankrl.options.search import BudgetOptions
 
 AUTO = "auto"
 AUTO_FORMATS = ("cp", "tucker", "tensor_ring", "pifa")

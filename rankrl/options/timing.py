@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rankrl.argument_types import check_fields
 from rankrl.errors import ConfigError
+from rankrl.option_types import check_fields
 
 DEFAULT_RUNTIME = "onnxruntime"
 """The runtime that quantises, and that budgets go by where no other is named."""
@@ -95,7 +95,7 @@ class LatencyOptions:
     @property
     def channel_block(self) -> int:
         """What channels are filled up to in exported networks (`export_onnx`)."""
-        from rankrl.device import channel_block  # imports torch
+        from rankrl.device import channel_block
 
         # Another device's processor is not known.
         return channel_block() if self.pad_channels and not self.tables else 1

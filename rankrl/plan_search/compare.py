@@ -13,11 +13,10 @@ from decomposition import CompressionPlan
 from decomposition.cache import Cache, digest
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, RunStoppedError
-from rankrl.models.network_digest import network_digest
+from rankrl.models.classifiers import network_digest
 from rankrl.options.decomposition import AUTO
-from rankrl.plan_search.agents.options import PRETRAINED_REFITTED, resolved_policy
-from rankrl.plan_search.agents.policy_file import read_policy
-from rankrl.plan_search.pretraining.episodes import task_of
+from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy, resolved_policy
+from rankrl.plan_search.pretraining import task_of
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded
 from rankrl.plan_search.session import SearchSession

@@ -1,11 +1,18 @@
-"""Plans that were carried out: what the networks that they become lose, and what they really take."""
+"""Apply plans and measure their loss and latency; plans that anyone would write."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from decomposition import CandidateSet, CompressionPlan, get_format, list_formats
+from decomposition.cache import Cache, digest
+from decomposition.choose.candidates import Candidate
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.timing.latency import RelativeTime
 
@@ -61,3 +68,186 @@ def as_rows(plans: Iterable[MeasuredPlan], taken: Choices) -> list[dict[str, Any
         {name: value for name, value in asdict(plan).items() if name != "key"} | {"taken": plan.key == taken}
         for plan in ordered
     ]
+
+
+log = logging.getLogger(__name__)
+
+
+class PlanMeter:
+    """Carries plans out, once each, and measures them."""
+
+    def __init__(
+        self,
+        problem: SearchProblem,
+        loss: Callable[[CompressionPlan], float],
+        time: Callable[[CompressionPlan], RelativeTime] | None,
+        *,
+        identity: str,
+        folder: Path | None = None,
+        recosted: Callable[[Sequence[MeasuredPlan]], SearchProblem] | None = None,
+    ) -> None:
+        self.problem, self._loss, self._time = problem, loss, time
+        self._identity, self._cache = digest(identity, problem.fingerprint), Cache(folder)
+        self._recosted = recosted
+        self.plans: dict[Choices, MeasuredPlan] = {}
+
+    def __call__(self, name: str, key: Sequence[int], chosen_by: str = "") -> MeasuredPlan:
+        """Return what is measured of a plan."""
+        choices: Choices = tuple(map(int, key))
+        if choices not in self.plans:
+            plan = self.problem.plan(choices, chosen_by or name)
+            operations = [[each.to_dict() for each in layer.operations] for layer in plan]
+            known = digest(self._identity, operations)
+            kept = self._cache.value("measured-plan", known, lambda: self._measured(plan, choices))
+            loss, cost, width = kept
+            problem = self.problem
+            expected = sum(
+                float(site.losses[choice]) for site, choice in zip(problem.sites, choices, strict=True)
+            )
+            estimated = problem.measure == "latency" and self._time is None
+            measure = "estimated_latency" if estimated else problem.measure
+            measured = MeasuredPlan(
+                name, choices, loss, cost, measure, expected, spent(problem, choices), width
+            )
+            log.info("%s: %.4f lost at %.3f of the %s", name, loss, cost, measure.replace("_", " "))
+            self.plans[choices] = measured
+            if self._recosted is not None:
+                self.problem = self._recosted(list(self.plans.values()))
+        return self.plans[choices]
+
+    def _measured(self, plan: CompressionPlan, choices: Choices) -> tuple[float, float, float | None]:
+        if all(j == site.dense for site, j in zip(self.problem.sites, choices, strict=True)):
+            return 0.0, 1.0, None
+        if self._time is None:
+            return self._loss(plan), spent(self.problem, choices), None
+        time = self._time(plan)
+        return self._loss(plan), time.share, time.width
+
+
+ALL_DENSE, ALL_INT8, CONVOLUTIONS = "all dense", "all int8", "int8 convolutions"
+
+
+def standard_plans(problem: SearchProblem) -> dict[str, Choices]:
+    """Return the plans of a problem that need no search, by name; those that keep its budget and differ."""
+    sites = problem.sites
+    dense = tuple(site.dense for site in sites)
+    plans = {ALL_DENSE: dense}
+    if any(candidate.only_integers for site in sites for candidate in site.candidates):
+        plans[ALL_INT8] = _chosen(sites, lambda candidate: candidate.only_integers)
+        plans[CONVOLUTIONS] = tuple(
+            choice if site.spec.kind.startswith("conv") else site.dense
+            for site, choice in zip(sites, plans[ALL_INT8], strict=True)
+        )
+    if problem.budget is not None and problem.budget.fraction < 1:
+        plans |= _uniform_plans(problem)
+    different: dict[Choices, str] = {}
+    for name, plan in plans.items():
+        if problem.keeps_budget(plan):
+            different.setdefault(plan, name)
+    return {name: plan for plan, name in different.items()}
+
+
+def without_most_sensitive(sites: Sequence[CandidateSet], count: int) -> Choices:
+    """Return the plan with all layers in integers but those that lose most by it."""
+    plan = _chosen(sites, lambda candidate: candidate.only_integers)
+    losses = [site.losses[choice] for site, choice in zip(sites, plan, strict=True)]
+    spared = set(np.argsort(losses)[::-1][:count].tolist())
+    return tuple(site.dense if index in spared else plan[index] for index, site in enumerate(sites))
+
+
+def _uniform_plans(problem: SearchProblem) -> dict[str, Choices]:
+    """Return the best format at the same share of every layer, in floating point and in integers."""
+    best: dict[bool, tuple[float, str, Choices]] = {}
+    for (name, integer), members in families(problem.sites).items():
+        plan = uniform(problem, members)
+        if plan is not None:
+            loss = sum(float(site.losses[j]) for site, j in zip(problem.sites, plan, strict=True))
+            titled = (loss, _title(name, integer), plan)
+            best[integer] = min(best.get(integer, titled), titled)
+    return {title: plan for _, title, plan in best.values()}
+
+
+def uniform(problem: SearchProblem, members: Sequence[np.ndarray]) -> Choices | None:
+    """The plan of one family that keeps the same share of every layer, the largest within the budget."""
+    shares = _shares(problem.sites, members, problem.measure)
+    for level in sorted({float(share) for each in shares for share in each if share < 1}, reverse=True):
+        plan = _at_share(members, shares, level)
+        if problem.keeps_budget(plan):
+            return plan
+    return None
+
+
+def uniform_plans(sites: Sequence[CandidateSet], measure: str, share: float) -> dict[str, Choices]:
+    """Return the plans of each format and arithmetic at one share of every layer, by name."""
+    return {
+        _title(name, integer): _at_share(members, _shares(sites, members, measure), share)
+        for (name, integer), members in families(sites).items()
+    }
+
+
+def _title(name: str, integer: bool) -> str:
+    return f"uniform {name}{' int8' if integer else ''}"
+
+
+def _shares(sites: Sequence[CandidateSet], members: Sequence[np.ndarray], measure: str) -> list[np.ndarray]:
+    """Return what each member of a family costs of its dense layer."""
+    costs = [site.cost(measure).astype(float) for site in sites]
+    return [cost[each] / cost[site.dense] for cost, each, site in zip(costs, members, sites, strict=True)]
+
+
+def _at_share(members: Sequence[np.ndarray], shares: Sequence[np.ndarray], level: float) -> Choices:
+    return tuple(int(indices[_under(share, level)]) for indices, share in zip(members, shares, strict=True))
+
+
+def _under(shares: np.ndarray, level: float) -> int:
+    """Return the position of the largest share up to a level, of the smallest where all are above."""
+    allowed = np.flatnonzero(shares <= level)
+    return int(allowed[np.argmax(shares[allowed])] if len(allowed) else np.argmin(shares))
+
+
+def families(sites: Sequence[CandidateSet]) -> dict[tuple[str, bool], list[np.ndarray]]:
+    """Return the candidates of each format and arithmetic, the dense one of every site among them."""
+    kinds = sorted(
+        {
+            (candidate.generator, candidate.integer)
+            for site in sites
+            for candidate in site.candidates
+            if _factorised(candidate)
+        }
+    )
+    return {kind: [_members(site, kind) for site in sites] for kind in kinds}
+
+
+def _members(site: CandidateSet, kind: tuple[str, bool]) -> np.ndarray:
+    generator, integer = kind
+    rest = next((j for j, each in enumerate(site.candidates) if integer and each.only_integers), site.dense)
+    factorised = [
+        index
+        for index, each in enumerate(site.candidates)
+        if _factorised(each) and each.integer == integer and _of_format(site, each.generator, generator)
+    ]
+    return np.array([*factorised, rest])
+
+
+def _of_format(site: CandidateSet, name: str, wanted: str) -> bool:
+    """Tell whether a site's candidates of a format are those of another, which may stand under its name."""
+    if name == wanted or site.spec.kernel_elements > 1:
+        return name == wanted
+    matrices = [each for each in list_formats() if get_format(each).two_matrices]
+    return name in matrices and wanted in matrices  # others are formats, or precisions of dense weights
+
+
+def _factorised(candidate: Candidate) -> bool:
+    return (
+        len(candidate.operations) > candidate.computes_integers
+        and candidate.removed is None
+        and bool(candidate.generator)
+    )
+
+
+def _chosen(sites: Sequence[CandidateSet], wanted: Callable[[Candidate], bool]) -> Choices:
+    """Return the first candidate of every site that answers a description, else the dense one."""
+    return tuple(
+        next((index for index, each in enumerate(site.candidates) if wanted(each)), site.dense)
+        for site in sites
+    )

@@ -1,19 +1,24 @@
-"""The search loop: propose, score, observe, save; stopped by count, time, patience or Ctrl-C."""
+"""Ctrl-C that lets the current episode finish."""
 
 from __future__ import annotations
 
+import json
 import logging
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, Literal
 
+from torch import Tensor
+
 from decomposition.plan.plan import CompressionPlan
-from rankrl.errors import ConfigError
+from rankrl.errors import CheckpointError, ConfigError
 from rankrl.options.search import check_limits
-from rankrl.plan_search.interrupt import FinishOnInterrupt
-from rankrl.plan_search.layer_costs import LayerCost
 from rankrl.plan_search.measured_plans import MeasuredPlan, as_rows
 from rankrl.plan_search.scores.evaluation import Evaluator
 from rankrl.plan_search.scores.history import (
@@ -26,9 +31,129 @@ from rankrl.plan_search.scores.history import (
     write_candidates,
 )
 from rankrl.plan_search.scores.rewards import Reward, create_reward
-from rankrl.plan_search.selectors.base import Selector, SelectorState
-from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.plan_search.state import STATE_FILE, SearchState
+from rankrl.plan_search.selectors.selector import Selector, SelectorState
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.state_file import damaged_state, read_state, write_state
+
+
+class FinishOnInterrupt:
+    """While the block runs, the first Ctrl-C only sets `requested`; the second interrupts at once.
+
+    Outside the main thread, where signals cannot be handled, Ctrl-C does what it always does.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: signal.Handlers | object = None
+
+    def __enter__(self) -> FinishOnInterrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print("\nFinishing this episode, then saving. Press Ctrl-C again to stop at once.", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """A compressed layer."""
+
+    name: str
+    loss: float
+    saved_params: int
+    saved_macs: int
+    saved_time: float | None = None
+
+
+def layer_costs(problem: SearchProblem, key: Choices) -> tuple[LayerCost, ...]:
+    """Return what every compressed layer of a plan loses and saves, the largest loss first."""
+    budget = problem.budget
+    timed = [each for each in (budget, budget and budget.also) if each and each.measure == "latency"]
+    layers = []
+    for site, choice in zip(problem.sites, key, strict=True):
+        if choice == site.dense:
+            continue
+        before, after = site.candidates[site.dense].cost, site.candidates[choice].cost
+        time = None
+        if timed and before.time is not None and after.time is not None:
+            time = (before.time - after.time) / timed[0].total
+        saved = (before.params - after.params, before.macs - after.macs)
+        layers.append(LayerCost(site.name, float(site.losses[choice]), *saved, time))
+    return tuple(sorted(layers, key=lambda layer: -layer.loss))
+
+
+def as_numbers(layers: Sequence[LayerCost]) -> dict[str, Any]:
+    """Return the section `layers` of metrics.json; nothing where no layer was compressed."""
+    return {"layers": [asdict(layer) for layer in layers]} if layers else {}
+
+
+STATE_FILE = "search.safetensors"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SearchState:
+    """How far a search has come."""
+
+    identity: Mapping[str, Any]
+    rows: tuple[EpisodeRow, ...]
+    seconds: float
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+
+    def save(self, path: Path) -> None:
+        """Write the state, atomically."""
+        content = {
+            "identity": dict(self.identity),
+            "rows": [vars(row) for row in self.rows],
+            "seconds": self.seconds,
+            "values": dict(self.values),
+        }
+        write_state(path, self.tensors, content, _VERSION)
+
+    @classmethod
+    def load(cls, path: Path) -> SearchState:
+        """Read a state."""
+        tensors, content = read_state(path, _VERSION, "search state")
+        try:
+            return cls(
+                content["identity"],
+                tuple(EpisodeRow(**row) for row in content["rows"]),
+                float(content["seconds"]),
+                tensors,
+                content["values"],
+            )
+        except (KeyError, ValueError, TypeError) as error:
+            raise damaged_state(path, "search state", error) from error
+
+    def check(self, identity: Mapping[str, Any], path: Path) -> None:
+        """Refuse to go on with a search that is not the one of `identity`."""
+        for key in self.differing(identity):
+            raise CheckpointError(
+                f"{path} belongs to another search: {key} was {self.identity.get(key)!r}, is now "
+                f"{dict(identity).get(key)!r}. Use the same settings to resume, the number of threads too "
+                "(OMP_NUM_THREADS: sums, and so fits, differ in their last bits), with a budget in time the "
+                "machine and the cache too (RANKRL_CACHE: it keeps the times), or name another folder."
+            )
+
+    def differing(self, identity: Mapping[str, Any]) -> list[str]:
+        """Return the names of values in which the state's search differs from the one of `identity`."""
+        now = json.loads(json.dumps(dict(identity)))
+        return [key for key in sorted({*now, *self.identity}) if now.get(key) != self.identity.get(key)]
+
 
 log = logging.getLogger(__name__)
 

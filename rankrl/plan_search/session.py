@@ -1,11 +1,11 @@
-"""One way into a search: calibrate, fit the candidates, keep a budget, let selectors choose."""
+"""The goal of a search: budget, limits, reward, and how time is measured."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -13,25 +13,65 @@ from typing import Any, Self
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary
 from decomposition.errors import DecompositionError
+from decomposition.operations.quantise import computes_in_integers
 from decomposition.plan.plan import LayerPlan
-from rankrl.errors import ConfigError
-from rankrl.networks.base import PricedNetwork, SearchableNetwork
-from rankrl.networks.candidates import CandidateOptions
-from rankrl.plan_search.final_round import SearchCall, best_of_standard_plans, within_bounded_loss
-from rankrl.plan_search.finalists import best_finalist, finalists
-from rankrl.plan_search.goal import SearchGoal
+from rankrl.errors import ConfigError, counted
+from rankrl.networks.network import CandidateOptions, PricedNetwork, SearchableNetwork
+from rankrl.options.search import BudgetOptions, SearchOptions
+from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.bounded_loss import (
+    SearchCall,
+    best_finalist,
+    best_of_standard_plans,
+    finalists,
+    within_bounded_loss,
+)
 from rankrl.plan_search.latency_budget import LatencyBudget
-from rankrl.plan_search.layer_costs import layer_costs
-from rankrl.plan_search.run import SearchResult, run_search, with_row
+from rankrl.plan_search.run import SearchResult, layer_costs, run_search, with_row
 from rankrl.plan_search.scores.evaluation import Evaluator, MeasuresDivergences
 from rankrl.plan_search.scores.history import EpisodeRow
-from rankrl.plan_search.scores.rewards import Reward, create_reward
+from rankrl.plan_search.scores.rewards import Reward, check_reward, create_reward, reward_source
 from rankrl.plan_search.selectors import create_selector
-from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 from rankrl.progress import Progress, progress_bar
-from rankrl.wording import counted
-from rankrl.workers.base import WorkerCluster, Workers
-from rankrl.workers.clusters import open_cluster
+from rankrl.workers.processes import WorkerCluster, Workers
+from rankrl.workers.ray_cluster import open_cluster
+
+DEFAULT_KEPT_PARAMS = 0.4
+
+
+@dataclass(frozen=True)
+class SearchGoal:
+    """The common goal of all searches of a session."""
+
+    budget: BudgetOptions = field(default_factory=BudgetOptions)
+    search: SearchOptions = field(default_factory=SearchOptions)
+    timing: LatencyOptions = field(default_factory=LatencyOptions)
+    reward: str = "accuracy"
+    reward_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_reward(self.reward, self.reward_options)
+
+    @property
+    def needs_budget(self) -> bool:
+        """Whether there is no budget although the reward ignores size."""
+        return not self.budget.fractions and reward_source(self.reward).needs_budget
+
+    def setting(self, candidates: CandidateOptions) -> SearchSetting:
+        """Return the part of the search that its options decide."""
+        return SearchSetting(
+            ("params",) if self.needs_budget else tuple(self.budget.fractions),
+            bool(candidates.channels) or candidates.blocks,
+            self.budget.latency is not None and computes_in_integers(candidates.precisions),
+            self.search.workers is not None,
+        )
+
+    @property
+    def counted(self) -> dict[str, float | None]:
+        """Fractions of counted costs to keep; a reward that ignores size gets a default budget."""
+        return {**self.budget.counted, **({"params": DEFAULT_KEPT_PARAMS} if self.needs_budget else {})}
+
 
 log = logging.getLogger(__name__)
 

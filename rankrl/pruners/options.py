@@ -11,8 +11,8 @@ from pruning import MaskTrainingOptions, Pruner, PruningError, get_pruner, list_
 from pruning.selection import Scope
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_options, parameter_defaults, parameter_types
-from rankrl.options.fields import option_fields
-from rankrl.options.pruners import PRUNERS, BlockOptions, CriterionOptions, MaskOptions, NetworkSteps
+from rankrl.options.names import option_fields
+from rankrl.options.training import PRUNERS, BlockOptions, CriterionOptions, MaskOptions, NetworkSteps
 
 DEFAULT_KEPT_MACS = 0.5
 Measure = Literal["params", "macs"]

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from rankrl.plan_search.scores.history import EpisodeRow
-from rankrl.report.data import LayerRow, RunReport
-from rankrl.report.errors import ReportError
 from rankrl.report.gather import gather_runs
 from rankrl.report.provenance import collect_setup
-from rankrl.report.results_table import results_table
-from rankrl.report.run_folder import EPISODE_COLUMNS, read_episodes, read_metrics
-from rankrl.report.run_page import run_page
-from rankrl.report.stages import heldout_note
+from rankrl.report.run_folder import EPISODE_COLUMNS, LayerRow, RunReport, read_episodes, read_metrics
+from rankrl.report.stages import ReportError, heldout_note
 from rankrl.report.summary import (
     conclusion,
     device_table,
     measured_table,
+    results_table,
     runtimes_table,
     summary_table,
 )
 from rankrl.report.sweep_page import load_runs, sweep_page, write_sweep_report
-from rankrl.report.write import write_report
+from rankrl.report.write import run_page, write_report
 
 __all__ = [
     "EPISODE_COLUMNS",

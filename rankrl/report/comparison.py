@@ -1,18 +1,37 @@
-"""Selectors side by side: one row for each search, their means and 95 % intervals."""
+"""Compare selectors over seeds: means, intervals, curves, the page."""
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Self
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from scipy.special import stdtrit
 
-from rankrl.report.stages import UNKNOWN
-from rankrl.wording import counted
+from rankrl.errors import counted
+from rankrl.files import write_atomically
+from rankrl.report.figures import (
+    NARROW,
+    PALETTE,
+    WIDE,
+    number_axis,
+    percent_axis,
+    style_axes,
+    upper_legend,
+    whole_axis,
+)
+from rankrl.report.html_page import Head, drawing, render, text_table
+from rankrl.report.stages import UNKNOWN, heldout_note, number, rival_note
+from rankrl.report.write import run_title, save_figure
 
 
 @dataclass(frozen=True)
@@ -183,3 +202,157 @@ def _cell(spread: Spread | None, measure: str) -> str:
     if spread is None:
         return UNKNOWN
     return spread.text(*_WRITTEN[measure])
+
+
+_COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
+_DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)))
+_ONE_PLAN = (0, (2, 2))
+_FEWEST_FOR_CLOSER_LOOK = 4
+
+
+def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WIDE) -> Figure:
+    """Draw the best reward so far over the episodes: the mean of each selector's searches and their range."""
+    figure, panels = _panels(rows, size)
+    leaders = _leaders(rows)
+    for axes in panels:
+        style_axes(axes, "episode", "best reward so far")
+        _draw_rewards(axes, rows)
+        number_axis(axes)
+        whole_axis(axes, bins=6)
+    # A search's first plans may be poor and flatten the rest.
+    _look_closer(panels, [row.best_rewards[len(row.best_rewards) // 4] for row in leaders], leaders)
+    upper_legend(figure, columns=8 if size[0] > NARROW[0] else 3)
+    return figure
+
+
+def accuracies_figure(
+    rows: Sequence[ComparisonRow], baseline: float | None = None, size: tuple[float, float] = WIDE
+) -> Figure:
+    """Draw the test accuracy of every search's plan, before and after fine-tuning."""
+    figure, panels = _panels(rows, size)
+    for axes, shown in zip(panels, (rows, _leaders(rows)), strict=False):
+        style_axes(axes, "", "test accuracy")
+        _draw_accuracies(axes, shown)
+        if baseline is not None:
+            axes.axhline(
+                baseline, color=PALETTE["muted"], linewidth=1.1, linestyle=(0, (5, 3)), label="dense"
+            )
+        percent_axis(axes)
+    upper_legend(figure, columns=3)
+    return figure
+
+
+def _panels(rows: Sequence[ComparisonRow], size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    closer = len(summarise(rows)) >= _FEWEST_FOR_CLOSER_LOOK
+    side_by_side = size[0] > NARROW[0]
+    height = size[1] if side_by_side or not closer else 1.7 * size[1]
+    figure = Figure(figsize=(size[0], height), layout="constrained")
+    shape = (1, 1) if not closer else (1, 2) if side_by_side else (2, 1)
+    return figure, list(figure.subplots(*shape, squeeze=False).flat)
+
+
+def _leaders(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Return the searches of the better half of the selectors, by mean reward."""
+    summaries = summarise(rows)
+    names = [summary.selector for summary in summaries[: (len(summaries) + 1) // 2]]
+    return [row for row in rows if row.selector in names]
+
+
+def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
+    longest = max(len(row.best_rewards) for row in rows)
+    episodes = np.arange(1, longest + 1)
+    for index, summary in enumerate(summarise(rows)):
+        runs = [row.best_rewards for row in rows if row.selector == summary.selector]
+        # A search that ended early keeps what it had.
+        curves = np.array([[*run, *[run[-1]] * (longest - len(run))] for run in runs])
+        one_plan = longest > 1 and all(len(run) == 1 for run in runs)
+        colour = _COLOURS[index % len(_COLOURS)]
+        axes.plot(
+            episodes,
+            curves.mean(0),
+            color=colour,
+            linestyle=_ONE_PLAN if one_plan else _DASHES[index // len(_COLOURS) % len(_DASHES)],
+            marker="." if longest == 1 else None,
+            linewidth=1.1 if one_plan else 1.6,
+            label=summary.selector,
+        )
+        if len(curves) > 1:
+            axes.fill_between(episodes, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0)
+
+
+def _draw_accuracies(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
+    names = [summary.selector for summary in summarise(rows)]
+    for label, attribute, colour, offset in (
+        ("before fine-tuning", "test_accuracy", "second", -0.12),
+        ("after fine-tuning", "finetuned_accuracy", "accent", 0.12),
+    ):
+        values = [(names.index(row.selector) + offset, getattr(row, attribute)) for row in rows]
+        points = [point for point in values if point[1] is not None]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True), "o", color=PALETTE[colour], markersize=5, alpha=0.8, label=label
+            )
+    labels = [re.sub("(?<=[:,])", "\n", name) for name in names]  # long ones would leave the dots no room
+    axes.set_xticks(range(len(names)), labels, rotation=60 if len(names) > 4 else 0)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+
+
+def _look_closer(panels: Sequence[Axes], starts: Sequence[float], leaders: Sequence[ComparisonRow]) -> None:
+    """Set the second panel's range to what the better half reached."""
+    if len(panels) < 2:
+        return
+    ends = [row.best_reward for row in leaders]
+    low, high = min(*starts, *ends), max(ends)
+    margin = 0.06 * (high - low) or 0.01
+    panels[1].set_ylim(low - margin, high + margin)
+
+
+_CAPTION = (
+    "Every selector had the same evaluator, the same fits and as many evaluations. Test images gave the test "
+    "accuracy and nothing else. Best reward first."
+)
+
+
+def comparison_page(
+    rows: Sequence[ComparisonRow], metrics: Mapping[str, Any], setup: Mapping[str, str]
+) -> str:
+    """Write the page of a comparison as one self-contained HTML document."""
+    baseline = number(metrics, "baseline", "accuracy")
+    columns, cells = comparison_cells(rows)
+    rival = rival_note(metrics)
+    note = interval_note(summary.runs for summary in summarise(rows))
+    explained = f" Numbers: {note}." if note else ""
+    notes = (f"{_CAPTION}{explained}", f"{rival}." if rival else "", heldout_note(metrics))
+    return render(
+        "comparison",
+        Head(f"Selectors compared: {run_title(metrics)}", warnings=metrics.get("warnings") or ()),
+        result=text_table(" ".join(filter(None, notes)), columns, cells),
+        rewards=drawing(
+            partial(rewards_figure, rows),
+            "rewards",
+            "Best reward so far of every selector over the episodes; the table holds the last values.",
+            "Mean over the seeds; the band spans them. Dashed: selectors with a single plan.",
+        ),
+        progress=text_table(f"{PROGRESS_CAPTION}{explained}", *progress_cells(rows)),
+        accuracies=drawing(
+            partial(accuracies_figure, rows, baseline),
+            "accuracies",
+            "Test accuracy of every search's plan. The table above holds the means.",
+            "One dot for each search.",
+        ),
+        setup=setup,
+    )
+
+
+def write_comparison(
+    folder: Path, rows: Sequence[ComparisonRow], metrics: Mapping[str, Any], setup: Mapping[str, str]
+) -> Path:
+    """Write `compare.csv`, `compare.md`, the plots and `report.html`; return the page's path."""
+    write_atomically(folder / "compare.csv", comparison_csv(rows))
+    write_atomically(folder / "compare.md", comparison_markdown(rows))
+    save_figure(rewards_figure(rows), folder / "plots" / "rewards.png")
+    baseline = number(metrics, "baseline", "accuracy")
+    save_figure(accuracies_figure(rows, baseline), folder / "plots" / "accuracies.png")
+    document = folder / "report.html"
+    write_atomically(document, comparison_page(rows, metrics, setup))
+    return document

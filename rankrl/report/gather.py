@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rankrl.report.errors import ReportError
 from rankrl.report.run_folder import read_metrics
-from rankrl.report.stages import Stage, latency_change, stages
+from rankrl.report.stages import ReportError, Stage, latency_change, stages
 
 Status = Literal["finished", "failed", "unfinished"]
 

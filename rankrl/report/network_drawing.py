@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rankrl.report.data import LayerRow, layer_formats
 from rankrl.report.figures import LEFT_DENSE, ONLY_ROUNDED, REMOVED, layer_kind, method_styles
+from rankrl.report.run_folder import LayerRow, layer_formats
 from rankrl.report.stages import format_count, format_large, format_share
 
 _STEP, _WIDTH = 20.0, 14.0

@@ -1,4 +1,4 @@
-"""The numbers of a run as stages (baseline, compressed, fine-tuned), and how they are written."""
+"""The error that the report package raises."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rankrl.report.errors import ReportError
+from rankrl.errors import RankrlError, counted
 from rankrl.timing import is_unchanged
-from rankrl.wording import counted
+
+
+class ReportError(RankrlError):
+    """A run folder lacks a file that the report needs, or holds a damaged one."""
+
 
 _SPACE = "\N{NO-BREAK SPACE}"
 

@@ -1,24 +1,29 @@
-"""The table that a run prints at its end."""
+"""Tables of results for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from rich.table import Table
 
-from rankrl.report.certificate import certificate_note
-from rankrl.report.measured import (
+from rankrl.errors import counted
+from rankrl.report.gather import gather_runs
+from rankrl.report.run_tables import (
+    AGREEMENT,
+    certificate_note,
     device_note,
     device_rows,
     estimate_note,
     measured_note,
     measured_rows,
+    qualities,
+    remains,
+    runtime_note,
+    runtime_rows,
 )
-from rankrl.report.quality import AGREEMENT, qualities
-from rankrl.report.remains import remains
-from rankrl.report.runtimes import runtime_note, runtime_rows
 from rankrl.report.stages import (
     dense_int8,
     format_bytes,
@@ -32,6 +37,40 @@ from rankrl.report.stages import (
     ratio,
     stages,
 )
+from rankrl.report.sweep_table import SCORE, shown_columns, table_rows
+
+_TITLES = {
+    "accuracy": "Accuracy",
+    "accuracy_change_points": "Points",
+    "params_ratio": "Params",
+    "macs_ratio": "MACs",
+    "latency_ratio": "Latency",
+}
+_NOTE = "2.00×: half of the dense network's"
+_MOST_ROWS = 40
+_NAME = 28
+
+
+def results_table(folder: str | Path) -> Table:
+    """Return the finished runs below a folder for the terminal, the best first."""
+    runs = [run for run in gather_runs(folder) if run.status == "finished"]
+    columns = {column.key: column for column in shown_columns(runs)}
+    shown = [columns[key] for key in ("folder", SCORE, *_TITLES) if key in columns]
+    rows = table_rows(runs, shown)
+    more = [f"{counted(len(rows) - _MOST_ROWS, 'more run')}"] if len(rows) > _MOST_ROWS else []
+    note = [_NOTE] if "params_ratio" in columns else []
+    page = f"`rankrl task=report runs={folder}` writes the page"
+    table = Table(title=counted(len(rows), "finished run"), caption="; ".join([*more, *note, page]))
+    for index, column in enumerate(shown):
+        table.add_column(
+            _TITLES.get(column.key, column.title), justify="right" if index else "left", overflow="fold"
+        )
+    for name, *row in rows[:_MOST_ROWS]:
+        # A job's name is broken between its options.
+        lines = wrap(name.text.replace("+", "+ "), _NAME, break_long_words=False, break_on_hyphens=False)
+        table.add_row("\n".join(lines).replace("+ ", "+"), *(cell.text for cell in row))
+    return table
+
 
 _TERMINAL = 80
 """Characters that a usual terminal shows in a line."""

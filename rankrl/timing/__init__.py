@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rankrl.timing.form import fast_multiple, suited_multiple
 from rankrl.timing.latency import (
     Latency,
     LatencyComparison,
@@ -12,7 +13,6 @@ from rankrl.timing.latency import (
     time_in_turns,
 )
 from rankrl.timing.network_timer import NetworkTimer
-from rankrl.timing.rank_step import fast_multiple, suited_multiple
 
 __all__ = [
     "Latency",

@@ -1,8 +1,10 @@
-"""The form in which a compressed network is fastest: each layer in stages, or contracted."""
+"""Choose ranks and forms by what is fast on this processor."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,63 @@ from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied, replace_module
 from rankrl.onnx.export import export_onnx
 from rankrl.onnx.runtimes import Batch
-from rankrl.options.timing import DEFAULT_RUNTIME
-from rankrl.timing.latency import time_in_turns
+from rankrl.options.timing import DEFAULT_RUNTIME, LatencyOptions
+from rankrl.timing.latency import measuring_conditions, time_in_turns
 from rankrl.timing.layer_timing import LayerTimer
 
-_RUNS = 7
+log = logging.getLogger(__name__)
+
+STEPS = (32, 16, 8, 4)
+"""Widths to try, the widest first."""
+_ALIKE = 0.93
+"""A rank that takes this part of the time at the step's end, or more, is no faster than that."""
+_SHAPE = (16, 64, 32, 32)
+_ELSEWHERE = 8
+"""For processors that are not at hand: two registers of floats with NEON, one with AVX2."""
+_RUNS = 60  # steps and a straight line differ by little
+
+
+@lru_cache(maxsize=4)
+def fast_multiple(folder: Path | None = None, runtime: str = DEFAULT_RUNTIME) -> int:
+    """Return the number whose multiples are the fastest ranks, in a runtime on this processor.
+
+    It is the width of the widest step whose ranks halfway up cost as much as those at its end, by the
+    times of a few convolutions (16 with AVX-512, which computes 16 channels at a time).
+    """
+    conditions = measuring_conditions(_SHAPE[0], 1, runtime)
+    key = digest(conditions, STEPS, _SHAPE, _RUNS)
+    return Cache(folder).value("rank-multiple", key, lambda: _measured(runtime))
+
+
+def suited_multiple(timing: LatencyOptions) -> int:
+    """Return what ranks are multiples of in plans for the device that is timed."""
+    return fast_multiple(timing.folder, timing.runtime) if not timing.tables else _ELSEWHERE
+
+
+def _measured(runtime: str) -> int:
+    ranks = sorted({rank for step in STEPS for start in (step, 2 * step) for rank in _step(start, step)})
+    timer = LayerTimer(batch=_SHAPE[0], threads=1, runs=_RUNS, runtime=runtime)
+    times = timer.alone([nn.Conv2d(_SHAPE[1], rank, 1) for rank in ranks], _SHAPE)
+    multiple = step_of(dict(zip(ranks, times.tolist(), strict=True)))
+    log.info("ranks are multiples of %d: as many as this processor computes at a time", multiple)
+    return multiple
+
+
+def step_of(times: dict[int, float]) -> int:
+    """Return the width of the widest steps in which times grow, the least width if there are none."""
+    for step in STEPS:
+        pairs = [_step(start, step) for start in (step, 2 * step)]
+        if all(times[middle] / times[end] >= _ALIKE for middle, end in pairs):
+            return step
+    return STEPS[-1]
+
+
+def _step(start: int, step: int) -> tuple[int, int]:
+    """Return the rank halfway up the step behind `start`, and its end."""
+    return start + step // 2, start + step
+
+
+_FORM_RUNS = 7
 _FASTER = 0.95
 """A layer is contracted where that takes less than this part of the time of its stages."""
 
@@ -90,7 +144,7 @@ def faster_contracted(
         replace_module(dense, layer, layer.geometry.dense(dtype=layer.cores()[0].dtype))
     specs = {spec.name: spec for spec in inspect_layers(dense.cpu(), shape)}
     names = []
-    timer = LayerTimer(**{**timing, "runs": _RUNS}, channel_block=channel_block)
+    timer = LayerTimer(**{**timing, "runs": _FORM_RUNS}, channel_block=channel_block)
     for name, layer in factorised_layers(network).items():
         spec = specs.get(name)
         if spec is not None and spec.input_sizes and layer.execution != whole[name].execution:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from rankrl.kits.file_group import FileGroup
+from rankrl.kits.kit_writer import FileGroup
 from rankrl.onnx.protobuf import save_model
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, open_session
-from rankrl.timing.passes import clock_for, timed_passes
+from rankrl.timing.latency import clock_for, timed_passes
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,17 @@ from torch import nn
 from decomposition import CandidateSet, CompressionPlan, LatencyTable, LayerSpec, plan_from_choices
 from decomposition.cache import Cache, digest
 from decomposition.network.inputs import InputShape
-from rankrl.kits.file_group import Contents, FileGroup, Stopwatch
+from rankrl.kits.kit_writer import Contents, FileGroup, Stopwatch
 from rankrl.kits.times_file import TimesFile
 from rankrl.onnx.protobuf import load_model
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
-from rankrl.timing.latency import RelativeTime, compare_latency
+from rankrl.timing.latency import RelativeTime, compare_latency, measuring_conditions
 from rankrl.timing.layer_latency import geometry, time_sites
 from rankrl.timing.layer_timing import LayerTimer
 from rankrl.timing.local_stopwatch import LocalStopwatch
 from rankrl.timing.lone_node import LoneNode
-from rankrl.timing.passes import measuring_conditions
 
 _METHOD = 8
 """Version of the way layers are timed; tables of another version are not read."""

@@ -23,10 +23,9 @@ from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import free_ends, part_of
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar
-from rankrl.timing.graph_files import relative_time
-from rankrl.timing.latency import is_unchanged, time_in_turns
-from rankrl.timing.passes import measuring_conditions
-from rankrl.timing.rank_step import STEPS, fast_multiple
+from rankrl.timing.form import STEPS, fast_multiple
+from rankrl.timing.latency import is_unchanged, measuring_conditions, time_in_turns
+from rankrl.timing.whole_files import relative_time
 
 log = logging.getLogger(__name__)
 

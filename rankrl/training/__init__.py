@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from rankrl.training.accuracy import accuracy, predict_logits, report_accuracy
-from rankrl.training.chance import guessing_share, near_guessing
+from rankrl.training.accuracy import accuracy, guessing_share, near_guessing, predict_logits, report_accuracy
 from rankrl.training.epochs import TrainingProgress, TrainingResult
 from rankrl.training.general import Loss, check_loss, train_on
 from rankrl.training.loop import train
-from rankrl.training.recipe import TrainingRecipe
-from rankrl.training.schedule import list_schedules
+from rankrl.training.recipe import TrainingRecipe, list_schedules
 from rankrl.training.state import EpochRow
 
 __all__ = [

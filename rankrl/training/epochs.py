@@ -19,10 +19,9 @@ from decomposition import FactorisedLayer, Inputs, factorised_layers, run_model
 from decomposition.network.rounding import is_rounded
 from rankrl.device import Precision
 from rankrl.errors import NonFiniteError
-from rankrl.training.recipe import TrainingRecipe
-from rankrl.training.schedule import learning_rate_factor
+from rankrl.training.cuda_graph import clear_negligible, subnormals_as_zero
+from rankrl.training.recipe import TrainingRecipe, learning_rate_factor
 from rankrl.training.state import EpochRow, TrainingState
-from rankrl.training.subnormals import clear_negligible, subnormals_as_zero
 
 log = logging.getLogger(__name__)
 

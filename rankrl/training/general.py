@@ -15,8 +15,8 @@ from decomposition import FactorisedLayer, Inputs, run_model
 from decomposition.network.inputs import count_inputs, mapped, rows, tensors_in
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
+from rankrl.training.accuracy import training_loss
 from rankrl.training.epochs import Epochs, TrainingProgress, TrainingResult, decayed_products, follow
-from rankrl.training.loss import training_loss
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.state import TrainingState
 

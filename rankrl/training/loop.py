@@ -17,18 +17,10 @@ from torch import Tensor, nn
 from decomposition import FactorisedLayer, Inputs
 from rankrl.data.batches import batches
 from rankrl.data.images import ImageData, Images
-from rankrl.device import (
-    Precision,
-    deterministic_kernels,
-    in_layout,
-    inference_precision,
-    to_fastest_layout,
-)
+from rankrl.device import Precision, deterministic_kernels, in_layout, inference_precision, to_fastest_layout
 from rankrl.errors import ConfigError
-from rankrl.models.classifier import check_classifier
-from rankrl.models.network_digest import network_digest
-from rankrl.training.accuracy import accuracy
-from rankrl.training.chance import is_guessing, worse_than_guessing
+from rankrl.models.classifiers import check_classifier, network_digest
+from rankrl.training.accuracy import accuracy, is_guessing, training_loss, worse_than_guessing
 from rankrl.training.cuda_graph import CannotCaptureError, GraphedPass
 from rankrl.training.epochs import (
     DivergedError,
@@ -38,7 +30,6 @@ from rankrl.training.epochs import (
     decayed_products,
     follow,
 )
-from rankrl.training.loss import training_loss
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.state import TrainingState
 
@@ -67,7 +58,7 @@ def train(
 
     A training that diverges starts again from its first weights with half the learning rate, at most
     `recipe.halvings` times, and is then that of a recipe with this rate. It diverges when a loss or a score
-    is no finite number; when an epoch falls back to guessing (`rankrl.training.chance`) after one that did
+    is no finite number; when an epoch falls back to guessing (`rankrl.training.accuracy`) after one that did
     better; and when the warm-up is over, or 100 steps done if that is later, no epoch did better, and the
     loss is above that of guessing. A network that merely waits on the plateau of guessing is left to it.
     """

@@ -19,9 +19,7 @@ from torch.optim import Optimizer
 
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.state_file import check_setup, read_state, write_state
-from rankrl.training.average import WeightAverage
-from rankrl.training.optimizer import build_optimizer
-from rankrl.training.recipe import TrainingRecipe
+from rankrl.training.recipe import TrainingRecipe, WeightAverage, build_optimizer
 
 STATE_VERSION = 4
 

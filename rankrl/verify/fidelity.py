@@ -1,12 +1,30 @@
-"""Whether a network that was read and rewritten still computes what the original does, up to rounding."""
+"""Check that a network computes what the original does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
+import onnx_ir as ir
 import torch
+from torch import Tensor, nn
+
+from decomposition import DecompositionError, Inputs, run_model
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import Place, leaves, mapped, rows, split
+from rankrl.device import model_device
+from rankrl.errors import ConfigError
+from rankrl.onnx.errors import OnnxGraphError
+from rankrl.onnx.export.onnx_file import output_names
+from rankrl.onnx.graph.capture import Captured
+from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, free_sizes, open_session
+from rankrl.onnx.graph.precisions import rounds
+from rankrl.onnx.graph.prepared_file import PreparedFile
+from rankrl.onnx.graph.rewrite import MARKED, replace_node
+from rankrl.onnx.graph_edits import without_unused
+from rankrl.onnx.protobuf import load_model
 
 AnyArray = TypeVar("AnyArray", "np.ndarray[Any, np.dtype[Any]]", torch.Tensor)
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -58,3 +76,174 @@ def relative_error(expected: Array, computed: Array) -> float:
         return float("inf")
     lost, whole = (np.linalg.norm(each) for each in (computed[finite] - expected[finite], expected[finite]))
     return float(lost / whole) if whole > 0 else float(lost)
+
+
+def network_outputs(network: nn.Module, inputs: Inputs) -> dict[Place, Array]:
+    """Return all tensors that a network returns, in order, as arrays, by their places."""
+    device = model_device(network)
+    with evaluation_mode(network):
+        output = run_model(network, mapped(lambda x: x.to(device), inputs))
+    tensors = {place: as_array(y) for place, y in leaves(output) if isinstance(y, Tensor)}
+    if not tensors:
+        raise ConfigError("the network returns no tensor, so that nothing can be compared; give score=")
+    return tensors
+
+
+def as_array(x: Tensor) -> Array:
+    """Return a tensor as an array, in float32 where it is in floating point."""
+    array: Array = np.asarray((x.float() if x.is_floating_point() else x).detach().cpu())
+    return array
+
+
+_INPUTS = 4
+"""Inputs that are compared: a network that is read wrongly is wrong on any."""
+
+
+def check_as_read(prepared: PreparedFile) -> None:
+    """Refuse a file that would be compressed as something else than it is.
+
+    Some held-out inputs are sent through the file as it lies there, and through what is about to be
+    compressed: the network as it was read and rewritten, every node that can be compressed put there anew, as
+    a dense one with the weight that was read for it. How far they may differ is seen by running the file
+    without onnxruntime's optimisations, and on inputs that are nudged a little. That costs three sessions and
+    four passes of four inputs.
+    """
+    source = prepared.original.source
+    feed = next(prepared.network.axes.parts(prepared.split.heldout[0], _INPUTS))
+    dense = _written_anew(prepared)
+    content = _content(prepared.original)
+    file = GraphSession(open_session(content, source), source)
+    plain = GraphSession(open_session(content, source, optimised=False), source)
+    floor = COARSE_FLOOR if _rounds(prepared) else FLOOR
+    noisy = [plain.run(feed), file.run({name: nudged(value) for name, value in feed.items()})]
+    told = departure(
+        file.output_names, file.run(feed), noisy, GraphSession(dense, source).run(feed), floor=floor
+    )
+    if told is None:
+        return
+    node = _first_departing(source, dense, feed, floor)
+    where = "" if node is None else f", first of all that of the node {node!r}"
+    converted = f" ({prepared.original.converted})" if prepared.original.converted else ""
+    raise OnnxGraphError(
+        f"{source} would be compressed as another network than it is: with nothing compressed yet, {told}"
+        f"{where}{converted}. Leave that node as it is (skip), or export the network anew, to ONNX's own "
+        "operators in a newer operator set"
+    )
+
+
+def _content(network: OnnxNetwork) -> ir.Model | str:
+    """Return the path of a file, or its content.
+
+    That is changed where sizes are 0, which onnxruntime obeys, and where outputs are no tensors.
+    """
+    model = load_model(network.source)
+    return model if free_sizes(model.graph) or network.aside.outputs else network.source
+
+
+def _written_anew(prepared: PreparedFile) -> ir.Model:
+    """Return the network with every node that can be compressed in the place of itself."""
+    model = prepared.network.graph_model()
+    for site in prepared.sites:
+        if site.spec.refusal is None and not site.hidden:
+            replace_node(model, site, [each.module(MARKED) for each in site.nodes], None)
+    return without_unused(model)
+
+
+def _rounds(prepared: PreparedFile) -> bool:
+    """Tell whether the network rounds by itself, to half precision or to integers."""
+    return bool(prepared.network.half) or any(map(rounds, prepared.network.graph_model().graph.all_nodes()))
+
+
+def _first_departing(source: str, dense: ir.Model, feed: Feed, floor: float) -> str | None:
+    """Return the name of the first node of a file whose output is another one in a graph; None for none."""
+    file = load_model(source)
+    made = {output.name for node in dense.graph for output in node.outputs}
+    nodes = {
+        str(output.name): node.name or f"{node.op_type} that computes {output.name}"
+        for node in file.graph
+        for output in node.outputs
+        if output.name in made
+    }
+    try:
+        before, after = (Captured(each, list(nodes), source).run(feed) for each in (file, dense))
+    except OnnxGraphError:  # a value that is no tensor
+        return None
+    return next(
+        (name for value, name in nodes.items() if not relative_error(before[value], after[value]) <= floor),
+        None,
+    )
+
+
+def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
+    """Refuse a network that would be compressed as something else than it is.
+
+    Four inputs are sent through the user's network and through the copy that layers were rewritten in. How
+    far they may differ is seen by sending them through the first in smaller batches, and nudged a little.
+    """
+    some = rows(inputs, slice(_INPUTS))
+    known = network_outputs(model, some)
+    halves = _joined(network_outputs(model, each) for each in split(some, _INPUTS // 2))
+    noisy = [halves, network_outputs(model, mapped(nudged, some))]
+    names, name = output_names(list(known)), type(model).__name__
+    half = any(each.dtype in (torch.float16, torch.bfloat16) for each in model.parameters())
+    floor = COARSE_FLOOR if half else FLOOR
+    computed = network_outputs(dense, some)
+    told = departure(
+        names,
+        list(known.values()),
+        [[_like(y, each.get(place, y)) for place, y in known.items()] for each in noisy],
+        [computed.get(place, np.empty(0)) for place in known],
+        floor=floor,
+    )
+    if told is not None:
+        layer = _rewritten_first_departing(model, dense, some, floor)
+        where = "" if layer is None else f", first of all that of the layer {layer!r}"
+        raise DecompositionError(
+            f"{name} would be compressed as another network than it is: with nothing compressed yet, "
+            f"{told}{where}. Leave that layer as it is (skip), or write it with layers of torch"
+        )
+
+
+def _like(expected: Array, computed: Array) -> Array:
+    """Return what is found; what is expected where it has another shape, as halves of (layers, N, size)."""
+    return computed if computed.shape == expected.shape else expected
+
+
+def _joined(parts: Iterable[Mapping[Place, Array]]) -> dict[Place, Array]:
+    """Return the outputs of several batches as those of one; what has no first axis is that of the first."""
+    first, *others = parts
+    return {
+        place: np.concatenate([y, *(each[place] for each in others)]) if y.ndim else y
+        for place, y in first.items()
+    }
+
+
+def _rewritten_first_departing(
+    model: nn.Module, dense: nn.Module, inputs: Inputs, floor: float
+) -> str | None:
+    """Return the name of the module of both networks whose first output is the first to differ."""
+    with _watched(model) as before, _watched(dense) as after:
+        for network in (model, dense):
+            network_outputs(network, inputs)
+    shared = [name for name in before if name in after]
+    return next((name for name in shared if not relative_error(before[name], after[name]) <= floor), None)
+
+
+@contextmanager
+def _watched(network: nn.Module) -> Iterator[dict[str, Array]]:
+    """Collect what modules return first, in the order in which they end; the network itself left out."""
+    seen: dict[str, Array] = {}
+
+    def hook(name: str) -> Any:
+        def note(module: nn.Module, args: object, output: object) -> None:
+            if isinstance(output, Tensor):
+                seen.setdefault(name, as_array(output))
+
+        return note
+
+    handles = [each.register_forward_hook(hook(name)) for name, each in network.named_modules() if name]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -17,9 +17,9 @@ from rankrl.errors import NonFiniteError
 from rankrl.files import write_atomically
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import export_network
-from rankrl.onnx.export.names import AxisNames
-from rankrl.onnx.export.weight_range import as_in_file
-from rankrl.onnx.operators import opset_of
+from rankrl.onnx.export.onnx_file import AxisNames
+from rankrl.onnx.export.ranges import as_in_file
+from rankrl.onnx.graph_edits import opset_of
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import Batch
 from rankrl.progress import logged_seconds

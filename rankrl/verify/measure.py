@@ -1,10 +1,11 @@
-"""The numbers that a run reports; the only place that reads test images."""
+"""What became of every layer, as the report shows it, and what the parameters take as they are stored."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,93 @@ import onnxruntime
 import torch
 from torch import nn
 
-from decomposition import CompressionPlan, Inputs, count_macs, count_parameters, without_rounding
+from decomposition import (
+    CompressionPlan,
+    Factorise,
+    FactorisedLayer,
+    Inputs,
+    LayerPlan,
+    LayerSpec,
+    Quantise,
+    count_macs,
+    count_parameters,
+    factorised_layers,
+    inspect_layers,
+    without_rounding,
+)
 from decomposition.cache import Cache, digest
 from decomposition.network.inputs import random_batch
+from decomposition.network.layers import FLOAT_BYTES
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied
 from rankrl.data import ImageData, Images, Preprocessing, batches
 from rankrl.device import processor_name, select_device
-from rankrl.models.network_digest import behaviour_digest
+from rankrl.models.classifiers import behaviour_digest
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import class_agreement, export_onnx, onnx_accuracy, quantise_onnx, verify_onnx
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import DEFAULT_RUNTIME, ExportOptions, LatencyOptions
 from rankrl.progress import logged_seconds
+from rankrl.report import LayerRow
 from rankrl.timing import compare_latency
 from rankrl.timing.latency import LatencyComparison
 from rankrl.training.accuracy import correct_test_images, share
 from rankrl.training.networks import images_for_ranges, range_images
 from rankrl.verify.file_export import FileInputs, rival_numbers
+
+
+def stored_bytes(plan: CompressionPlan, dense: nn.Module, network: nn.Module) -> int:
+    """Return the bytes of a compressed network's parameters as its plan stores them."""
+    rest = {spec.name: spec for spec in plan.specs(plan.prepared(dense))}
+    costs = [layer.cost(rest[layer.name]) for layer in plan if layer.name in rest]
+    return FLOAT_BYTES * count_parameters(network) + sum(
+        cost.bytes - FLOAT_BYTES * cost.params for cost in costs
+    )
+
+
+def layer_rows(plan: CompressionPlan, dense: nn.Module, network: nn.Module | None = None) -> list[LayerRow]:
+    """Return the report's row of every layer, with the fit's error as the compressed `network` records it."""
+    dense = plan.prepared(dense)
+    pruned = {spec.name: spec for spec in plan.specs(dense)}
+    fitted = {} if network is None else factorised_layers(network)
+    by_name = {spec.name: spec for spec in inspect_layers(dense, plan.input_shape)}
+    pruning = bool(plan.group_kinds)
+    rows = []
+    for layer in plan:
+        spec = by_name[layer.name]
+        rest = pruned.get(layer.name)
+        error = _error(layer, fitted.get(layer.name), pruning=pruning)
+        row = layer_row(layer, spec, rest or spec, error=error)
+        channels = (0 if rest is None else rest.out_channels, spec.out_channels) if pruning else None
+        rows.append(replace(row, channels=channels))
+    return rows
+
+
+def layer_row(layer: LayerPlan, spec: LayerSpec, rest: LayerSpec, *, error: float | None) -> LayerRow:
+    """Return the report's row of one layer."""
+    factorise, rounding, cost = layer.operation(Factorise), layer.operation(Quantise), layer.cost(rest)
+    removed = next((str(each) for each in layer.operations if each.removes), None)
+    return LayerRow(
+        name=layer.name,
+        shape=spec.weight_shape,
+        ranks=() if factorise is None else factorise.ranks,
+        params_before=spec.params,
+        params_after=cost.params,
+        macs_before=spec.macs,
+        macs_after=cost.macs,
+        error=error,
+        reason=layer.reason or removed or "",
+        format="" if factorise is None else factorise.format,
+        precision="" if rounding is None else str(rounding),
+    )
+
+
+def _error(layer: LayerPlan, module: FactorisedLayer | None, *, pruning: bool) -> float | None:
+    """Return the relative error of a layer's fit, 0 for a dense one; a removal of channels has none."""
+    if not layer.layer_operations:
+        return None if pruning else 0.0
+    return None if module is None else module.error
+
 
 log = logging.getLogger(__name__)
 

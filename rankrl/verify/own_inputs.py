@@ -19,12 +19,12 @@ from rankrl.device import model_device
 from rankrl.errors import DataError
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import export_onnx, verify_onnx
-from rankrl.onnx.export.feeds import feed_of
-from rankrl.onnx.export.outputs import output_names
+from rankrl.onnx.export.onnx_file import output_names
+from rankrl.onnx.export.tracing import feed_of
 from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph_edits import Array
 from rankrl.onnx.runtimes import Batch, Session
-from rankrl.training.chance import guessing_share
+from rankrl.training.accuracy import guessing_share
 from rankrl.verify.agreement import (
     OutputAgreement,
     agreement,
@@ -33,9 +33,9 @@ from rankrl.verify.agreement import (
     constant_agreement,
     output_scores,
 )
-from rankrl.verify.collapse import accuracy_collapse, collapse
+from rankrl.verify.certificate import accuracy_collapse, collapse
+from rankrl.verify.fidelity import network_outputs
 from rankrl.verify.file_export import FileInputs
-from rankrl.verify.network_outputs import network_outputs
 from rankrl.verify.simulation import allowed_error
 
 BATCH = 64

@@ -15,20 +15,14 @@ from torch import nn
 from rankrl.data import ImageData
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
-from rankrl.onnx.export.nncf_file import nncf_obstacle, quantise_with_nncf
-from rankrl.onnx.export.weight_range import as_in_file
+from rankrl.onnx.export.int8 import nncf_obstacle, quantise_with_nncf
+from rankrl.onnx.export.ranges import as_in_file
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime, open_session
 from rankrl.options.timing import ExportOptions, LatencyOptions
 from rankrl.timing import TimedTurns, time_in_turns
 from rankrl.training.networks import range_images
 from rankrl.verify.file_export import warn_if_busy
-from rankrl.verify.measure import (
-    COMPARED_BATCH,
-    compared_images,
-    file_batches,
-    range_batches,
-    verified,
-)
+from rankrl.verify.measure import COMPARED_BATCH, compared_images, file_batches, range_batches, verified
 
 log = logging.getLogger(__name__)
 

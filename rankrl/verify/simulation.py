@@ -29,8 +29,8 @@ from decomposition.network.rounding import REDUCED_BITS
 from rankrl.errors import DefectError
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
-from rankrl.onnx.export.weight_range import reduces
-from rankrl.onnx.graph.integers import failing_names
+from rankrl.onnx.export.ranges import reduces
+from rankrl.onnx.graph.prepared_file import failing_names
 from rankrl.onnx.graph_edits import Array
 from rankrl.onnx.runtimes import Batch, open_session
 from rankrl.progress import logged_seconds

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from rankrl.errors import ConfigError
-from rankrl.memory import reuse_memory
-from rankrl.wording import counted
-from rankrl.workers.base import (
+from rankrl.device import reuse_memory
+from rankrl.errors import ConfigError, counted
+from rankrl.workers.processes import (
     GO_ON,
     MOST_DEATHS,
     Builder,
+    LocalCluster,
     Scorer,
+    WorkerCluster,
     WorkerError,
     WorkerPool,
     Workers,
@@ -242,3 +243,11 @@ def connect(ray: Any, **arguments: Any) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
+
+
+def open_cluster(workers: Workers) -> WorkerCluster:
+    """Return the cluster that the workers are on."""
+    if workers.cluster == "local":
+        return LocalCluster(workers)
+
+    return RayCluster(workers)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rankrl.models import create_model
-from rankrl.models.resnet import CifarResNet
+from rankrl.models.zoo import CifarResNet
 from rankrl.timing import compare_latency
 
 pytestmark = pytest.mark.slow

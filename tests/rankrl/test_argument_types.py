@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import rankrl
-from rankrl.argument_types import check_arguments
 from rankrl.errors import ConfigError
+from rankrl.option_types import check_arguments
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import rankrl
 from decomposition import load_compressed
 from rankrl import export_onnx
-from rankrl.float32 import back_in, in_float32, own_types
+from rankrl.device import back_in, in_float32, own_types
 from rankrl.onnx.export import verify_onnx
 
 TYPES = [torch.float16, torch.bfloat16, torch.float64]

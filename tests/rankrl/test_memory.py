@@ -12,13 +12,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from rankrl.memory import reuse_memory
+from rankrl.device import reuse_memory
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 # Blocks of 24 MB, written and freed over and over: in pages of 4 KiB, 5,860 faults each.
 PROGRAM = """
 import json, resource, sys
-from rankrl.memory import reuse_memory
+from rankrl.device import reuse_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -11,8 +11,8 @@ from command_line import values
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankrl.cli.config.folder import config_folder
-from rankrl.cli.config.values import check_values
+from rankrl.cli.config.choices import config_folder
+from rankrl.cli.config.overrides import check_values
 from rankrl.errors import ConfigError
 from rankrl.option_types import check_option, check_options, described, parameter_types
 

@@ -22,7 +22,7 @@ from decomposition.network.inputs import input_shape_of
 from rankrl.errors import ConfigError
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import verify_onnx
-from rankrl.onnx.export.feeds import random_feed
+from rankrl.onnx.export.tracing import random_feed
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.timing import measure_latency
 from rankrl.timing.latency import RelativeTime

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rankrl.errors import counted
 from rankrl.report import provenance
-from rankrl.wording import counted
 
 
 @pytest.mark.parametrize(

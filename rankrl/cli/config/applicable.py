@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankrl.cli.config.tables import formats, heuristics
+from rankrl.cli.config.choices import formats, heuristics
 from rankrl.errors import ConfigError
 from rankrl.option_types import shown
 

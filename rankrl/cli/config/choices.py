@@ -1,17 +1,156 @@
-"""The choices of every group: what is registered, and what has a file in `configs/GROUP/`.
-
-A file of the name of a registered thing takes its place; one of another name may begin with it
-(`defaults: [NAME]`) and holds what differs.
-"""
+"""Groups of options and their choices."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
 
-from rankrl.cli.config.folder import config_folder
-from rankrl.cli.config.tables import TABLES
+from decomposition.registry import registered
+from optim.registry import registered_optimizers
+from pruning.registry import registered_pruners
+from rankrl.option_types import OptionTypes
+from rankrl.options.names import DATASETS, FORMATS, HAND_ON, MODELS, OPTIMIZERS, TRACKERS, option_fields
+from rankrl.options.search import REWARDS
+from rankrl.options.selectors import HEURISTICS, SELECTORS, NoOptions
+from rankrl.options.training import PRUNERS
+
+
+def config_folder() -> Path:
+    """Return the folder `configs`: inside the installed package, or next to it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group whose choices are registered."""
+
+    noun: str
+    known: Callable[[], Sequence[str]]
+    about: Callable[[str], str]
+    owners: Callable[[str], tuple[object, ...]]
+    types: Callable[[str], tuple[OptionTypes, bool]]
+    defaults: Callable[[str], dict[str, Any]]
+    key: str = "name"
+    nested: bool = False
+    ours: Collection[str] = ()
+
+    def options(self, name: str) -> dict[str, Any]:
+        """Return the options of a choice with their defaults as the configuration holds them."""
+        return {key: _plain(value) for key, value in self.defaults(name).items()}
+
+    def node(self, name: str) -> dict[str, Any]:
+        """Return what the configuration holds for a choice."""
+        options = self.options(name)
+        return {self.key: name, **({"options": options} if self.nested else options)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a default as YAML has it."""
+    if value is inspect.Parameter.empty:
+        return MISSING
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _group(
+    name: str,
+    noun: str,
+    table: Mapping[str, type | None],
+    *,
+    names: Callable[[], Collection[str]] | None = None,
+    hand_on: Collection[str] = (),
+    key: str = "name",
+    nested: bool = False,
+) -> Group:
+    """Return a group of the configuration."""
+
+    def types(choice: str) -> tuple[OptionTypes, bool]:
+        options = table.get(choice)
+        if options is None:
+            return _registered(name).types(choice)
+        hints = typing.get_type_hints(options)
+        return {each.name: hints[each.name] for each in option_fields(options)}, choice in hand_on
+
+    def defaults(choice: str) -> dict[str, Any]:
+        if choice not in table:
+            return _registered(name).defaults(choice)
+        options = table[choice]
+        return {} if options is None else _defaults(options)
+
+    return Group(
+        noun,
+        lambda: sorted({*table, *(registered(noun) if names is None else names())}),
+        lambda choice: _registered(name).about(choice),
+        lambda choice: _registered(name).owners(choice),
+        types,
+        defaults,
+        key,
+        nested,
+        table,
+    )
+
+
+def _defaults(options: Any) -> dict[str, Any]:
+    """Return the defaults of a dataclass; `inspect.Parameter.empty` for none."""
+    return {
+        each.name: each.default_factory()
+        if each.default_factory is not dataclasses.MISSING
+        else inspect.Parameter.empty
+        if each.default is dataclasses.MISSING
+        else each.default
+        for each in option_fields(options)
+    }
+
+
+def _registered(name: str) -> Group:
+    """Return what the registries know of a group."""
+    from rankrl.cli.config.groups import GROUPS
+
+    return GROUPS[name]
+
+
+TABLES = {
+    "model": _group("model", "model", MODELS, hand_on=HAND_ON, key="architecture"),
+    "dataset": _group("dataset", "dataset", DATASETS),
+    "decomposition": _group("decomposition", "format", dict.fromkeys(FORMATS, NoOptions), key="format"),
+    "selector": _group(
+        "selector",
+        "selector",
+        SELECTORS,
+        names=lambda: [*registered("selector"), *registered("heuristic")],
+    ),
+    "reward": _group("reward", "reward", REWARDS),
+    "pruner": _group("pruner", "pruner", PRUNERS, names=registered_pruners),
+    "optim": _group(
+        "optim", "optimizer", dict.fromkeys(OPTIMIZERS), names=registered_optimizers, nested=True
+    ),
+    "tracking": _group("tracking", "tracker", TRACKERS, nested=True),
+}
+
+
+def heuristics() -> frozenset[str]:
+    """Return the names of the selectors that are rules."""
+    return frozenset((*HEURISTICS, *registered("heuristic")))
+
+
+def formats() -> dict[str, bool]:
+    """Return the tensor formats by name, and whether each can split channel counts."""
+    names = [name for name in registered("format") if name not in FORMATS]
+    if not names:
+        return dict(FORMATS)
+    from decomposition import get_format  # imports torch, as the user's own format did
+
+    return dict(sorted({**FORMATS, **{name: get_format(name).tensorisable for name in names}}.items()))
+
 
 # What the schema types and gives defaults to, and a file may choose otherwise.
 _UNTYPED = ("budget",)

@@ -1,27 +1,21 @@
-"""The groups whose choices are registered, from the registries: for the documentation and a user's own.
-
-A registered thing needs no file. Its options and their defaults are those of its signature, their
-explanations those of its docstring.
-"""
+"""Read the groups of options from what takes them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from decomposition import get_format, list_formats
 from decomposition.choose.heuristics import get_heuristic, list_heuristics
 from optim import list_optimizers, optimizer_record
 from pruning import get_pruner, list_pruners
-from rankrl.cli.config.docstrings import summary
-from rankrl.cli.config.group import Group
+from rankrl.cli.config.choices import Group
 from rankrl.data import dataset_option_types, dataset_source, list_datasets, load_dataset
 from rankrl.models import list_models, model_option_types, model_source
 from rankrl.option_types import OptionTypes, parameter_defaults, parameter_types
-from rankrl.options.models import ModelOptions
-from rankrl.options.optimizers import NO_OPTIONS
-from rankrl.options.trackers import NONE
+from rankrl.options.names import NO_OPTIONS, NONE, ModelOptions
 from rankrl.plan_search.scores.rewards import list_rewards, reward_option_types, reward_source
 from rankrl.plan_search.selectors import (
     list_selectors,
@@ -31,6 +25,45 @@ from rankrl.plan_search.selectors import (
 )
 from rankrl.pruners.options import options_class, pruner_defaults, pruner_option_types
 from rankrl.runs.tracking import list_trackers, tracker_class, tracker_option_types
+
+_SECTIONS = ("Args:", "Attributes:")
+_ENTRY = re.compile(r"(\*{0,2}\w+): (.*)")
+_INDENT = "    "
+
+
+def explanations(*owners: object) -> dict[str, str]:
+    """Return what the sections Args and Attributes say of each name, as one line of text."""
+    texts: dict[str, str] = {}
+    for owner in owners:
+        for documentation in _documentation(owner):
+            texts = {**dict(_entries(documentation)), **texts}
+    return texts
+
+
+def summary(owner: object) -> str:
+    """Return the first paragraph of a docstring, as one line of text; empty without one."""
+    text = next(_documentation(owner), "")
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _documentation(owner: object) -> Iterator[str]:
+    """Yield the docstrings of a function, or of a class and its bases."""
+    for each in inspect.getmro(owner) if isinstance(owner, type) else (owner,):
+        if each is not object and each.__doc__:
+            yield inspect.cleandoc(each.__doc__)
+
+
+def _entries(text: str) -> Iterator[tuple[str, str]]:
+    inside, name, words = False, "", [""]
+    for line in [*text.splitlines(), "end"]:
+        entry = _ENTRY.fullmatch(line.removeprefix(_INDENT)) if inside else None
+        if entry is not None or (line and not line.startswith(_INDENT)):
+            if name:
+                yield name, " ".join(words)
+            name, words = (entry[1], [entry[2]]) if entry is not None else ("", [""])
+            inside = entry is not None or line in _SECTIONS
+        elif line.strip():
+            words.append(line.strip())
 
 
 def _nothing(name: str) -> dict[str, Any]:

@@ -1,34 +1,58 @@
-"""What tasks make of the configuration's options before they compute."""
+"""Turn a configuration into the options of the packages."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from torch import nn
 
-from rankrl.cli.config.entries import selector_entry
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError
 from rankrl.kits.kit_writer import TIMES_FILE
 from rankrl.models import default_lr
-from rankrl.networks.candidates import CandidateOptions
+from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.runtimes import check_runtimes
-from rankrl.options.budget import BudgetOptions
-from rankrl.options.search import SearchOptions
+from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.tasks import TimingOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.options.training import OptimizerOptions, RecipeOptions
-from rankrl.plan_search.goal import SearchGoal
-from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector_options
+from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector_class, selector_options
+from rankrl.plan_search.session import SearchGoal
 from rankrl.pruners.options import PruningOptions, pruning_options
 from rankrl.request import Request
 from rankrl.runs.run_folder import cache_folder
 from rankrl.timing import suited_multiple
 from rankrl.training import TrainingRecipe
+
+
+def selector_entry(text: str) -> SelectorEntry:
+    """Return a selector that is compared from what a user calls it, such as `bayes` or `ddpg:noise=0.1`.
+
+    Values are read as on the command line; one with commas stands in brackets: `features=[macs,curve]`.
+    """
+    selector, _, rest = text.partition(":")
+    selector_class(selector)  # an unknown name is refused before its options are read
+    pairs = re.split(r",(?=\w+=)", rest) if rest else []
+    if not all("=" in pair for pair in pairs):
+        raise ConfigError(
+            f"{text!r} is no selector with options; write NAME:OPTION=VALUE,OPTION=VALUE, for example "
+            f"{selector}:plans_per_step=2"
+        )
+    try:
+        read = OverridesParser.create().parse_overrides(pairs)
+    except OverrideParseException as error:
+        raise ConfigError(f"the options of {text!r} cannot be read: {error}") from error
+    options = {each.key_or_group: each.value() for each in read}
+    check_selector(selector, options)
+    return SelectorEntry(text, selector, options)
+
 
 # Where optim.lr is null: the rate that keeps most, of 1e-4, 3e-4 and 1e-3 on held-out images (ResNet-20,
 # CIFAR-10), after a removal of channels (half of the MACs, 2 epochs on 10,000 images) 90.1, 91.4 and 92.6 %.

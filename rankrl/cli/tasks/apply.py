@@ -9,8 +9,7 @@ from rankrl.cli.tasks import ending, steps
 from rankrl.cli.tasks.compressed import check_plan, method_of
 from rankrl.errors import ConfigError
 from rankrl.runs.run_folder import RunFolder
-from rankrl.verify.layer_rows import layer_rows
-from rankrl.verify.measure import cost_ratios, network_numbers, with_preprocessing
+from rankrl.verify.measure import cost_ratios, layer_rows, network_numbers, with_preprocessing
 
 
 def apply(config: AppConfig, folder: RunFolder) -> None:

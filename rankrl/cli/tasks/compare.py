@@ -14,8 +14,14 @@ from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import ending, steps
 from rankrl.plan_search.compare import FinalTest, compared_searches, search_all, tested, winner
 from rankrl.report import collect_setup
-from rankrl.report.comparison import SHORT, ComparisonRow, comparison_cells, interval_note, summarise
-from rankrl.report.comparison_page import write_comparison
+from rankrl.report.comparison import (
+    SHORT,
+    ComparisonRow,
+    comparison_cells,
+    interval_note,
+    summarise,
+    write_comparison,
+)
 from rankrl.report.stages import rival_note
 from rankrl.runs.run_folder import RunFolder
 from rankrl.verify.measure import network_numbers, with_preprocessing

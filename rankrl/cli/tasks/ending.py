@@ -19,8 +19,6 @@ from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
 from rankrl.data import ImageData
-from rankrl.finish import finish as measured_file
-from rankrl.finish import judged, measurement
 from rankrl.networks.image_module import ImageModule
 from rankrl.report import (
     LayerRow,
@@ -33,12 +31,13 @@ from rankrl.report import (
     summary_table,
     write_report,
 )
-from rankrl.result import MeasuredNetwork, Measurement, certificate_numbers
+from rankrl.result import MeasuredNetwork, Measurement, certificate_numbers, judged, measurement
+from rankrl.result import finish as measured_file
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training import EpochRow, guessing_share
+from rankrl.training.networks import write_training_step
 from rankrl.training.teachers import Teacher
-from rankrl.training.training_step import write_training_step
-from rankrl.verify.collapse import accuracy_collapse
+from rankrl.verify.certificate import accuracy_collapse
 from rankrl.verify.measure import cost_ratios
 
 log = logging.getLogger(__name__)

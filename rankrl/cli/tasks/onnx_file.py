@@ -17,20 +17,19 @@ from rankrl.cli.tasks import ending
 from rankrl.cli.tasks.compressed import method_of
 from rankrl.cli.tasks.timing_kit import show
 from rankrl.cli.tasks.verify_kit import finished_files
-from rankrl.errors import ConfigError, RunStoppedError
+from rankrl.errors import ConfigError, RunStoppedError, counted
 from rankrl.file_compression import FileSource, apply_to_file, compress_file, write_file_kit
-from rankrl.kits.verify_kit import FinishedFile, write_verify_kit
+from rankrl.kits.kit_writer import FinishedFile, write_verify_kit
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.graph import ImagePreprocessing
 from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.onnx.output_scores import SCORES
-from rankrl.options.datasets import InputsOptions
+from rankrl.options.names import InputsOptions
 from rankrl.plan_search.run import search_numbers
 from rankrl.request import Request
 from rankrl.result import Compression, summary
 from rankrl.runs.run_folder import RunFolder
-from rankrl.wording import counted
 
 log = logging.getLogger(__name__)
 

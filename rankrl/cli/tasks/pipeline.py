@@ -5,8 +5,7 @@ from __future__ import annotations
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import ending, steps
-from rankrl.plan_search.layer_costs import as_numbers
-from rankrl.plan_search.run import search_numbers
+from rankrl.plan_search.run import as_numbers, search_numbers
 from rankrl.runs.run_folder import RunFolder
 
 

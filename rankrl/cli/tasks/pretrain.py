@@ -16,8 +16,15 @@ from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
 from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.plan_search.pretraining.episodes import TaskEpisodes, read_episodes
-from rankrl.plan_search.pretraining.tasks import FittedNetwork, TaskFit, play_tasks, pretrained, task_fits
+from rankrl.plan_search.pretraining import (
+    FittedNetwork,
+    TaskEpisodes,
+    TaskFit,
+    play_tasks,
+    pretrained,
+    read_episodes,
+    task_fits,
+)
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training.networks import build_network, model_title

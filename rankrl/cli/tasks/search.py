@@ -7,7 +7,7 @@ from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import ending, steps
 from rankrl.plan_search.run import search_numbers
 from rankrl.runs.run_folder import RunFolder
-from rankrl.verify.layer_rows import layer_rows
+from rankrl.verify.measure import layer_rows
 
 
 def search(config: AppConfig, folder: RunFolder) -> None:

@@ -17,7 +17,7 @@ from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData
 from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.device import accepted_layout, in_layout
-from rankrl.errors import RunStoppedError
+from rankrl.errors import RunStoppedError, counted
 from rankrl.models import checkpoint_heldout, save_checkpoint
 from rankrl.networks.image_module import ImageModule
 from rankrl.networks.module import ModuleNetwork
@@ -37,7 +37,6 @@ from rankrl.training.networks import (
 )
 from rankrl.training.teachers import Teacher, read_teacher
 from rankrl.verify.measure import with_preprocessing
-from rankrl.wording import counted
 
 log = logging.getLogger(__name__)
 

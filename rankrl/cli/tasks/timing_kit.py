@@ -7,10 +7,10 @@ from rich.console import Console
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
+from rankrl.errors import counted
 from rankrl.kits.kit_writer import WrittenKit
 from rankrl.request import write_kit
 from rankrl.runs.run_folder import RunFolder
-from rankrl.wording import counted
 
 
 def timing_kit(config: AppConfig, folder: RunFolder) -> None:

@@ -13,7 +13,7 @@ from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.timing_kit import show
 from rankrl.errors import ConfigError
-from rankrl.kits.verify_kit import FinishedFile, write_verify_kit
+from rankrl.kits.kit_writer import FinishedFile, write_verify_kit
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
 from rankrl.report.run_folder import read_metrics

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from rankrl.onnx.graph_edits import add_constant, is_constant, node_of, put_first
-from rankrl.onnx.operators import is_standard, opset_of
+from rankrl.onnx.graph_edits import add_constant, is_constant, is_standard, node_of, opset_of, put_first
 
 _LEAST_OPSET = 11  # the first in which Pad takes its sizes as an input
 _ALIGNMENT = 4  # of channels that are computed in blocks, whatever the block

@@ -13,7 +13,7 @@ from rankrl.errors import DefectError
 from rankrl.files import write_atomically
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.protobuf import to_proto
-from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
+from rankrl.onnx.runtimes.onnx_runtime import inference_session
 
 
 def write_checked(

@@ -1,16 +1,16 @@
-"""ONNX files in 8-bit integers, by onnxruntime's own quantiser.
-
-Weights become int8, one scale an output channel; activations uint8, one scale a tensor, from the ranges that
-they take on calibration inputs (static quantisation; Jacob et al., CVPR 2018). The file says so by pairs of
-QuantizeLinear and DequantizeLinear (QDQ), which onnxruntime fuses to integer kernels when it loads it.
-Signed activations would be as accurate and, on processors with AVX-512 VNNI, three times slower.
-"""
+"""Quantise files to 8-bit integers, with onnxruntime's quantiser or NNCF."""
 
 from __future__ import annotations
 
+import importlib
+import logging
+import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,18 +19,112 @@ from onnx_ir.passes import common as passes
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import unpad_channels
 from rankrl.onnx.export.checked_file import write_checked
-from rankrl.onnx.export.hard_swish import join_hard_swishes, tabulate_gates
-from rankrl.onnx.export.integer_nodes import clips_zero, integer_nodes, pool_means
-from rankrl.onnx.export.quantiser_copy import QuantiserCopy
-from rankrl.onnx.export.range_choice import RangeChoice
-from rankrl.onnx.export.ranges import Cut, Feed
+from rankrl.onnx.export.graph_passes import store_selections
+from rankrl.onnx.export.integer_nodes import (
+    clips_zero,
+    integer_nodes,
+    join_hard_swishes,
+    pool_means,
+    tabulate_gates,
+)
+from rankrl.onnx.export.ranges import Cut, Feed, RangeChoice, reduces
 from rankrl.onnx.export.static_quantiser import StaticQuantiser
-from rankrl.onnx.export.subsampling import store_selections
-from rankrl.onnx.export.weight_range import reduces
-from rankrl.onnx.graph_edits import without_unused
-from rankrl.onnx.operators import dequantises, opset_of, quantises
+from rankrl.onnx.graph_edits import (
+    dequantises,
+    names_in,
+    new_name,
+    opset_of,
+    quantises,
+    values_in,
+    without_unused,
+)
 from rankrl.onnx.protobuf import load_model
 from rankrl.onnx.runtimes import Batch, open_session
+
+
+class QuantiserCopy:
+    """A network in which the quantiser's names clash with nothing, until `restore`."""
+
+    def __init__(self, model: ir.Model) -> None:
+        graph = model.graph
+        self._stem = _unused_stem(graph)
+        self.names: dict[str, str] = {}
+        """What nodes and values were called, by what they are called in the copy."""
+        self.values: dict[str, str] = {}
+        """What values are called in the copy, by what they were called."""
+        self._inside = set[str]()
+        self.apart: list[str] = []
+        """Names of the nodes through which outputs and bodies read."""
+        for node in graph:
+            node.name = self._hidden(node.name or "")
+        for value in dict.fromkeys(values_in(graph)):
+            if value.name:
+                self.values[value.name] = hidden = self._hidden(value.name)
+                value.name = hidden
+        for value in [value for node in graph for value in node.outputs if value.name]:
+            self._set_apart(graph, value)
+        graph.sort()
+
+    def _set_apart(self, graph: ir.Graph, value: ir.Value) -> None:
+        """Let bodies read a value through an `Identity`, and the graph's output where nodes read it, too."""
+        outside = [use for use in value.uses() if use.node.graph is not graph]
+        if not outside and not (value.is_graph_output() and value.uses()):
+            return
+        name = str(value.name)
+        value.name = self._hidden(self.names[name])
+        self._inside.add(value.name)
+        self.apart.append(self._hidden(""))
+        seen = ir.val(name, type=value.type, shape=value.shape)
+        for position, output in enumerate(graph.outputs):
+            if output is value:
+                graph.outputs[position] = seen
+        graph.append(ir.node("Identity", [value], name=self.apart[-1], outputs=[seen]))
+        for node, index in outside:
+            node.replace_input_with(index, seen)
+
+    def restore(self, model: ir.Model) -> None:
+        """Give the names back and sort the nodes; what was added is named after what it belongs to."""
+        graph = model.graph
+        self._join(graph)
+        taken = names_in(graph) | set(self.names.values())
+        for named in (*graph, *dict.fromkeys(values_in(graph))):
+            if named.name:
+                named.name = self._given_back(named.name, taken)
+        graph.sort()
+
+    def _join(self, graph: ir.Graph) -> None:
+        """Let values that were set apart be read where they are made."""
+        for node in [node for node in graph if node.name in self.apart]:
+            value, seen = node.inputs[0], node.outputs[0]
+            if value is not None and value.producer() is not None:
+                seen.replace_all_uses_with(value, replace_graph_outputs=True)
+                graph.remove(node, safe=True)
+                value.name, value.type, value.shape = seen.name, seen.type, seen.shape
+
+    def _hidden(self, name: str) -> str:
+        hidden = f"{self._stem}{len(self.names)}_"
+        self.names[hidden] = name
+        return hidden
+
+    def _given_back(self, name: str, taken: set[str]) -> str:
+        match = re.fullmatch(rf"({self._stem}\d+_)(.*)", name, re.DOTALL)
+        if match is None:
+            return name
+        known, added = match.groups()
+        if known in self._inside and not added:  # rounded, it has the name that it had
+            added = "_QuantizeLinear_Input"
+        before = self.names[known] + added
+        return new_name(before, taken) if added else before
+
+
+def _unused_stem(graph: ir.Graph) -> str:
+    """Return what no name in a graph and its bodies begins with."""
+    names = names_in(graph)
+    stem = "q"
+    while any(name.startswith(stem) for name in names):
+        stem += "q"
+    return stem
+
 
 _LEAST_OPSET = 13  # the first in which QuantizeLinear has a scale for each channel
 
@@ -191,3 +285,42 @@ def _checked_model(path: Path, *, partly: bool) -> ir.Model:
     if not partly and any(quantises(node) for node in model.graph):
         raise ExportError(f"{path} is quantised already; quantise the float32 file that it was made from.")
     return model
+
+
+_MOST_BATCHES = 300
+"""Batches that NNCF looks at; it takes this many by itself."""
+
+
+def nncf_obstacle() -> str | None:
+    """Return that a package is missing and how to get it, where one is."""
+    for package in ("openvino", "nncf"):
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            return f"NNCF's int8 needs the package {package}; install it with `pip install 'rankrl[nncf]'`"
+    return None
+
+
+def quantise_with_nncf(path: str | Path, target: str | Path, inputs: Iterable[Batch]) -> Path:
+    """Write a network in 8-bit integers as NNCF makes it."""
+    obstacle = nncf_obstacle()
+    if obstacle is not None:
+        raise ExportError(obstacle)
+    nncf: Any = importlib.import_module("nncf")
+    openvino: Any = importlib.import_module("openvino")
+    target = Path(target)
+    logger = logging.getLogger("nncf")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = openvino.Core().read_model(str(path))
+            data = nncf.Dataset(list(islice(inputs, _MOST_BATCHES)))
+            quantised = nncf.quantize(model, data, preset=nncf.QuantizationPreset.MIXED)
+            openvino.save_model(quantised, str(target), compress_to_fp16=False)
+    except Exception as error:  # NNCF's and OpenVINO's errors have no common base
+        raise ExportError(f"NNCF cannot quantise {path}: {error}") from error
+    finally:
+        logger.setLevel(level)
+    return target

@@ -28,9 +28,8 @@ from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.onnx_file import ExportResult, export_onnx
-from rankrl.onnx.export.weight_range import as_in_file, integer_bits
-from rankrl.onnx.graph_edits import Array, add_constant, names_in, new_name, node_of, put_first
-from rankrl.onnx.operators import is_standard
+from rankrl.onnx.export.ranges import as_in_file, integer_bits
+from rankrl.onnx.graph_edits import Array, add_constant, is_standard, names_in, new_name, node_of, put_first
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, open_session
 

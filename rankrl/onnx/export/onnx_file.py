@@ -1,21 +1,27 @@
-"""`export_onnx`: from a module to one self-contained, checked ONNX file."""
+"""Export a module as one ONNX file."""
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import onnx
-from torch import nn
+import onnx_ir as ir
+from torch import Tensor, nn
 
 from decomposition.network.inputs import (
     ExampleInputs,
     Inputs,
     InputShape,
     InputSpec,
+    Place,
     as_inputs,
     count_inputs,
     described,
@@ -23,21 +29,140 @@ from decomposition.network.inputs import (
     holds_tensors,
     input_shape_of,
     joined,
+    leaves,
     mapped,
+    tensors_of,
 )
 from rankrl.data import Preprocessing
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.checked_file import write_checked
-from rankrl.onnx.export.feeds import plain_names
-from rankrl.onnx.export.graph import name_axes, name_values, simplify, take_bytes
-from rankrl.onnx.export.names import AxisNames, checked_axes, default_names, name_ends
-from rankrl.onnx.export.outputs import return_tensors_alone, say_left_out
-from rankrl.onnx.export.subsampling import convolve_subsampling
-from rankrl.onnx.export.tracing import convert, inference_copy, trace
-from rankrl.onnx.operators import opset_of
+from rankrl.onnx.export.graph_passes import convolve_subsampling, name_axes, name_values, simplify, take_bytes
+from rankrl.onnx.export.tracing import convert, inference_copy, input_names, plain_names, trace
+from rankrl.onnx.graph_edits import opset_of
+from rankrl.onnx.protobuf import load_model
+from rankrl.options.timing import LatencyOptions
 from rankrl.progress import Progress, progress_bar
 from rankrl.verbs import verb
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+@dataclass
+class FileOutputs:
+    """What a file returns of what its network does; known once the network has run."""
+
+    names: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def output_names(places: Sequence[Place]) -> list[str]:
+    """Return what a file calls its outputs."""
+    names = ["_".join(map(str, place)) for place in places]
+    if len(set(names)) == len(names) and all(map(_NAME.fullmatch, names)):
+        return names
+    return ["output"] if len(names) == 1 else [f"output_{index}" for index in range(len(names))]
+
+
+def return_tensors_alone(network: nn.Module) -> FileOutputs:
+    """Let a network return nothing but the tensors in its output, as the outputs of a file can be."""
+    outputs = FileOutputs()
+
+    def reduce(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        parts = list(leaves(output))
+        tensors = [(place, leaf) for place, leaf in parts if isinstance(leaf, Tensor)]
+        if not tensors:
+            raise ExportError(f"{type(module).__name__} returns no tensor, but a {type(output).__name__}")
+        others = {  # of a size, which is a tuple of numbers, the first
+            place[:1]: f"{place[0] if place else 'itself'} ({type(leaf).__name__})"
+            for place, leaf in reversed(parts)
+            if leaf is not None and not isinstance(leaf, Tensor)
+        }
+        outputs.left_out = list(others.values())[::-1]
+        outputs.names = output_names([place for place, _ in tensors])
+        seen = {id(leaf) for _, leaf in leaves((arguments, keywords))}
+        returned = []
+        for _, tensor in tensors:  # a file's output has one name: twice the same, or an input, is copied
+            returned.append(tensor.clone() if id(tensor) in seen else tensor)
+            seen.add(id(tensor))
+        return tuple(returned) if len(returned) > 1 else returned[0]
+
+    network.register_forward_hook(reduce, with_kwargs=True)
+    return outputs
+
+
+@functools.cache
+def say_left_out(model: str, others: tuple[str, ...]) -> None:
+    """Warn of outputs that a file does not have, once: a budget in time exports a network many times."""
+    if others:
+        log.warning("the ONNX file of %s returns tensors alone, not %s", model, ", ".join(others))
+
+
+BATCH_AXIS = "batch"
+"""What the free batch size is called in the file; runtimes and viewers show it."""
+
+AxisNames = Mapping[str, Mapping[int, str]]
+"""Names of the free axes of each input, by their position."""
+
+
+def name_ends(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Give a graph's inputs and outputs the names that the user wants; none leaves those that they have."""
+    for what, values, names in (("input", graph.inputs, inputs), ("output", graph.outputs, outputs)):
+        if not names:
+            continue
+        present = [value.name for value in values]
+        if len(present) != len(names) or not name_values(graph, values, names):
+            raise ExportError(
+                f"{what}_names={list(names)} cannot be given to the {what}s of the ONNX file, {present}: "
+                "give as many, and none that a weight, or an input or output of the other side, has"
+            )
+
+
+def check_names(path: Path, options: LatencyOptions) -> None:
+    """Refuse names that the inputs and outputs of a file cannot have, as `name_ends` does."""
+    if options.input_names or options.output_names:
+        name_ends(load_model(path).graph, options.input_names, options.output_names)
+
+
+def name_file(path: Path, options: LatencyOptions) -> None:
+    """Do what `name_ends` does, to a finished file; verified and timed, it computes the same."""
+    if options.input_names or options.output_names:
+        model = load_model(path)
+        name_ends(model.graph, options.input_names, options.output_names)
+        write_checked(model, path, f"the renamed file {path.name}")
+
+
+def checked_axes(
+    network: nn.Module, batch: Inputs, named: AxisNames | None, *, dynamic_batch: bool
+) -> list[dict[int, str]]:
+    """Return the names of the free axes of each input, the batch's among them."""
+    names, tensors = input_names(network, batch), tensors_of(batch)
+    unknown = sorted(set(named or {}) - set(names))
+    if unknown:
+        raise ExportError(
+            f"dynamic_axes names the input {unknown[0]!r}; the forward takes {', '.join(names)}"
+        )
+    result = []
+    for name, tensor in zip(names, tensors, strict=True):
+        axes = {0: BATCH_AXIS} if dynamic_batch else {}
+        axes |= (named or {}).get(name, {})
+        wrong = [axis for axis in axes if axis not in range(tensor.ndim) or not (axis or dynamic_batch)]
+        if wrong:
+            raise ExportError(
+                f"dynamic_axes has the axis {wrong[0]} of {name!r}, which has {tensor.ndim}, from 0; leave "
+                "dynamic_batch on for axis 0"
+            )
+        result.append(axes)
+    return result
+
+
+def default_names(network: nn.Module, batch: Inputs, outputs: Sequence[str]) -> list[str]:
+    """Return what inputs are called: as the forward's parameters, of a single one if no output has that."""
+    names = input_names(network, batch)
+    return plain_names(1) if len(names) == 1 and set(names) & set(outputs) else names
+
 
 OLDEST_OPSET = 18
 """The oldest operator set that torch's exporter translates to without a down-conversion."""

@@ -1,20 +1,27 @@
-"""Ranges of tensors on calibration inputs, which are run one by one.
-
-What lies outside a range is cut off, and the wider the range the coarser its 256 steps. Where few numbers lie
-far from all others, cutting them off costs less than it saves (Banner et al., NeurIPS 2019).
-"""
+"""Ranges of activations and weights in integers."""
 
 from __future__ import annotations
 
+import logging
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
+from torch import nn
 
-from rankrl.onnx.runtimes.onnxruntime_cpu import inference_session
+from decomposition import Inputs, calibrate_ranges, integer_layers, rounded_parameters
+from decomposition.network.rounding import REDUCED_BITS, reduce_weight_range
+from decomposition.network.surgery import copied
+from rankrl.onnx.protobuf import save_model
+from rankrl.onnx.runtimes import open_session
+from rankrl.onnx.runtimes.onnx_runtime import inference_session
 
 Array = np.ndarray[Any, Any]
 Feed = Mapping[str, Array]
@@ -152,3 +159,89 @@ def _session(model: onnx.ModelProto, outputs: Sequence[str]) -> onnxruntime.Infe
         del model.graph.output[:]
         model.graph.output.extend(own)
     return inference_session(content, 1, optimised=False, arena=False)
+
+
+@dataclass(frozen=True)
+class RangeChoice:
+    """How ranges of activations and biases of nodes in integers are found, and what they are."""
+
+    way: str
+    corrected: bool = False
+    reduced: bool = False
+    ranges: Mapping[str, Range] = field(default_factory=dict, repr=False)
+    moves: Mapping[str, Array] = field(default_factory=dict, repr=False)
+
+    def without_values(self) -> RangeChoice:
+        """Return the same for a network with other weights, whose values are measured anew."""
+        return replace(self, ranges={}, moves={})
+
+    def renamed(self, names: Mapping[str, str]) -> RangeChoice:
+        """Return the same for a network whose tensors have other names."""
+        ranges = {new: self.ranges[old] for new, old in names.items() if old in self.ranges}
+        moves = {new: self.moves[old] for new, old in names.items() if old in self.moves}
+        return replace(self, ranges=ranges, moves=moves)
+
+
+_OPSET = 13
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def sums_overflow() -> bool:
+    """Tell whether onnxruntime cuts off sums of uint8 times int8 on this processor, by trying.
+
+    It does on x86 processors without VNNI: AVX2, and AVX-512 before Cascade Lake.
+    """
+    terms = 64
+    inputs = ir.val("inputs", ir.DataType.UINT8, [1, terms])
+    weights = ir.val("weights", const_value=ir.tensor(np.full((terms, 16), 127, dtype=np.int8)))
+    result = ir.val("sums", ir.DataType.INT32, [1, 16])
+    node = ir.node("MatMulInteger", [inputs, weights], outputs=[result])
+    opsets = {"": _OPSET}
+    graph = ir.Graph([inputs], [result], nodes=[node], initializers=[weights], opset_imports=opsets)
+    graph.name = "largest sums"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sums.onnx"
+        save_model(ir.Model(graph, ir_version=8), path)
+        (sums,) = open_session(path).run(np.full((1, terms), 255, dtype=np.uint8))
+    overflow = bool((sums != 255 * 127 * terms).any())
+    if overflow:
+        log.info(
+            "this processor's 8-bit sums overflow (no VNNI): weights of what computes in integers get 7 bits"
+        )
+    return overflow
+
+
+def as_in_file(
+    network: nn.Module, reduce_range: bool | None, inputs: Iterable[Inputs] | None = None
+) -> nn.Module:
+    """Return the network whose simulated integers are those of its file, a copy where they are not its own.
+
+    All weights that compute in integers have as many bits: where a plan gives some of them 7, all get 7.
+    """
+    bits = integer_bits(network)
+    if 8 not in bits or not (REDUCED_BITS in bits or reduces(reduce_range)):
+        return network
+    reduced = reduce_weight_range(copied(network))
+    if inputs is not None:
+        calibrate_ranges(reduced, inputs)
+    return reduced
+
+
+def integer_bits(network: nn.Module) -> set[int]:
+    """Return the bits of the weights that compute in integers."""
+    bits = rounded_parameters(network)
+    return {bits[f"{name}.weight"] for name in integer_layers(network)}
+
+
+def runnable(precisions: Sequence[str], reduce_range: bool | None = None) -> tuple[str, ...]:
+    """Return precisions with `int7` in the place of `int8` where weights are to have 7 of 8 bits."""
+    if "int8" not in precisions or not reduces(reduce_range):
+        return tuple(precisions)
+    return tuple(dict.fromkeys("int7" if name == "int8" else name for name in precisions))
+
+
+def reduces(reduce_range: bool | None) -> bool:
+    """Return what was asked for, or else what this processor needs."""
+    return sums_overflow() if reduce_range is None else reduce_range

@@ -1,4 +1,4 @@
-"""From a module to an ONNX graph through `torch.export`, with errors that name the layer at fault."""
+"""Trace modules for export, and compare files with them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,75 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decomposition.errors import DecompositionError
-from decomposition.network.inputs import Inputs, described, run_model, tensors_of
-from rankrl.float32 import in_float32
+from decomposition.network.inputs import (
+    ExampleInputs,
+    Inputs,
+    as_inputs,
+    count_inputs,
+    described,
+    mapped,
+    random_batch,
+    rows,
+    run_model,
+    tensors_in,
+    tensors_of,
+)
+from rankrl.data import Preprocessing
+from rankrl.device import in_float32, in_layout
 from rankrl.onnx.errors import ExportError
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, open_session
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+
+ONLY_INPUT = "input"
+"""What a file calls an input that the forward has no name for."""
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def input_names(model: nn.Module, inputs: Inputs) -> list[str]:
+    """Return the names of a file's inputs: those of the forward's parameters, if no weight is called so."""
+    count = len(tensors_of(inputs))
+    parameters = inspect.signature(model.forward).parameters.values()
+    positional = [each.name for each in parameters if each.kind in _POSITIONAL]
+    names = list(inputs) if isinstance(inputs, dict) else positional[:count]
+    return names if len(names) == count and not set(names) & set(model.state_dict()) else plain_names(count)
+
+
+def plain_names(count: int) -> list[str]:
+    """Return what inputs are called of which nothing else is known."""
+    return [ONLY_INPUT] if count == 1 else [f"{ONLY_INPUT}_{index}" for index in range(count)]
+
+
+def feed_of(model: nn.Module, inputs: Inputs) -> Batch:
+    """Return a batch as a float32 file takes it: one array, or arrays by name where there are several."""
+    arrays = [_array(tensor) for tensor in tensors_of(inputs)]
+    if isinstance(inputs, torch.Tensor):
+        return arrays[0]
+    return dict(zip(input_names(model, inputs), arrays, strict=True))
+
+
+def random_feed(model: nn.Module, input_shape: ExampleInputs, batch: int) -> Batch:
+    """Return a batch that is good for timing: random numbers, and integers that the network takes."""
+    return feed_of(model, random_batch(model, input_shape, batch))
+
+
+def _array(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    x = x.detach().cpu().contiguous()
+    array: np.ndarray[Any, Any] = (x.float() if x.is_floating_point() else x).numpy()
+    return array
+
 
 _ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FAILED_NODE = re.compile(r"Error when translating node %(\w+)")
@@ -260,3 +315,103 @@ def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in _ANSI_COLOUR.sub("", str(error)).splitlines() if line.strip()]
     text = lines[0].rstrip(".") if lines else type(error).__name__
     return text if len(text) <= _CAUSE_LENGTH else text[: _CAUSE_LENGTH - 1] + "…"
+
+
+BATCH_SIZES = (1, 7)
+"""Two sizes, because a batch size that tracing froze shows only at another one."""
+
+
+def verify_onnx(
+    model: nn.Module,
+    path: str | Path,
+    inputs: ExampleInputs,
+    *,
+    tolerance: float = 1e-4,
+    preprocessing: Preprocessing | None = None,
+    runtime: str = DEFAULT_RUNTIME,
+) -> float:
+    """Compare an ONNX file in a runtime with its model in PyTorch (float32, evaluation mode, CPU).
+
+    Compared at the batch sizes 1 and 7, or at the file's own where it was exported with a fixed one.
+
+    Args:
+        model: The model that was exported; it is not changed.
+        path: The ONNX file.
+        inputs: Real inputs, N >= 1 of them (a tensor, a tuple or a dict of tensors); repeated where a batch
+            needs more than N.
+        tolerance: The largest absolute difference of any output element that is accepted. Where outputs
+            exceed 1 it is multiplied by their largest magnitude, as rounding errors are.
+        preprocessing: What a file that was exported with it does itself. The inputs are then the uint8 images
+            (N, height, width, channels) that the file takes; the model gets them normalised by PyTorch.
+        runtime: What runs the file.
+
+    Returns:
+        The largest absolute difference over both batch sizes and all outputs.
+
+    Raises:
+        ConfigError: The runtime is unknown, or cannot be used here.
+        ExportError: The difference is above the tolerance or not finite, or the outputs' shapes differ.
+    """
+    real = as_inputs(inputs)
+    if count_inputs(real) == 0:
+        raise ExportError("inputs holds no image; give at least one to compare the ONNX file with the model.")
+    session = open_session(path, runtime=runtime)
+    fixed = session.fixed_batch
+    duplicate = inference_copy(model)
+    largest = 0.0
+    for size in (fixed,) if fixed is not None else BATCH_SIZES:
+        batch = mapped(_plain, rows(real, torch.arange(size) % count_inputs(real)))
+        images = batch
+        if preprocessing is not None and isinstance(batch, Tensor):
+            images = preprocessing.normalised(batch)
+        with torch.no_grad():
+            expected = [output.numpy() for output in tensors_in(run_model(duplicate, images))]
+        got = session.run(feed_of(duplicate, batch))
+        shapes = [output.shape for output in expected], [output.shape for output in got]
+        if shapes[0] != shapes[1]:
+            raise ExportError(
+                f"{path} returns {shapes[1]} for a batch of {size}, the PyTorch model {shapes[0]}. "
+                "A layer may have fixed the batch size while it was traced; export with dynamic_batch=False."
+            )
+        for reference, output in zip(expected, got, strict=True):
+            difference = float(np.abs(output.astype(np.float64) - reference).max(initial=0.0))
+            allowed = tolerance * max(1.0, float(np.abs(reference).max(initial=0.0)))
+            if not difference <= allowed:  # also true of NaN
+                raise ExportError(
+                    f"{path} differs from the PyTorch model by {difference:.2e} for a batch of {size} in "
+                    f"{runtime}; at most {allowed:.2e} is accepted. Do not use this file there; try another "
+                    "opset, or fold_batchnorm=False."
+                )
+            largest = max(largest, difference)
+    return largest
+
+
+def onnx_accuracy(
+    path: str | Path, batches: Iterable[tuple[Tensor | np.ndarray[Any, Any], Tensor | np.ndarray[Any, Any]]]
+) -> float:
+    """Measure a classifier's accuracy from its ONNX file alone.
+
+    Shapes: path (N, classes), batches (N,) and (N, C, H, W) and (N, H, W, C).
+    """
+    session = open_session(path)
+    correct = total = 0
+    for images, labels in batches:
+        batch = _verification_array(images)
+        if session.input_dtype == np.float32 and np.issubdtype(batch.dtype, np.floating):
+            batch = batch.astype(np.float32)
+        logits = session.run(batch)[0]
+        correct += int((logits.argmax(axis=1) == _verification_array(labels)).sum())
+        total += len(logits)
+    if total == 0:
+        raise ExportError("there are no images to measure the accuracy of the ONNX file on.")
+    return correct / total
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return an input on the CPU, contiguous, in float32 where it is no integer."""
+    x = x.detach().cpu()
+    return in_layout(x.float() if x.is_floating_point() else x, torch.contiguous_format)
+
+
+def _verification_array(values: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else values

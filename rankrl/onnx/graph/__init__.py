@@ -6,12 +6,10 @@ sensitivity of the network's outputs to it; fits, costs and allocation are that 
 
 from __future__ import annotations
 
-from rankrl.onnx.graph.costs import network_costs
-from rankrl.onnx.graph.errors import OnnxGraphError
-from rankrl.onnx.graph.image_files import ImagePreprocessing
-from rankrl.onnx.graph.inputs import read_inputs, split_inputs
+from rankrl.onnx.errors import OnnxGraphError
+from rankrl.onnx.graph.inputs import ImagePreprocessing, read_inputs, split_inputs
 from rankrl.onnx.graph.network import OnnxNetwork
-from rankrl.onnx.graph.prepared_file import PreparedFile
+from rankrl.onnx.graph.prepared_file import PreparedFile, network_costs
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph.sites import find_sites
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rankrl.onnx.graph.axis_suggestions import Axes, Shape, declared_batch, suggested_axes
-from rankrl.onnx.graph.batch_axes import BatchAxes, shown_axes
-from rankrl.onnx.graph.errors import OnnxGraphError
+from rankrl.onnx.errors import OnnxGraphError
+from rankrl.onnx.graph.batch_axes import Axes, BatchAxes, Shape, declared_batch, shown_axes, suggested_axes
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph_edits import Array
 

@@ -1,4 +1,9 @@
-"""Writing a compressed graph to a file, integers included, and verifying what it computes."""
+"""LSTM nodes that multiply 8-bit integers: onnxruntime's DynamicQuantizeLSTM in their place.
+
+Specification: ContribOperators.md of onnxruntime. Inputs and states are rounded to uint8 at every step, in
+ranges that the kernel finds there; weights are int8, one scale for each row of a gate. There is no such
+kernel for GRU and RNN, which onnxruntime's own dynamic quantiser leaves alone, too.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +15,66 @@ import numpy as np
 import onnx_ir as ir
 from onnx import version_converter
 
+from rankrl.onnx.errors import OnnxGraphError
 from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.int8 import quantise_onnx
-from rankrl.onnx.export.network_file import INT4_OPSET, store_integers
-from rankrl.onnx.export.range_choice import RangeChoice
+from rankrl.onnx.export.network_file import INT4_OPSET, rounded_tensor, store_integers
+from rankrl.onnx.export.ranges import RangeChoice
 from rankrl.onnx.graph.capture import Captured
-from rankrl.onnx.graph.dynamic_lstm import quantise_lstms
-from rankrl.onnx.graph.errors import OnnxGraphError
-from rankrl.onnx.graph.half import in_half, store_narrow
 from rankrl.onnx.graph.network import Feed, GraphSession
-from rankrl.onnx.graph.pivoted import store_pivoted
-from rankrl.onnx.graph.quantised import rounds
+from rankrl.onnx.graph.precisions import in_half, rounds, store_narrow
 from rankrl.onnx.graph.refit import CompressedGraph
+from rankrl.onnx.graph.rewrite import store_pivoted
 from rankrl.onnx.graph.site import Site
-from rankrl.onnx.graph_edits import Array, free_ends, part_of
-from rankrl.onnx.operators import opset_of
+from rankrl.onnx.graph_edits import (
+    MICROSOFT,
+    Array,
+    free_ends,
+    new_constant,
+    opset_of,
+    part_of,
+    without_unused,
+)
 from rankrl.onnx.protobuf import load_model, save_model, to_proto
+
+_PLACES = {"weight": 1, "state": 2}
+"""Which inputs are the weights."""
+_OTHERS = 8
+"""Inputs of an LSTM, those that it does without among them; scales and zero points come after them."""
+
+
+def quantise_lstms(model: ir.Model, lstms: Sequence[tuple[Site, int]]) -> None:
+    """Let LSTM nodes multiply integers."""
+    graph, nodes = model.graph, {node.name: node for node in model.graph}
+    for site, bits in lstms:
+        node = nodes[site.name]
+        inputs = [*node.inputs, *[None] * (_OTHERS - len(node.inputs))]
+        for (kind, place), weight in zip(_PLACES.items(), site.recurrent_weights(site.weight), strict=True):
+            integers, scales = _rounded(weight.numpy(), bits)
+            inputs[place] = new_constant(graph, f"{site.name}.{kind}_integers", integers)
+            zeros = np.zeros(scales.shape, np.int8)
+            inputs += [
+                new_constant(graph, f"{site.name}.{kind}_{what}", values)
+                for what, values in (("scales", scales), ("zeros", zeros))
+            ]
+        attributes = [value for key, value in node.attributes.items() if key != "layout"]
+        outputs = [ir.Value(name=old.name, type=old.type, shape=old.shape) for old in node.outputs]
+        dynamic = ir.Node(
+            MICROSOFT, "DynamicQuantizeLSTM", inputs, attributes, name=node.name, outputs=outputs
+        )
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [dynamic], node.outputs, outputs)
+    if lstms:
+        model.opset_imports.setdefault(MICROSOFT, 1)
+        without_unused(model)
+
+
+def _rounded(weight: Array, bits: int) -> tuple[Array, Array]:
+    """Return a weight in integers, as the kernel takes it (directions, columns, rows), and its scales."""
+    directions, rows, columns = weight.shape
+    integers, scales = rounded_tensor(ir.tensor(weight.reshape(-1, columns)), bits, 0)
+    turned = integers.numpy().reshape(weight.shape).transpose(0, 2, 1)
+    return np.ascontiguousarray(turned), scales.reshape(directions, rows)
+
 
 TOLERANCE = 1e-3
 """The largest difference that factorised nodes and dense ones of their contracted weights may make at the

@@ -1,33 +1,312 @@
-"""A network in an ONNX file made ready for compression: its inputs, its nodes and what they cost."""
+"""Prepare a file: fixed shapes, layers, costs, integers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes import common as passes
 
+from decomposition import CompressionPlan
 from decomposition.network.layers import skipping
-from rankrl.onnx.graph.axis_suggestions import Axes
+from decomposition.operations.operation import dense_cost
+from decomposition.plan.plan import without_growth
+from rankrl.errors import DefectError, counted
+from rankrl.onnx.errors import ExportError, OnnxGraphError
+from rankrl.onnx.export.int8 import choose_ranges, quantise_onnx
+from rankrl.onnx.export.ranges import RangeChoice
+from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.capture import check_gaps
-from rankrl.onnx.graph.costs import compression_costs, network_costs
-from rankrl.onnx.graph.errors import OnnxGraphError
-from rankrl.onnx.graph.foreign import foreign_reason, is_foreign
-from rankrl.onnx.graph.image_files import ImagePreprocessing
-from rankrl.onnx.graph.inputs import HELDOUT, Batches, SplitInputs, read_inputs, split_inputs
-from rankrl.onnx.graph.integers import without_integers
-from rankrl.onnx.graph.look_up import with_look_ups
-from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.inputs import (
+    HELDOUT,
+    Batches,
+    ImagePreprocessing,
+    SplitInputs,
+    read_inputs,
+    split_inputs,
+)
+from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.positions import PositionsByNode, with_several_positions
-from rankrl.onnx.graph.site import Site
-from rankrl.onnx.graph.sites import find_sites
-from rankrl.wording import counted
+from rankrl.onnx.graph.precisions import constant, packed, parameters_of
+from rankrl.onnx.graph.site import Site, foreign_reason, is_foreign
+from rankrl.onnx.graph.sites import find_sites, use_counts
+from rankrl.onnx.graph_edits import (
+    Array,
+    dequantises,
+    free_ends,
+    free_name,
+    is_standard,
+    new_constant,
+    part_of,
+    put_in_place,
+    without_unused,
+)
 
 log = logging.getLogger(__name__)
+
+
+def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) -> list[str]:
+    """Return the names of nodes that cannot compute in integers, so that all others can together.
+
+    The quantiser takes every convolution and product, but onnxruntime refuses to load or to run some of the
+    files that it writes, because its own rewriting around integer nodes is not always valid. Such nodes are
+    found by trying all at once, then halves of those that fail.
+    """
+    feed = network.axes.one(feed)
+    network = network.without_casts()
+    weights = network.weight_inputs
+    taken = [site for site in sites if not site.spread]  # onnxruntime has no such kernel
+    spread = [site.name for site in sites if site.spread]
+    with tempfile.TemporaryDirectory() as folder:
+        plain, rounded = Path(folder) / "plain.onnx", Path(folder) / "rounded.onnx"
+        network.save(plain)
+
+        def fails(names: Sequence[str]) -> bool:
+            try:
+                own = {weights[name] for name in names}
+                quantise_onnx(plain, rounded, [feed], weights=own, partly=True, fitted=False)
+                OnnxNetwork.load(rounded).session().run(feed)
+            except (DefectError, ExportError, OnnxGraphError) as error:
+                log.debug("%s in integers: %s", ", ".join(names), error)
+                return True
+            return False
+
+        return spread + failing_names(
+            [site.name for site in taken],
+            fails,
+            lambda name: log.warning(
+                "onnxruntime cannot compute %s in integers; it stays in floating point", name
+            ),
+        )
+
+
+def failing_names(
+    names: Sequence[str], fails: Callable[[Sequence[str]], bool], tell: Callable[[str], None]
+) -> list[str]:
+    """Return the names without which all others pass together.
+
+    All are tried at once, then halves of those that fail.
+    """
+    passing: list[str] = []
+    failing: list[str] = []
+    waiting = [list(names)] if names else []
+    while waiting:
+        tried = waiting.pop()
+        if not fails([*passing, *tried]):
+            passing += tried
+        elif len(tried) == 1:
+            failing += tried
+            tell(tried[0])
+        else:
+            middle = len(tried) // 2
+            waiting += [tried[middle:], tried[:middle]]
+    return failing
+
+
+def chosen_ranges(
+    network: OnnxNetwork, names: Sequence[str], batches: Sequence[Feed], reduce_range: bool | None
+) -> RangeChoice:
+    """Return how ranges are found best when all nodes that can compute in integers (`choose_ranges`)."""
+    network = network.without_casts()
+    weights = {network.weight_inputs[name] for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "plain.onnx"
+        network.save(plain)
+        return choose_ranges(
+            plain, batches, weights=weights, partly=True, reduce_range=reduce_range, cut=network.axes.parts
+        )
+
+
+def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]:
+    """Count parameters, multiply-accumulates and the bytes of the parameters of a whole network.
+
+    Parameters are the elements of all constants in floating point, and of the weights that are stored in
+    integers; bytes what these constants take as the file stores them; multiply-accumulates those of
+    convolutions and products with a weight, for one input.
+    """
+    integers = {site.name for site in sites if site.spec.refusal is not None}
+    params = size = 0
+    graph = network.model.graph
+    weights = _integer_weights(graph, integers)
+    tensors = [*graph.initializers.tensor_items()]
+    for node in graph:
+        if is_standard(node, "Constant") and "value" in node.attributes:
+            tensors.append((str(node.outputs[0].name), node.attributes["value"].as_tensor()))
+    for name, tensor in tensors:
+        if tensor.dtype.is_floating_point() or name in weights:
+            params += tensor.size * weights.get(name, 1)
+            size += network.stored_bytes(name, tensor)
+    return {"params": params, "macs": sum(site.spec.macs for site in sites), "bytes": size}
+
+
+def compression_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]:
+    """Count a network as plans change it: a node that is compressed gets a bias of its own.
+
+    Biases that several nodes share count once for each of them, so that no plan takes more than it says.
+    """
+    costs, uses = network_costs(network, sites), use_counts(network.model.graph)
+    for site in sites:
+        if site.spec.refusal is None and site.bias is not None and uses[site.bias_name] > len(site.nodes):
+            costs["bytes"] += site.spec.storage.bias * site.spec.out_channels
+    return costs
+
+
+def plan_costs(totals: Mapping[str, int], sites: Sequence[Site], plan: CompressionPlan) -> dict[str, int]:
+    """Return what a network costs under a plan, counted like `totals` (`compression_costs`)."""
+    costs = dict(totals)
+    for site in sites:
+        if site.spec.refusal is not None:
+            continue
+        before = dense_cost(site.spec)
+        after = without_growth(plan[site.name], site.spec).cost(site.spec)
+        costs["params"] += after.params - before.params
+        costs["macs"] += after.macs - before.macs
+        costs["bytes"] += after.bytes - before.bytes
+    return costs
+
+
+def _integer_weights(graph: ir.Graph, names: set[str]) -> dict[str, int]:
+    """Return the constants that nodes of some names compute with, or that are turned to floats."""
+    packed_counts = {str(node.inputs[0].name): 1 for node in graph if dequantises(node) and node.inputs[0]}
+    for node in graph:
+        if node.name in names:
+            packed_counts |= dict.fromkeys(parameters_of(node), packed(node))
+    return packed_counts
+
+
+# fmt: off
+_ELEMENTWISE = {
+    "Abs", "Add", "Clip", "Div", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "Identity",
+    "LeakyRelu", "Log", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Selu", "Sigmoid",
+    "Softplus", "Softsign", "Sqrt", "Sub", "Tanh",
+}
+# fmt: on
+
+
+@dataclass(frozen=True)
+class _OneHot:
+    """A one-hot code along the last axis."""
+
+    index: ir.Value
+    classes: int
+
+
+def with_look_ups(network: OnnxNetwork) -> OnnxNetwork:
+    """Return a network in which products with a one-hot code are look-ups; the same one if it has none.
+
+    Outputs stay the same for every input, indices of no class included.
+    """
+    model = network.graph_model()
+    products = [node for node in model.graph if is_standard(node, "MatMul") and _one_hot(node.inputs[0])]
+    if not products:
+        return network
+    passes.ShapeInferencePass()(model)
+    replaced = [_replace(model, product, network.source) for product in products]
+    if not any(replaced):
+        return network
+    return network.rewritten(without_unused(model))
+
+
+def _replace(model: ir.Model, product: ir.Node, source: str) -> bool:
+    """Put a look-up in the place of a product, if that is one with a one-hot code; tell whether it was."""
+    code, weight = _one_hot(product.inputs[0]), constant(product.inputs[1])
+    if code is None or weight is None or weight.dtype != np.float32:
+        return False
+    axes = product.outputs[0].shape
+    if weight.ndim != 2 or len(weight) != code.classes or axes is None or code.index.shape is None:
+        return False
+    if len(code.index.shape) != len(axes):
+        return False
+    graph, name = model.graph, f"{product.name}/look_up"
+    old = _function_of_row(graph, product.outputs[0], weight.shape[1], len(axes))
+    none = np.zeros((1, weight.shape[1]), np.float32)
+    table = _mapped(model, product.outputs[0], old, np.concatenate([weight, none]), source)
+    # The last row is that of no class: a larger index is cut to it, a negative one counts from behind.
+    constants = {"axis": [-1], "least": -1, "most": code.classes}
+    axis, least, most = (
+        new_constant(graph, f"{name}.{key}", np.array(value, np.int64)) for key, value in constants.items()
+    )
+    nodes = [ir.node("Squeeze", [code.index, axis], name=f"{name}_squeeze")]
+    nodes.append(ir.node("Cast", nodes[-1].outputs, {"to": int(ir.DataType.INT64)}, name=f"{name}_cast"))
+    nodes.append(ir.node("Clip", [nodes[-1].outputs[0], least, most], name=f"{name}_clip"))
+    rows = new_constant(graph, f"{name}.table", table)
+    nodes.append(ir.node("Gather", [rows, nodes[-1].outputs[0]], {"axis": 0}, name=name))
+    for node in nodes:
+        node.outputs[0].name = free_name(graph, f"{node.name}_output")
+    last = old.producer()
+    assert last is not None
+    put_in_place(graph, [last], nodes)
+    return True
+
+
+def _one_hot(value: ir.Value | None) -> _OneHot | None:
+    """Return what a value is the one-hot code of: a comparison with 0, 1, 2, ... along the last axis."""
+    producer = None if value is None else value.producer()
+    while producer is not None and is_standard(producer, "Cast") and producer.inputs[0] is not None:
+        producer = producer.inputs[0].producer()
+    if producer is None or not is_standard(producer, "Equal"):
+        return None
+    for index, other in (producer.inputs, producer.inputs[::-1]):
+        classes = constant(other)
+        if index is None or classes is None or classes.dtype.kind not in "iu" or classes.size < 2:
+            continue
+        last = classes.ndim > 0 and classes.shape[-1] == classes.size
+        if last and np.array_equal(classes.reshape(-1), np.arange(classes.size)):
+            return _OneHot(index, classes.size)
+    return None
+
+
+def _function_of_row(graph: ir.Graph, product: ir.Value, width: int, axes: int) -> ir.Value:
+    """Return the last value that the elements of a product alone determine, one by one.
+
+    What lies between is used for nothing else.
+    """
+    sources: dict[ir.Value, set[ir.Value]] = {product: set()}  # of each, the ones that it is computed from
+    for node in graph:
+        others = [value for value in node.inputs if value is not None and value not in sources]
+        inside = {value for value in node.inputs if value is not None and value in sources}
+        if (
+            inside
+            and is_standard(node, *_ELEMENTWISE)
+            and all(_along_row(value, width, axes) for value in others)
+        ):
+            sources[node.outputs[0]] = inside.union(*(sources[value] for value in inside))
+    for value, within in reversed(sources.items()):
+        if all(_only_within(inner, within | {value}) for inner in within):
+            return value
+    return product
+
+
+def _along_row(value: ir.Value, width: int, axes: int) -> bool:
+    """Tell whether a value is one constant, or one for each element of a row, that adds no axes."""
+    array = constant(value)
+    if array is None or array.ndim > axes:
+        return False
+    return array.size == 1 or (array.size == width and array.shape[-1] == width)
+
+
+def _only_within(value: ir.Value, values: set[ir.Value]) -> bool:
+    """Tell whether a value is used for nothing but some others."""
+    return not value.is_graph_output() and all(use.node.outputs[0] in values for use in value.uses())
+
+
+def _mapped(model: ir.Model, start: ir.Value, end: ir.Value, rows: Array, source: str) -> Array:
+    """Return what a graph makes of rows between two of its values."""
+    if start is end:
+        return rows
+    part = part_of(model, [str(start.name)], [str(end.name)])
+    free_ends(part)
+    for value in (value for node in part.graph for value in node.outputs):
+        value.shape = None  # there are other axes in front
+    mapped = GraphSession(part, source).run({str(start.name): rows})[0]
+    return mapped.reshape(rows.shape)
+
 
 Inputs = Batches | str | Path
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from rankrl.onnx.runtimes import onnxruntime_cpu, onnxruntime_cuda, openvino_cpu
-from rankrl.onnx.runtimes.base import Batch, Runtime, Session
-from rankrl.onnx.runtimes.registry import (
+from rankrl.onnx.runtimes import onnx_runtime as onnxruntime_cpu
+from rankrl.onnx.runtimes import onnx_runtime as onnxruntime_cuda
+from rankrl.onnx.runtimes import openvino_cpu
+from rankrl.onnx.runtimes.runtime import (
     DEFAULT_RUNTIME,
+    Batch,
+    Runtime,
+    Session,
     check_runtimes,
     get_runtime,
     list_runtimes,

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rankrl.onnx.runtimes.base import Runtime, Session
-from rankrl.onnx.runtimes.registry import register_runtime
+from rankrl.onnx.runtimes.runtime import Runtime, Session, register_runtime
 
 
 class OpenVinoSession(Session):

@@ -1,4 +1,4 @@
-from .options import AgentOptions
 from .policy_agent import ALGORITHMS, PolicyAgent
+from .policy_file import AgentOptions
 
 __all__ = ["ALGORITHMS", "AgentOptions", "PolicyAgent"]

@@ -1,35 +1,176 @@
-"""DDPG, TD3 and SAC of stable-baselines3 on the rank-selection environment."""
+"""Starting from a pretrained policy: its weights in the actor."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
 from stable_baselines3 import DDPG, SAC, TD3
+from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.logger import Logger
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rankrl.errors import ConfigError
-from rankrl.options.agents import IMPORTANCE_SCALE
-from rankrl.plan_search.agents.options import AgentOptions, options_with_policy
-from rankrl.plan_search.agents.policy_file import read_policy
-from rankrl.plan_search.agents.randomness import RandomState, one_thread
-from rankrl.plan_search.agents.starting import start_from
-from rankrl.plan_search.agents.state import (
-    Algorithm,
-    actor_kept,
-    buffer_tensors,
-    model_tensors,
-    restore_buffer,
-    restore_model,
+from rankrl.options.selectors import IMPORTANCE_SCALE
+from rankrl.plan_search.agents.policy_file import (
+    AgentOptions,
+    PolicyFile,
+    actor_layers,
+    load_layers,
+    options_with_policy,
+    read_policy,
 )
 from rankrl.plan_search.envs.actions import create_action_map
 from rankrl.plan_search.envs.rank_selection import RankSelectionEnv
 from rankrl.plan_search.space.problem import SearchProblem
+
+
+def start_from(model: Algorithm, policy: PolicyFile, *, deviation: float) -> None:
+    """Give an actor, and its target, the weights of a policy."""
+    policy.check_observed(int(model.observation_space.shape[0]))  # type: ignore[index]
+    actors = [model.actor]
+    if not isinstance(model, SAC):
+        actors.append(model.actor_target)
+    for actor in actors:
+        load_layers(actor_layers(actor), policy)
+    if isinstance(model, SAC):
+        with torch.no_grad():
+            spread = cast(nn.Linear, model.actor.log_std)
+            spread.weight.zero_()
+            spread.bias.fill_(math.log(max(deviation, 1e-3)))
+
+
+Algorithm = TD3 | SAC
+"""Every algorithm here is one of these; DDPG is a TD3."""
+
+
+def model_tensors(model: Algorithm) -> dict[str, Tensor]:
+    """Return all that training changes in a model but its replay buffer and counters, by name."""
+    tensors = {f"policy.{key}": value for key, value in model.policy.state_dict().items()}
+    for name, optimizer in _optimizers(model).items():
+        for index, entries in optimizer.state_dict()["state"].items():
+            tensors |= {f"{name}.{index}.{key}": torch.as_tensor(value) for key, value in entries.items()}
+    if isinstance(model, SAC) and model.log_ent_coef is not None:
+        tensors["log_ent_coef"] = model.log_ent_coef.detach()
+    return tensors
+
+
+def restore_model(model: Algorithm, tensors: Mapping[str, Tensor]) -> None:
+    """Take over what `model_tensors` returned from a model of the same shape."""
+    policy = {key.removeprefix("policy."): v for key, v in tensors.items() if key.startswith("policy.")}
+    model.policy.load_state_dict(policy)
+    for name, optimizer in _optimizers(model).items():
+        entries: dict[int, dict[str, Any]] = {}
+        for key, value in tensors.items():
+            if key.startswith(f"{name}."):
+                _, index, entry = key.split(".")
+                entries.setdefault(int(index), {})[entry] = value.clone()
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
+    if isinstance(model, SAC) and model.log_ent_coef is not None:
+        with torch.no_grad():
+            model.log_ent_coef.copy_(tensors["log_ent_coef"])
+
+
+@contextmanager
+def actor_kept(model: Algorithm) -> Iterator[None]:
+    """Undo what training in the block does to the actor, its target, and its optimizer."""
+    parts = [model.actor, model.actor.optimizer]
+    if not isinstance(model, SAC):
+        parts.append(model.actor_target)
+    before = [copy.deepcopy(part.state_dict()) for part in parts]
+    yield
+    for part, state in zip(parts, before, strict=True):
+        part.load_state_dict(state)
+
+
+def _optimizers(model: Algorithm) -> dict[str, Optimizer]:
+    optimizers: dict[str, Optimizer] = {
+        "actor_optimizer": model.actor.optimizer,
+        "critic_optimizer": model.critic.optimizer,
+    }
+    if isinstance(model, SAC) and model.ent_coef_optimizer is not None:
+        optimizers["entropy_optimizer"] = model.ent_coef_optimizer
+    return optimizers
+
+
+def buffer_tensors(buffer: ReplayBuffer) -> dict[str, Tensor]:
+    """Return the filled part of a replay buffer, and where the next transition goes, by name."""
+    filled = buffer.buffer_size if buffer.full else buffer.pos
+    tensors = {f"buffer.{name}": torch.from_numpy(getattr(buffer, name)[:filled].copy()) for name in _ARRAYS}
+    return tensors | {"buffer.position": torch.tensor([buffer.pos, int(buffer.full)])}
+
+
+def restore_buffer(buffer: ReplayBuffer, tensors: Mapping[str, Tensor]) -> None:
+    """Take over what `buffer_tensors` returned from a buffer of the same size."""
+    for name in _ARRAYS:
+        filled = tensors[f"buffer.{name}"].numpy()
+        getattr(buffer, name)[: len(filled)] = filled
+    position, full = tensors["buffer.position"].tolist()
+    buffer.pos, buffer.full = position, bool(full)
+
+
+_ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+
+
+@dataclass
+class RandomState:
+    """The states of torch's and numpy's global generators, as an agent sees them.
+
+    stable-baselines3 draws from the global generators. While an agent works they are in its own state, and
+    afterwards as they were: nothing else in the process can disturb its draws, nor it theirs.
+    """
+
+    torch_state: torch.Tensor
+    numpy_state: np.ndarray
+
+    @classmethod
+    def seeded(cls, seed: int) -> RandomState:
+        """Return the states that a seed brings."""
+        numpy_state = np.random.RandomState(seed % 2**32).get_state(legacy=True)
+        return cls(torch.Generator().manual_seed(seed).get_state(), _pack(numpy_state))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Put the global generators into this state, and keep the state they are left in."""
+        outside_torch, outside_numpy = torch.get_rng_state(), np.random.get_state(legacy=True)
+        torch.set_rng_state(self.torch_state)
+        np.random.set_state(_unpack(self.numpy_state))
+        try:
+            yield
+        finally:
+            self.torch_state = torch.get_rng_state()
+            self.numpy_state = _pack(np.random.get_state(legacy=True))
+            torch.set_rng_state(outside_torch)
+            np.random.set_state(outside_numpy)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: tiny networks lose more to threads than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _pack(state: Any) -> np.ndarray:
+    """Return numpy's Mersenne-Twister state as one float64 array, which holds 32-bit integers exactly."""
+    _, keys, position, has_gauss, gauss = state
+    return np.concatenate([np.asarray(keys, dtype=np.float64), [position, has_gauss, gauss]])
+
+
+def _unpack(packed: np.ndarray) -> tuple[str, np.ndarray, int, int, float]:
+    return ("MT19937", packed[:-3].astype(np.uint32), int(packed[-3]), int(packed[-2]), float(packed[-1]))
+
 
 ALGORITHMS: dict[str, type[Algorithm]] = {"ddpg": DDPG, "td3": TD3, "sac": SAC}
 """DDPG (Lillicrap et al., ICLR 2016), TD3 (Fujimoto et al., ICML 2018), SAC (Haarnoja et al., ICML 2018)."""

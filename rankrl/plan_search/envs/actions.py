@@ -12,9 +12,8 @@ import numpy as np
 from decomposition.choose.allocation import allocate, allocate_many
 from decomposition.choose.candidates import CandidateSet
 from rankrl.errors import ConfigError
-from rankrl.options.agents import IMPORTANCE_SCALE, ActionKind, check_importance_scale
-from rankrl.plan_search.space.problem import Choices, SearchProblem
-from rankrl.plan_search.space.setting import SearchSetting
+from rankrl.options.selectors import IMPORTANCE_SCALE, ActionKind, check_importance_scale
+from rankrl.plan_search.space.problem import Choices, SearchProblem, SearchSetting
 
 
 class ActionMap(ABC):

@@ -14,7 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 from rankrl.errors import ConfigError
 from rankrl.option_types import shown
 from rankrl.plan_search.envs.actions import IMPORTANCE_SCALE, ActionKind, create_action_map
-from rankrl.plan_search.envs.features import Feature, ObservationEncoder
+from rankrl.plan_search.envs.observations import Feature, ObservationEncoder
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.registration import ENVIRONMENT_ID, RankSelectionSpec
 

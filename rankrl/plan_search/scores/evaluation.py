@@ -1,14 +1,16 @@
-"""Evaluations of plans, and the contract of evaluators."""
+"""What evaluating a plan returns, and evaluators that score no plan twice."""
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rankrl.plan_search.space.problem import Choices
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,58 @@ class MeasuresDivergences(Protocol):
 
     def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
         """Measure how far the network's answers move when one site alone is compressed."""
+
+
+class RememberingEvaluator(ABC):
+    """Scores plans one after the other and remembers the evaluations."""
+
+    def __init__(self, problem: SearchProblem) -> None:
+        self.problem = problem
+        self._known: dict[Choices, Evaluation] = {}
+
+    @abstractmethod
+    def value(self, choices: Choices) -> Any:
+        """Return the score of the network under a plan, or the output that `scores` reads it from."""
+
+    def scores(self, choices: Choices, value: Any) -> tuple[float, float]:
+        """Return the score and the accuracy of a plan; a score that is a single number stands for both."""
+        del choices
+        return value, value
+
+    def __call__(self, choices: Choices) -> Evaluation:
+        """Score a plan; see `evaluate` for the errors."""
+        known = self.known(choices)
+        if known is not None:
+            return known
+        start = time.perf_counter()
+        value = self.value(choices)
+        return self.record(choices, value, time.perf_counter() - start)
+
+    def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
+        """Score plans one after the other."""
+        return [self(choices) for choices in plans]
+
+    def restore(self, known: Mapping[Choices, Evaluation]) -> None:
+        """Take over the evaluations of the plans scored so far."""
+        self._known = dict(known)
+
+    def known(self, choices: Choices) -> Evaluation | None:
+        """Return the evaluation of a plan that was scored before, if it was."""
+        known = self._known.get(tuple(choices))
+        return None if known is None else replace(known, seconds=0.0, cached=True)
+
+    def record(self, choices: Choices, value: Any, seconds: float) -> Evaluation:
+        """Return and remember the evaluation of a plan."""
+        score, accuracy = self.scores(choices, value)
+        cost = self.problem.cost(choices)
+        evaluation = Evaluation(
+            score=score,
+            accuracy=accuracy,
+            params=cost.params,
+            macs=cost.macs,
+            params_kept=cost.params / self.problem.params,
+            macs_kept=cost.macs / self.problem.macs,
+            seconds=seconds,
+        )
+        self._known[tuple(choices)] = evaluation
+        return evaluation

@@ -32,7 +32,7 @@ from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages, batch_size
 from rankrl.plan_search.scores.score_evaluator import Score, ScoreEvaluator
 from rankrl.plan_search.space.problem import Choices, SearchProblem
-from rankrl.workers.base import WorkerCluster, WorkerPool, Workers
+from rankrl.workers.processes import WorkerCluster, WorkerPool, Workers
 
 
 class FixedFits(FitLibrary):

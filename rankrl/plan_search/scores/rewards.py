@@ -10,7 +10,7 @@ from typing import Any
 from decomposition.registry import Registry
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.option_types import check_options, parameter_types
-from rankrl.options.rewards import CountedCost
+from rankrl.options.search import CountedCost
 from rankrl.plan_search.scores.evaluation import Evaluation
 
 RewardFunction = Callable[[Evaluation], float]

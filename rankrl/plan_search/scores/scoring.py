@@ -14,15 +14,21 @@ from decomposition import CandidateSet, FitLibrary, Inputs
 from decomposition.network.inputs import joined, rows
 from rankrl.data import ImageData, augmented_copy
 from rankrl.data.calibration import calibration_images
-from rankrl.options.scores import Term
-from rankrl.plan_search.scores.divergence import probes, weighed
+from rankrl.options.search import Term
 from rankrl.plan_search.scores.evaluation import Evaluator
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages, accuracy_term
+from rankrl.plan_search.scores.evaluator import (
+    EvaluatorOptions,
+    PlanEvaluator,
+    ScoredImages,
+    accuracy_term,
+    probes,
+    weighed,
+)
 from rankrl.plan_search.scores.parallel import ParallelEvaluator, ParallelScoreEvaluator
 from rankrl.plan_search.scores.score_evaluator import Score, ScoreEvaluator, check_score, scored
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.training import predict_logits
-from rankrl.workers.base import WorkerCluster
+from rankrl.workers.processes import WorkerCluster
 
 log = logging.getLogger(__name__)
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from rankrl.plan_search.selectors import (  # registers the selectors
+from rankrl.plan_search.selectors import (
     bayes,
     cma_es,
     divergence,
-    lems,
     local_changes,
-    one_shot,
     random_plans,
     reinforcement,
     tpe,
 )
-from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
-from rankrl.plan_search.selectors.entries import SelectorEntry
-from rankrl.plan_search.selectors.registry import (
+from rankrl.plan_search.selectors import divergence as lems
+from rankrl.plan_search.selectors import selector as one_shot
+from rankrl.plan_search.selectors.selector import (
+    Proposal,
+    Selector,
+    SelectorEntry,
+    SelectorState,
     check_selector,
     create_selector,
     list_selectors,

@@ -11,11 +11,14 @@ import torch
 from rankrl.errors import ConfigError
 from rankrl.options.selectors import CMAESOptions
 from rankrl.plan_search.envs.actions import ImportanceMap, check_action
-from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
-from rankrl.plan_search.selectors.packages import import_package
-from rankrl.plan_search.selectors.registry import register_selector
-from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.plan_search.space.setting import SearchSetting
+from rankrl.plan_search.selectors.selector import (
+    Proposal,
+    Selector,
+    SelectorState,
+    import_package,
+    register_selector,
+)
+from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
 
 @register_selector

@@ -1,21 +1,22 @@
-"""The Lagrangian allocation over measured divergences: greedy without its model of losses."""
+"""Plans from measured divergences of single layers, and LEMS."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 
+from decomposition import CandidateSet
 from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
-from rankrl.options.selectors import NoOptions
+from rankrl.options.selectors import LEMSOptions, NoOptions
 from rankrl.plan_search.envs.actions import check_action
-from rankrl.plan_search.scores.divergence import with_divergences
-from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
-from rankrl.plan_search.selectors.registry import register_selector
-from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.plan_search.space.setting import SearchSetting
+from rankrl.plan_search.scores.evaluator import probes, scaled, with_divergences
+from rankrl.plan_search.selectors.selector import Proposal, Selector, SelectorState, register_selector
+from rankrl.plan_search.selectors.tpe import TPESelector
+from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
 ELSEWHERE = (
     "selector {!r} measures on images in this process: it goes neither with search.workers nor with "
@@ -88,3 +89,65 @@ class DivergenceSelector(Selector):
     def restore(self, state: SelectorState) -> None:
         """Take over whether the plan was scored."""
         self._done = bool(state.values["done"])
+
+
+def depth_weights(layers: int, gamma: float, alpha: float) -> np.ndarray:
+    """Return how much the losses of layers count, (layers,): 1 for the last, 1 + gamma for the first.
+
+    Layer l of L has 1 + gamma h_l, where h_l is the sum of (k + 1)^-alpha over k = l, ..., L - 1, scaled to
+    run from 1 to 0. With alpha = 0 it falls evenly with depth, with a larger alpha mostly at the first
+    layers.
+    """
+    sums = ((1.0 + np.arange(layers)) ** -alpha)[::-1].cumsum()[::-1]
+    return 1 + gamma * (sums - sums[-1]) / max(sums[0] - sums[-1], 1e-12)
+
+
+@register_selector
+class LEMSSelector(TPESelector):
+    """Layer-wise error model search (Thoma et al., ICML 2026), with Optuna's TPE (extra `tpe`).
+
+    A layer's losses are scaled to one divergence, measured at its cheapest candidate (theirs has a tenth of
+    the parameters), and weighted by depth: an error in front is propagated by what follows. The law is that
+    of the authors' code (github.com/lems-svd/lems, `harmonicv2`), and so are the ranges that gamma and alpha
+    are drawn from. Layers count one by one, not in blocks, and the Lagrangian allocation stands in for the
+    integer program. The first trial has gamma 0, the plan of the divergences alone; those that follow are
+    drawn by TPE, evenly until it knows ten.
+
+    Args:
+        problem: What to choose for; it needs a budget, and its `divergences`.
+        seed: Seed of the draws.
+        episodes: Not used.
+        **options: Those of `LEMSOptions`.
+    """
+
+    name = "lems"
+    description = "one divergence a layer, weighted by a law of depth whose two numbers TPE looks for"
+    own_options: ClassVar[type[LEMSOptions]] = LEMSOptions
+
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
+        super().__init__(problem, seed=seed, episodes=episodes, **options)
+        self._trials = self.own_options(**options).trials
+        self._ranges = {"gamma": (0.0, 7.0), "alpha": (0.0, 3.0)}
+
+    @classmethod
+    def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
+        """Refuse a search without a budget, with workers, or without the library."""
+        super().check_setting(options, setting)
+        if setting.in_workers:
+            raise ConfigError(ELSEWHERE.format(cls.name))
+
+    def propose(self) -> list[Proposal]:
+        """Ask for trials, as long as some are left."""
+        return super().propose()[: self._trials - len(self._told)] if len(self._told) < self._trials else []
+
+    @cached_property
+    def _sites(self) -> list[CandidateSet]:
+        only = probes(self.problem)
+        divergences = zip(self.problem.sites, only, measured(self.problem, self.name, only), strict=True)
+        return [scaled(site, probe, float(values[probe])) for site, probe, values in divergences]
+
+    def _allocate(self, actions: np.ndarray) -> np.ndarray:
+        gamma, alpha = actions
+        assert self.problem.budget is not None
+        weights = depth_weights(len(self._sites), gamma, alpha)
+        return allocate(self._sites, self.problem.budget, np.log(weights))

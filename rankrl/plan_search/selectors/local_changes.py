@@ -10,16 +10,15 @@ import torch
 
 from rankrl.options.selectors import LocalOptions
 from rankrl.plan_search.envs.actions import ImportanceMap, check_action
-from rankrl.plan_search.selectors.base import (
+from rankrl.plan_search.selectors.selector import (
     Proposal,
     Selector,
     SelectorState,
     generator_state,
+    register_selector,
     restore_generator,
 )
-from rankrl.plan_search.selectors.registry import register_selector
-from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.plan_search.space.setting import SearchSetting
+from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
 # Probability of each layer to be changed.
 _SHARE = 0.3

@@ -10,14 +10,14 @@ import numpy as np
 from decomposition import Budget, CandidateSet
 from decomposition.choose.allocation import cheapest_choices
 from rankrl.options.selectors import StepOptions
-from rankrl.plan_search.selectors.base import (
+from rankrl.plan_search.selectors.selector import (
     Proposal,
     Selector,
     SelectorState,
     generator_state,
+    register_selector,
     restore_generator,
 )
-from rankrl.plan_search.selectors.registry import register_selector
 from rankrl.plan_search.space.problem import SearchProblem
 
 

@@ -10,16 +10,15 @@ import torch
 
 from rankrl.plan_search.agents import AgentOptions
 from rankrl.plan_search.envs.actions import ActionKind, check_action
-from rankrl.plan_search.selectors.base import (
+from rankrl.plan_search.selectors.selector import (
     Proposal,
     Selector,
     SelectorState,
     generator_state,
+    register_selector,
     restore_generator,
 )
-from rankrl.plan_search.selectors.registry import register_selector
-from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.plan_search.space.setting import SearchSetting
+from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
 
 class ReinforcementSelector(Selector):
@@ -54,8 +53,7 @@ class ReinforcementSelector(Selector):
         """Refuse hyper-parameters out of their ranges, and a policy that cannot be read or does not fit."""
         own = agent_options(options)
         if own.policy is not None:
-            from rankrl.plan_search.agents.options import options_with_policy
-            from rankrl.plan_search.agents.policy_file import read_policy
+            from rankrl.plan_search.agents.policy_file import options_with_policy, read_policy
 
             options_with_policy(own, read_policy(own.policy))
 

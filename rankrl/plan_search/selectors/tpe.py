@@ -13,11 +13,14 @@ from decomposition.files import announce_write
 from rankrl.errors import StorageError
 from rankrl.options.selectors import StepOptions
 from rankrl.plan_search.envs.actions import ImportanceMap, check_action
-from rankrl.plan_search.selectors.base import Proposal, Selector, SelectorState
-from rankrl.plan_search.selectors.packages import import_package
-from rankrl.plan_search.selectors.registry import register_selector
-from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.plan_search.space.setting import SearchSetting
+from rankrl.plan_search.selectors.selector import (
+    Proposal,
+    Selector,
+    SelectorState,
+    import_package,
+    register_selector,
+)
+from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
 STUDY_NAME = "rankrl"
 STUDY_FILE = "tpe.sqlite3"

@@ -1,4 +1,4 @@
-"""The search problem: layers, costs of their candidates, and budgets."""
+"""The part of a search that is known before anything is trained, calibrated or fitted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,18 @@ from decomposition.operations import Cost
 from decomposition.plan.plan import CompressionPlan, fingerprint
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels
-from rankrl.options.budget import check_number_of_budgets
-from rankrl.plan_search.space.setting import SearchSetting
+from rankrl.options.search import check_number_of_budgets
+
+
+@dataclass(frozen=True)
+class SearchSetting:
+    """The part of a search that a selector's options may contradict, known from its options alone."""
+
+    measures: tuple[str, ...]
+    narrows: bool = False
+    borders: bool = False
+    in_workers: bool = False
+
 
 Measure = Literal["params", "macs", "bytes", "latency"]
 Choices = tuple[int, ...]

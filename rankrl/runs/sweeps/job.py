@@ -1,23 +1,116 @@
-"""One job of a sweep: skipped when finished, resumed when not; a failure does not end the others."""
+"""One GPU for each job, where a machine has several and jobs run in parallel."""
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
+import re
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rankrl.errors import RunStoppedError
 from rankrl.files import recording
 from rankrl.progress import listening
-from rankrl.runs.run_folder import RunFolder
-from rankrl.runs.sweeps.devices import runs_in_pool, take_one_gpu
-from rankrl.runs.sweeps.failures import sweep_identifier, write_failure
-from rankrl.runs.sweeps.known_jobs import job_folder
-from rankrl.runs.sweeps.progress import JobProgress
+from rankrl.runs.run_folder import RunFolder, digest
+from rankrl.runs.run_lock import LOCK_FILE, locked
+from rankrl.runs.sweeps.progress import JobProgress, sweep_identifier, write_failure
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def runs_in_pool() -> bool:
+    """Tell whether this process is one of a pool's workers."""
+    return multiprocessing.current_process().name != "MainProcess"
+
+
+def worker_number(job: int) -> int:
+    """Return the number of this worker in its pool, from 0 on; the number of the job where there is none.
+
+    A pool's worker keeps the first GPU that it has used, so GPUs are dealt to workers there.
+    """
+    number = re.search(r"-(\d+)$", multiprocessing.current_process().name)
+    return job if number is None else int(number[1]) - 1
+
+
+def take_one_gpu(job: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let this process see one GPU only, by the number of its worker or job.
+
+    The choice of a cluster's scheduler (one device in CUDA_VISIBLE_DEVICES, or none) stays as it is. To be
+    called before anything uses a GPU.
+    """
+    visible = environment.get(VISIBLE)
+    if visible is None:
+        import torch  # when a job begins; the command line looks at sweeps without it
+
+        devices = [str(index) for index in range(torch.cuda.device_count())]
+    else:
+        devices = [name for name in visible.split(",") if name.strip()]
+    if len(devices) > 1:
+        environment[VISIBLE] = devices[worker_number(job) % len(devices)]
+
 
 log = logging.getLogger(__name__)
+
+
+def job_folder(folder: RunFolder, config: Mapping[str, Any], sweep_folder: Path) -> RunFolder:
+    """Return the folder that holds a job from now on, with what there is of it already.
+
+    A job with the same options that lies elsewhere in the sweep's folder gets the new name where that says
+    more (`budget.params-0.5+seed-0`), and keeps its own where that is shorter, or another job's. A finished
+    one below the folder `reuse` is copied.
+    """
+    own, sweep = digest(config), sweep_identifier(sweep_folder)
+    known = _known_jobs(sweep_folder, sweep).get(own, folder)
+    if known != folder and known.path.is_dir():
+        if folder.holds_results or len(known.path.name) >= len(folder.path.name):
+            folder.discard()
+            return known
+        with locked(known.path), locked(folder.path):
+            log.info("%s was %s in an earlier command", folder.path, known.path.name)
+            _hand_over(known.path, folder.path, os.replace)
+        shutil.rmtree(known.path)
+    elif config.get("reuse") and not folder.holds_results:
+        known = _known_jobs(Path(config["reuse"]), sweep).get(own, folder)
+        if known.finished:
+            with locked(folder.path):
+                log.info("%s is copied from %s", folder.path, known.path)
+                _hand_over(known.path, folder.path, _copy)
+    return folder
+
+
+def _hand_over(source: Path, target: Path, hand_over: Callable[[Path, Path], object]) -> None:
+    """Move or copy a run, its mark that it is finished last: what is interrupted is an unfinished run."""
+    mark = RunFolder(source).metrics
+    for path in sorted(source.iterdir(), key=lambda path: path == mark):
+        place = target / path.name
+        if path.name == LOCK_FILE:
+            continue
+        if place.is_dir():
+            shutil.rmtree(place)
+        with suppress(PermissionError):  # Windows keeps a log that is open
+            hand_over(path, place)
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+    else:
+        shutil.copy2(source, target)
+
+
+@lru_cache(maxsize=4)
+def _known_jobs(folder: Path, sweep: str | None) -> dict[str, RunFolder]:
+    """Return the runs below a folder when a sweep began, by the digest of their configurations."""
+    del sweep  # the jobs of another one are read anew
+    runs = sorted(RunFolder.below(folder), key=lambda run: run.finished)
+    recorded = [(run, run.recorded()) for run in runs]
+    return {digest(config): run for run, config in recorded if config is not None}
 
 
 def run_sweep_job(

@@ -16,7 +16,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
 from rankrl.errors import RankrlError
-from rankrl.runs.sweeps.failures import sweep_identifier, write_failure
+from rankrl.runs.sweeps.progress import sweep_identifier, write_failure
 
 _CONFIGURING = threading.Lock()  # Hydra's configuration is one for all threads
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from hydra.core.utils import JobReturn
 
-from rankrl.errors import ConfigError, RankrlError
+from rankrl.errors import ConfigError, RankrlError, counted
 from rankrl.runs.sweeps.launching import SweepJobs, refuse
-from rankrl.wording import counted
 from rankrl.workers.ray_cluster import connect
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from typing import Any
 from hydra.core.utils import JobReturn
 
 from rankrl.device import usable_cores
-from rankrl.errors import ConfigError
+from rankrl.errors import ConfigError, counted
 from rankrl.runs.sweeps.launching import SweepJobs, refuse
-from rankrl.wording import counted
 
 log = logging.getLogger(__name__)
 

@@ -6,16 +6,21 @@ everything on to the trackers of a run, none of which can disturb it.
 
 from __future__ import annotations
 
-from rankrl.runs.tracking import csv_files, mlflow_runs, tensorboard_files, wandb_runs
-from rankrl.runs.tracking.base import Tracker
-from rankrl.runs.tracking.registry import (
+from rankrl.runs.tracking import trackers as csv_files
+from rankrl.runs.tracking import trackers as mlflow_runs
+from rankrl.runs.tracking import trackers as tensorboard_files
+from rankrl.runs.tracking import trackers as wandb_runs
+from rankrl.runs.tracking.tracker import (
+    NOT_TRACKED,
+    Tracker,
+    Tracking,
     create_tracker,
     list_trackers,
     register_tracker,
+    start_tracking,
     tracker_class,
     tracker_option_types,
 )
-from rankrl.runs.tracking.tracking import NOT_TRACKED, Tracking, start_tracking
 
 __all__ = [
     "NOT_TRACKED",

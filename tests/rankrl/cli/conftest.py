@@ -12,7 +12,8 @@ from command_line import BUDGET, QUICK, call, workplace
 from matplotlib.figure import Figure
 
 from rankrl.files import write_atomically
-from rankrl.report import comparison_page, write
+from rankrl.report import comparison as comparison_page
+from rankrl.report import write
 from rankrl.runs.run_folder import RunFolder
 
 

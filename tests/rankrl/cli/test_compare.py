@@ -11,7 +11,7 @@ import pytest
 from command_line import QUICK, call, read_json, small_network, workplace
 
 from rankrl.cli.config import options
-from rankrl.cli.config.entries import selector_entry
+from rankrl.cli.config.options import selector_entry
 from rankrl.cli.config.schema import AppConfig
 from rankrl.errors import ConfigError
 from rankrl.options.tasks import CompareOptions

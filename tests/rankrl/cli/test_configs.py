@@ -16,12 +16,10 @@ from omegaconf import OmegaConf
 from decomposition import list_formats
 from optim import list_optimizers
 from pruning import list_pruners
-from rankrl.cli.config.choices import group_choices, group_names, store_groups
-from rankrl.cli.config.folder import config_folder
+from rankrl.cli.config.choices import config_folder, group_choices, group_names, store_groups
 from rankrl.cli.config.groups import GROUPS
 from rankrl.cli.config.overrides import check_overrides
-from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.structured import structured
+from rankrl.cli.config.schema import AppConfig, structured
 from rankrl.data import list_datasets
 from rankrl.errors import ConfigError
 from rankrl.models import list_models

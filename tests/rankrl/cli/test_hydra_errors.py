@@ -10,7 +10,7 @@ import pytest
 from command_line import refusal
 
 from rankrl.cli import app
-from rankrl.cli.config.hydra_errors import COMPLETE_ERRORS
+from rankrl.cli.config.overrides import COMPLETE_ERRORS
 
 INSPECT = ("task=inspect", "model=conv4", "dataset=digits")
 

@@ -18,15 +18,14 @@ import rankrl
 from decomposition import FitOptions, apply_plan
 from decomposition.operations.operation import FINAL
 from decomposition.operations.quantise import PRECISIONS
-from rankrl.cli.config.folder import config_folder
+from rankrl.cli.config.choices import config_folder
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import load_dataset
-from rankrl.networks.candidates import CandidateOptions
+from rankrl.networks.network import CandidateOptions
 from rankrl.options import decomposition as decomposition_options
-from rankrl.options.budget import BudgetOptions
 from rankrl.options.decomposition import DecompositionOptions
-from rankrl.options.pretraining import EpisodeOptions, PretrainingOptions
-from rankrl.options.search import SearchOptions
+from rankrl.options.search import BudgetOptions, SearchOptions
+from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
 from rankrl.options.timing import ExportOptions, LatencyOptions
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.selectors import create_selector

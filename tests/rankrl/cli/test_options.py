@@ -104,7 +104,7 @@ def test_ranks_for_a_budget_in_time_fill_the_processor_s_lanes(overrides, multip
 def test_layers_choose_precisions_that_lower_what_the_budget_counts(
     overrides, precisions, monkeypatch
 ) -> None:
-    monkeypatch.setattr("rankrl.onnx.export.weight_range.sums_overflow", lambda: False)
+    monkeypatch.setattr("rankrl.onnx.export.ranges.sums_overflow", lambda: False)
     assert options.candidate_options(settings(*overrides)).precisions == precisions
 
 
@@ -148,8 +148,8 @@ def test_fine_tuning_takes_larger_steps_after_a_removal(overrides, after_removal
         (("model=conv4",), (1, 8, 8), 0.05),
         (("model=torchvision", "model.name=resnet18"), (3, 32, 32), 0.1),
         (("model=torchvision", "model.name=squeezenet1_1"), (3, 32, 32), 0.01),
-        (("model=custom", "model._target_=rankrl.models.lenet5.LeNet5"), (1, 28, 28), 0.01),
-        (("model=custom", "model._target_=rankrl.models.resnet.resnet20"), (1, 28, 28), 0.1),
+        (("model=custom", "model._target_=rankrl.models.zoo.LeNet5"), (1, 28, 28), 0.01),
+        (("model=custom", "model._target_=rankrl.models.zoo.resnet20"), (1, 28, 28), 0.1),
         (("model=lenet5", "train.optim.lr=0.3"), (1, 28, 28), 0.3),
         (("model=lenet5", "train.optim.name=onnx_adam"), (1, 28, 28), 1e-3),
     ],

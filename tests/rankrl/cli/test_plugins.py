@@ -12,7 +12,7 @@ import pytest
 from rankrl.cli.app import checked_arguments
 from rankrl.cli.config.choices import store_groups
 from rankrl.errors import ConfigError
-from rankrl.plan_search.selectors.registry import _SELECTORS
+from rankrl.plan_search.selectors.selector import _SELECTORS
 
 Command = Callable[..., None]
 PAGE = Path(__file__).parents[3] / "docs" / "extending.md"

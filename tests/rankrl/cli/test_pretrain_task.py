@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from command_line import QUICK, call, read_json, small_network, task_refusal, workplace
 
+from rankrl.plan_search import pretraining as episodes
+from rankrl.plan_search import pretraining as workflow
 from rankrl.plan_search.agents.policy_file import PolicyFile
-from rankrl.plan_search.pretraining import episodes
-from rankrl.plan_search.pretraining import tasks as workflow
 
 FITS = ("calibration.images=64", "decomposition.candidates=4", "decomposition.iterations=5")
 PRETRAIN = (

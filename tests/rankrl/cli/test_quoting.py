@@ -10,8 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankrl.cli.config.composition import quoted, quoting_advice, readable_arguments
 from rankrl.cli.config.overrides import check_overrides
-from rankrl.cli.config.quoting import quoted, quoting_advice, readable_arguments
 from rankrl.errors import ConfigError
 
 TEXTS = st.text(st.characters(categories=["L", "N", "P", "S", "Zs"]), min_size=1)

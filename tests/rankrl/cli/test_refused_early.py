@@ -13,7 +13,7 @@ from torch import nn
 
 import rankrl
 from decomposition import DecompositionError
-from rankrl.cli.config.values import check_values
+from rankrl.cli.config.overrides import check_values
 from rankrl.errors import ConfigError, DataError
 
 Refused = Callable[..., str]

@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from decomposition import CompressionPlan, Quantise, list_formats
 from rankrl.cli.app import FIRST_RUN, main
-from rankrl.cli.config.docstrings import explanations
+from rankrl.cli.config.groups import explanations
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.config.tasks import TASKS
 from rankrl.data import Preprocessing, load_dataset

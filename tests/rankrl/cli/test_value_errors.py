@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import refusal, task_refusal, values
 
-from rankrl.cli.config.values import check_values
+from rankrl.cli.config.overrides import check_values
 from rankrl.errors import ConfigError
 
 Refused = Callable[..., str]

@@ -21,7 +21,7 @@ from rankrl.data import (
     load_dataset,
     register_dataset,
 )
-from rankrl.data.registry import channel_statistics
+from rankrl.data.datasets import channel_statistics
 from rankrl.errors import ConfigError, DataError
 
 

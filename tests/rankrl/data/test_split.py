@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankrl.data.split import stratified_split
+from rankrl.data.datasets import stratified_split
 
 
 @given(labels=st.lists(st.integers(0, 4), max_size=60), share=st.floats(0, 1), seed=st.integers(0, 9))

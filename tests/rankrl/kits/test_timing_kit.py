@@ -32,10 +32,8 @@ from decomposition.choose.listing import CandidateLister
 from decomposition.network.layers import is_decomposable_module
 from rankrl import DecompositionOptions, LatencyOptions
 from rankrl.errors import ConfigError
-from rankrl.kits.file_group import FileGroup
-from rankrl.kits.kit_writer import KitWriter, packed
+from rankrl.kits.kit_writer import FileGroup, FinishedFile, KitWriter, packed, write_verify_kit
 from rankrl.kits.times_file import TimesFile
-from rankrl.kits.verify_kit import FinishedFile, write_verify_kit
 from rankrl.timing.layer_timing import LayerTimer
 from rankrl.timing.local_stopwatch import LocalStopwatch
 from rankrl.timing.network_timer import NetworkTimer

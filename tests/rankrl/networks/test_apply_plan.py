@@ -31,7 +31,7 @@ from decomposition import (
 )
 from pruning import channel_groups, get_pruner, keep_share, removable_groups, remove_channels
 from rankrl.models import create_model
-from rankrl.models.resnet import CifarResNet
+from rankrl.models.zoo import CifarResNet
 from rankrl.onnx.export import verify_onnx
 from rankrl.operations import KeepChannels, kept_channels
 from rankrl.pruners.prune import removal_plan

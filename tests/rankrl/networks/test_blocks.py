@@ -23,17 +23,15 @@ from decomposition import (
 from rankrl.data import Images
 from rankrl.device import Precision
 from rankrl.errors import ConfigError
-from rankrl.models.resnet import CifarResNet
-from rankrl.networks.blocks import block_removals
-from rankrl.networks.candidates import CandidateOptions
-from rankrl.networks.module import ModuleNetwork
+from rankrl.models.zoo import CifarResNet
+from rankrl.networks.module import ModuleNetwork, block_removals
+from rankrl.networks.network import CandidateOptions
 from rankrl.operations import RemoveBlock, removed_blocks
-from rankrl.options.budget import BudgetOptions
-from rankrl.plan_search.goal import SearchGoal
+from rankrl.options.search import BudgetOptions
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
-from rankrl.plan_search.session import check_reachable
+from rankrl.plan_search.session import SearchGoal, check_reachable
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.timing.layer_latency import time_sites
 from rankrl.timing.layer_timing import LayerTimer

@@ -16,8 +16,7 @@ from decomposition.calibration.metric import Narrowing
 from rankrl.data import Images
 from rankrl.errors import ConfigError
 from rankrl.models import create_model
-from rankrl.networks.channels import channel_narrowings
-from rankrl.networks.module import ModuleNetwork
+from rankrl.networks.module import ModuleNetwork, channel_narrowings
 from rankrl.operations import KeepChannels, kept_channels
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.envs.actions import create_action_map
@@ -26,7 +25,7 @@ from rankrl.plan_search.scores.parallel import FixedFits, ParallelEvaluator
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.workers.base import LocalCluster, Workers
+from rankrl.workers.processes import LocalCluster, Workers
 
 SHAPE = (1, 8, 8)
 

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 import rankrl
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.graph.network import OnnxNetwork
-from rankrl.onnx.sparse import dense, store_densely
+from rankrl.onnx.protobuf import dense, store_densely
 
 DRAWN = np.random.default_rng(0)
 X = DRAWN.standard_normal((48, 6, 5, 5)).astype(np.float32)

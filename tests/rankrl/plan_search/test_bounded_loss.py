@@ -17,13 +17,17 @@ from decomposition.choose.candidates import Candidate
 from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost
 from rankrl.errors import ConfigError
-from rankrl.options.budget import BudgetOptions
-from rankrl.plan_search import standard_plans as standard_plans_module
+from rankrl.options.search import BudgetOptions
+from rankrl.plan_search import measured_plans as standard_plans_module
 from rankrl.plan_search.bounded_loss import REFITS, within_loss
-from rankrl.plan_search.measured_plans import MeasuredPlan, undominated
-from rankrl.plan_search.plan_meter import PlanMeter
+from rankrl.plan_search.measured_plans import (
+    MeasuredPlan,
+    PlanMeter,
+    standard_plans,
+    undominated,
+    without_most_sensitive,
+)
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.plan_search.standard_plans import standard_plans, without_most_sensitive
 
 RANKS = (1, 2, 4, 8)
 DENSE = Cost(100, 100, 400)

@@ -7,17 +7,14 @@ from dataclasses import replace
 import pytest
 
 from rankrl.errors import ConfigError
-from rankrl.options.budget import BudgetOptions
-from rankrl.options.search import SearchOptions
+from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.plan_search import compare
-from rankrl.plan_search.agents.options import PRETRAINED_REFITTED
-from rankrl.plan_search.agents.policy_file import read_policy
+from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy
 from rankrl.plan_search.compare import compared_searches, search_all
-from rankrl.plan_search.goal import SearchGoal
-from rankrl.plan_search.pretraining.episodes import task_of
+from rankrl.plan_search.pretraining import task_of
 from rankrl.plan_search.scores.rewards import create_reward
 from rankrl.plan_search.selectors import SelectorEntry, selector_options
-from rankrl.plan_search.session import SearchSession
+from rankrl.plan_search.session import SearchGoal, SearchSession
 
 
 @pytest.fixture

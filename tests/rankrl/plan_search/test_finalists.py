@@ -9,20 +9,18 @@ import torch
 
 from rankrl.data import load_dataset
 from rankrl.models import create_model
-from rankrl.options.budget import BudgetOptions
-from rankrl.options.search import SearchOptions
+from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search import compare
+from rankrl.plan_search.bounded_loss import best_finalist, finalists
 from rankrl.plan_search.compare import ComparedSearch, winner
-from rankrl.plan_search.finalists import best_finalist, finalists
-from rankrl.plan_search.goal import SearchGoal
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.run import best_rows, run_search, with_row
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions
 from rankrl.plan_search.scores.rewards import create_reward
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.selectors import SelectorEntry, create_selector
-from rankrl.plan_search.session import SearchSession
+from rankrl.plan_search.session import SearchGoal, SearchSession
 from rankrl.timing.latency import RelativeTime
 from rankrl.training import predict_logits
 

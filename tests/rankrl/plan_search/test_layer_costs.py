@@ -12,9 +12,9 @@ from decomposition.choose.budget import Budget
 from decomposition.choose.candidates import Candidate
 from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost
-from rankrl.plan_search.layer_costs import as_numbers, layer_costs
+from rankrl.plan_search.run import as_numbers, layer_costs
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.report.layer_costs import layer_cost_rows
+from rankrl.report.run_tables import layer_cost_rows
 
 
 def site(name: str, importance: float, *, times: bool) -> CandidateSet:

@@ -28,14 +28,8 @@ from rankrl.plan_search.scores.parallel import FixedFits, ParallelEvaluator, Par
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.space.problem import Choices, SearchProblem
-from rankrl.workers.base import (
-    LocalCluster,
-    LocalWorkers,
-    WorkerError,
-    Workers,
-    check_workers,
-)
-from rankrl.workers.clusters import open_cluster
+from rankrl.workers.processes import LocalCluster, LocalWorkers, WorkerError, Workers, check_workers
+from rankrl.workers.ray_cluster import open_cluster
 
 SHAPE = (1, 8, 8)
 NORMALISATION = {"mean": (0.5,), "std": (0.25,)}
@@ -286,7 +280,7 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, signal\n"
-        "from rankrl.workers.base import LocalWorkers\n"
+        "from rankrl.workers.processes import LocalWorkers\n"
         "import operator\n"
         "def build():\n"
         "    return os.getpgid\n"

@@ -18,8 +18,7 @@ from rankrl.data import Augmentation, TestImages, augmented_copy, batches
 from rankrl.device import Precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
-from rankrl.plan_search.scores.refitting_network import RefittingNetwork
-from rankrl.plan_search.scores.scoring_network import ScoringNetwork
+from rankrl.plan_search.scores.scoring_network import RefittingNetwork, ScoringNetwork
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 EXACT = Precision(torch.device("cpu"), torch.float32)

@@ -20,11 +20,10 @@ import safetensors.torch
 import torch
 
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.plan_search.run import SearchResult, run_search
+from rankrl.plan_search.run import STATE_FILE, SearchResult, run_search
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.scores.history import EPISODES_FILE
 from rankrl.plan_search.selectors import create_selector, list_selectors, selector_options
-from rankrl.plan_search.state import STATE_FILE
 from rankrl.testing.selectors import surroundings
 
 EPISODES = 10

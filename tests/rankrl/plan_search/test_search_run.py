@@ -11,10 +11,9 @@ import pytest
 
 from decomposition.operations import operation_from_dict
 from rankrl.errors import ConfigError, StorageError
-from rankrl.plan_search.run import best_rows, run_search
+from rankrl.plan_search.run import SearchState, best_rows, run_search
 from rankrl.plan_search.scores.history import CANDIDATES_FILE, EPISODES_FILE
 from rankrl.plan_search.selectors import create_selector
-from rankrl.plan_search.state import SearchState
 
 
 def press_ctrl_c() -> None:

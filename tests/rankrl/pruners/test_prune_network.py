@@ -17,7 +17,7 @@ from rankrl.data import ImageData, Images, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
-from rankrl.models.resnet import BasicBlock
+from rankrl.models.zoo import BasicBlock
 from rankrl.operations import KeepChannels, kept_channels
 from rankrl.pruners.mask_training import STATE_VERSION, pruning_setup, read_pruning_state
 from rankrl.pruners.options import PruningOptions, pruner_defaults, pruning_options

@@ -27,11 +27,11 @@ from decomposition import (
 from pruning import PruningError, remove_blocks
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images
-from rankrl.models.resnet import CifarResNet
+from rankrl.models.zoo import CifarResNet
 from rankrl.operations import RemoveBlock, removed_blocks
 from rankrl.pruners.options import PruningOptions, pruning_options
 from rankrl.pruners.prune import PrunedNetwork, check_target, prune_network
-from rankrl.verify.layer_rows import layer_rows
+from rankrl.verify.measure import layer_rows
 
 
 def options(**given: object) -> PruningOptions:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankrl.report.certificate import certificate_card, certificate_note
+from rankrl.report.run_tables import certificate_card, certificate_note
 from rankrl.verify.certificate import OWN_SCORE, Basis, certify, uncertified
 
 ON_IMAGES = Basis("accuracy", "test images")

@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
-from rankrl.report.comparison import ComparisonRow, Spread, comparison_markdown, progress_cells
-from rankrl.report.comparison_page import comparison_page
+from rankrl.report.comparison import (
+    ComparisonRow,
+    Spread,
+    comparison_markdown,
+    comparison_page,
+    progress_cells,
+)
 
 HOSTILE = '"><script>alert(1)</script>'
 

@@ -15,13 +15,20 @@ from matplotlib.figure import Figure
 
 from decomposition import list_formats
 from rankrl.report import EpisodeRow, LayerRow
-from rankrl.report.axes import number_axis, percent_axis, whole_axis
-from rankrl.report.comparison import ComparisonRow
-from rankrl.report.comparison_figure import accuracies_figure, rewards_figure
-from rankrl.report.figures import NARROW, WIDE, fine_tuning_figure, layers_figure, reward_figure
+from rankrl.report.comparison import ComparisonRow, accuracies_figure, rewards_figure
+from rankrl.report.figures import (
+    NARROW,
+    WIDE,
+    fine_tuning_figure,
+    layers_figure,
+    number_axis,
+    percent_axis,
+    reward_figure,
+    whole_axis,
+)
 from rankrl.report.gather import GatheredRun
-from rankrl.report.pareto import pareto_figure
 from rankrl.report.stages import stages
+from rankrl.report.sweep_page import pareto_figure
 from rankrl.training import EpochRow
 
 FRACTIONS = st.lists(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rankrl.report import measured_table
-from rankrl.report.measured import measured_note, measured_rows
+from rankrl.report.run_tables import measured_note, measured_rows
 
 
 def metrics(taken: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rankrl.report import EpisodeRow, LayerRow, ReportError, RunReport, conclusion, run_page
 from rankrl.report.network_drawing import plan_drawing
-from rankrl.report.remains import remains
+from rankrl.report.run_tables import remains
 from rankrl.report.summary import comparison_rows
 from rankrl.training import EpochRow
 

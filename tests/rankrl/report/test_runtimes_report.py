@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rankrl.report import ReportError, RunReport, run_page, runtimes_table
-from rankrl.report.runtimes import runtime_note, runtime_rows
+from rankrl.report.run_tables import runtime_note, runtime_rows
 
 
 def entry(**values: Any) -> dict[str, Any]:

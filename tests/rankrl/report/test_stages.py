@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from rankrl.errors import counted
 from rankrl.report import collect_setup, conclusion, summary_table
 from rankrl.report.provenance import hardware_line
 from rankrl.report.stages import (
@@ -23,7 +24,6 @@ from rankrl.report.stages import (
     stages,
 )
 from rankrl.report.summary import comparison_rows
-from rankrl.wording import counted
 
 
 def plain(text: str) -> str:

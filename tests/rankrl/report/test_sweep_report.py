@@ -17,7 +17,7 @@ import rankrl
 from decomposition import list_formats
 from rankrl.report import ReportError, gather_runs, results_table, write_sweep_report
 from rankrl.report.figures import method_styles
-from rankrl.report.pareto import ALL_AT_ONCE, dense_costs, pareto_front, plotted, rivals, with_fronts
+from rankrl.report.sweep_page import ALL_AT_ONCE, dense_costs, pareto_front, plotted, rivals, with_fronts
 
 METHODS = ("tensor_ring", "tucker", "cp")
 BUDGETS = (0.5, 0.25)

@@ -20,9 +20,9 @@ from rankrl.timing import (
     is_unchanged,
     latency,
     measure_latency,
-    passes,
     time_in_turns,
 )
+from rankrl.timing import latency as passes
 
 
 @pytest.fixture

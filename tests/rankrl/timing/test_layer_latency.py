@@ -31,17 +31,18 @@ from decomposition import (
 )
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
-from rankrl.kits.file_group import FileGroup
+from rankrl.kits.kit_writer import FileGroup
 from rankrl.networks.module import ModuleNetwork
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.bounded_loss import within
 from rankrl.plan_search.latency_budget import LatencyBudget, TimedPlans
-from rankrl.plan_search.plan_meter import PlanMeter
+from rankrl.plan_search.measured_plans import PlanMeter
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.scores.history import EpisodeRow, make_row
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.timing import module_files, network_timer
+from rankrl.timing import network_timer
+from rankrl.timing import whole_files as module_files
 from rankrl.timing.latency import RelativeTime
 from rankrl.timing.layer_latency import SiteTimes
 from rankrl.timing.layer_timing import LayerTimer

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankrl.timing import fast_multiple, rank_step
+from rankrl.timing import fast_multiple
+from rankrl.timing import form as rank_step
+from rankrl.timing.form import STEPS, step_of
 from rankrl.timing.layer_timing import LayerTimer
-from rankrl.timing.rank_step import STEPS, step_of
 
 
 @pytest.mark.parametrize("width", STEPS)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sklearn.dummy import DummyClassifier
 from torch import Tensor
 
-from rankrl.training.chance import (
+from rankrl.training.accuracy import (
     guessing_loss,
     guessing_share,
     is_guessing,

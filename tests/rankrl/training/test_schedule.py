@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from rankrl.errors import ConfigError
-from rankrl.training.schedule import learning_rate_factor, list_schedules, register_schedule
+from rankrl.training.recipe import learning_rate_factor, list_schedules, register_schedule
 
 
 def optimizer() -> torch.optim.SGD:

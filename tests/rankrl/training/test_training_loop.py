@@ -20,8 +20,7 @@ from rankrl.device import Precision
 from rankrl.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
 from rankrl.state_file import write_state
 from rankrl.training import EpochRow, TrainingProgress, TrainingRecipe, list_schedules, train
-from rankrl.training.average import WeightAverage
-from rankrl.training.optimizer import build_optimizer
+from rankrl.training.recipe import WeightAverage, build_optimizer
 
 MakeNetwork = Callable[[int], nn.Module]
 OPTIMIZERS, SCHEDULES = optim.list_optimizers(), list_schedules()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankrl.training.loss import distillation_loss, training_loss
+from rankrl.training.accuracy import distillation_loss, training_loss
 
 STUDENT = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.3, 3.0]])
 TEACHER = torch.tensor([[2.0, -1.0, 0.0], [0.5, 0.2, 1.0]])

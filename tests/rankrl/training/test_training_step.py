@@ -15,7 +15,7 @@ from decomposition import apply_plan, make_plan
 from optim import OnnxAdam
 from rankrl.errors import ConfigError
 from rankrl.training import TrainingRecipe
-from rankrl.training.training_step import write_training_step
+from rankrl.training.networks import write_training_step
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ from small_graphs import (
 )
 
 import rankrl
-from rankrl.onnx.graph import OnnxGraphError, PreparedFile, reading
-from rankrl.verify.as_read import check_as_read
-from rankrl.verify.fidelity import COARSE_FLOOR, departure, relative_error
+from rankrl.onnx.graph import OnnxGraphError, PreparedFile
+from rankrl.onnx.graph import network as reading
+from rankrl.verify.fidelity import COARSE_FLOOR, check_as_read, departure, relative_error
 
 CASES: dict[str, tuple[Callable[[], onnx.ModelProto], Any]] = {
     "convolutions": (convolutions, {"x": images(10)}),

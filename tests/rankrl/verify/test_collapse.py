@@ -21,7 +21,7 @@ import rankrl
 from rankrl.onnx.graph import file
 from rankrl.onnx.graph_edits import stored
 from rankrl.verify.agreement import agreement, constant_agreement
-from rankrl.verify.collapse import accuracy_collapse, collapse
+from rankrl.verify.certificate import accuracy_collapse, collapse
 from rankrl.verify.own_inputs import HeldoutScore, Sample
 
 Array = np.ndarray[Any, Any]

@@ -10,7 +10,7 @@ from several_inputs import TwoInputs
 from torch import Tensor, nn
 
 from decomposition import DecompositionError
-from rankrl.verify.rewritten import check_rewritten
+from rankrl.verify.fidelity import check_rewritten
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 NUMBERS = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))

@@ -18,8 +18,8 @@ from torch import nn
 import rankrl
 from rankrl.errors import ConfigError
 from rankrl.onnx.errors import ExportError
-from rankrl.onnx.export import nncf_file
-from rankrl.onnx.export.nncf_file import nncf_obstacle, quantise_with_nncf
+from rankrl.onnx.export import int8 as nncf_file
+from rankrl.onnx.export.int8 import nncf_obstacle, quantise_with_nncf
 from rankrl.onnx.runtimes import get_runtime, open_session
 from rankrl.options.timing import LatencyOptions
 from rankrl.timing.network_timer import NetworkTimer

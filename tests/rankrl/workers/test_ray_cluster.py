@@ -21,8 +21,8 @@ from rankrl.errors import ConfigError
 from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.scores.parallel import ParallelEvaluator
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.workers.base import WorkerError, Workers
-from rankrl.workers.clusters import open_cluster
+from rankrl.workers.processes import WorkerError, Workers
+from rankrl.workers.ray_cluster import open_cluster
 
 pytestmark = [
     pytest.mark.slow,

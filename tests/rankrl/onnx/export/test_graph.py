@@ -10,8 +10,11 @@ from edited import edited
 from onnx import TensorProto, helper, numpy_helper
 
 from rankrl.data import Preprocessing
-from rankrl.onnx.export.graph import fold_batchnorm_into_computed_weights, take_bytes
-from rankrl.onnx.export.subsampling import convolve_subsampling
+from rankrl.onnx.export.graph_passes import (
+    convolve_subsampling,
+    fold_batchnorm_into_computed_weights,
+    take_bytes,
+)
 
 X = np.random.default_rng(0).standard_normal((3, 4, 6, 6)).astype(np.float32)
 SIZES = ["n", "c", "h", "w"]

@@ -13,7 +13,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from rankrl.onnx.export import quantise_onnx
-from rankrl.onnx.export.hard_swish import join_hard_swishes
+from rankrl.onnx.export.integer_nodes import join_hard_swishes
 
 CHAINS = {
     "divided last": "a = Add(x, three)\nc = Clip(a, zero, six)\np = Mul(x, c)\ny = Div(p, six)",

@@ -20,8 +20,8 @@ import rankrl
 from decomposition.network.inputs import tensors_in
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import verify_onnx
-from rankrl.onnx.export.graph import name_values
-from rankrl.onnx.export.outputs import return_tensors_alone
+from rankrl.onnx.export.graph_passes import name_values
+from rankrl.onnx.export.onnx_file import return_tensors_alone
 
 IMAGES = torch.randn(3, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from rankrl.errors import DefectError
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
-from rankrl.onnx.export.quantiser_copy import QuantiserCopy
+from rankrl.onnx.export.int8 import QuantiserCopy
 
 
 def in_integers(model: onnx.ModelProto, folder: Path, weights: list[str] | None) -> onnx.ModelProto:

@@ -10,7 +10,8 @@ from torch import nn
 
 from rankrl.errors import ConfigError
 from rankrl.onnx.export import ExportResult
-from rankrl.onnx.runtimes import get_runtime, list_runtimes, onnxruntime_cuda, open_session
+from rankrl.onnx.runtimes import get_runtime, list_runtimes, open_session
+from rankrl.onnx.runtimes import onnx_runtime as onnxruntime_cuda
 from rankrl.testing import RuntimeContract
 
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from untrained import with_statistics
 
 from decomposition import FitOptions, Quantise, apply_plan, calibrate_ranges, make_plan
-from rankrl.models.resnet import CifarResNet
+from rankrl.models.zoo import CifarResNet
 from rankrl.onnx.export import export_network, export_onnx, quantise_onnx
+from rankrl.onnx.export.graph_passes import convolve_subsampling, selects, store_selections
 from rankrl.onnx.export.integer_nodes import integer_nodes
-from rankrl.onnx.export.subsampling import convolve_subsampling, selects, store_selections
 
 SHAPE = (3, 16, 16)
 END = np.iinfo(np.int64).max

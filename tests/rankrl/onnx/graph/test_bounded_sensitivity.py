@@ -12,8 +12,7 @@ from torch import nn
 
 from rankrl.onnx.export import export_onnx
 from rankrl.onnx.graph import OnnxNetwork, find_sites, sensitivity
-from rankrl.onnx.graph.directions import SKETCHED, Directions, Sketch
-from rankrl.onnx.graph.passes import PASSES, passes_by_node, shared_passes
+from rankrl.onnx.graph.sensitivity import PASSES, SKETCHED, Directions, Sketch, passes_by_node, shared_passes
 
 COUNT = 64
 

@@ -19,7 +19,7 @@ import rankrl
 from decomposition import PlanError, Quantise
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph import OnnxGraphError, PreparedFile
-from rankrl.onnx.graph.half import HALF, half_values, in_float32, in_half
+from rankrl.onnx.graph.precisions import HALF, half_values, in_float32, in_half
 from rankrl.onnx.protobuf import to_proto
 
 LITTLE: dict[str, Any] = {

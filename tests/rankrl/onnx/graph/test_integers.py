@@ -15,7 +15,8 @@ from small_graphs import Array, convolutions, images, network_of
 import rankrl
 from decomposition import Quantise
 from rankrl.onnx.errors import ExportError
-from rankrl.onnx.graph import OnnxNetwork, find_sites, integers
+from rankrl.onnx.graph import OnnxNetwork, find_sites
+from rankrl.onnx.graph import prepared_file as integers
 from rankrl.onnx.graph.site import Site
 
 

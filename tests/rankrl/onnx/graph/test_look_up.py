@@ -19,8 +19,7 @@ from small_graphs import OPSETS, Array, generator, model_of, network_of
 
 import rankrl
 from rankrl.errors import RankrlError
-from rankrl.onnx.graph.look_up import with_look_ups
-from rankrl.onnx.graph.prepared_file import PreparedFile
+from rankrl.onnx.graph.prepared_file import PreparedFile, with_look_ups
 from rankrl.onnx.protobuf import to_proto
 
 CLASSES, WIDTH, POSITIONS = 7, 4, 5

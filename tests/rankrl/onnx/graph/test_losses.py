@@ -14,13 +14,12 @@ from small_graphs import FRAMES, MAPS, classifier, convolutions, images, sentenc
 
 from decomposition import CandidateSet, Factorise
 from decomposition.network.rounding import REDUCED_BITS, largest_integer
-from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import fit_library
-from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
+from rankrl.networks.graph_losses import GraphLibrary, NodeLosses, NodeTail
 from rankrl.networks.graph_scoring import ScoringGraph
-from rankrl.networks.node_tail import NodeTail
+from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.export.int8 import quantise_onnx
-from rankrl.onnx.export.weight_range import sums_overflow
+from rankrl.onnx.export.ranges import sums_overflow
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile
 from rankrl.onnx.output_scores import output_score
 

@@ -15,7 +15,7 @@ from small_graphs import Array, classifier, convolutions, images
 
 import rankrl
 from rankrl.onnx.graph import OnnxGraphError, OnnxNetwork
-from rankrl.onnx.set_aside import set_aside_outputs
+from rankrl.onnx.protobuf import set_aside_outputs
 
 LABELS = ["nought", "one", "two", "three", "four"]
 CALL: dict[str, Any] = {

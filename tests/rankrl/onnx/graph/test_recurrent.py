@@ -17,19 +17,19 @@ from torch import nn
 import rankrl
 from decomposition import CompressionPlan, LayerPlan, PlanError, Quantise, inspect_layers
 from decomposition.network.rounding import REDUCED_BITS
-from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import fit_library
 from rankrl.networks.graph_losses import NodeLosses
 from rankrl.networks.graph_scoring import ScoringGraph
-from rankrl.onnx.export.weight_range import sums_overflow
+from rankrl.networks.network import CandidateOptions
+from rankrl.onnx.export.ranges import sums_overflow
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile, find_sites
 from rankrl.onnx.graph.batch_axes import BatchAxes
-from rankrl.onnx.graph.costs import network_costs, plan_costs
-from rankrl.onnx.graph.dynamic_lstm import quantise_lstms
+from rankrl.onnx.graph.file import quantise_lstms
+from rankrl.onnx.graph.prepared_file import network_costs, plan_costs
 from rankrl.onnx.output_scores import output_score
-from rankrl.timing.graph_files import GraphFiles
 from rankrl.timing.local_stopwatch import LocalStopwatch
 from rankrl.timing.lone_node import LoneNode
+from rankrl.timing.whole_files import GraphFiles
 
 STEPS, INPUTS, HIDDEN = 7, 6, 5
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

@@ -18,7 +18,8 @@ from small_graphs import FRAMES, Array, drawn, generator, model_of, network_of, 
 
 from decomposition import CompressionPlan, Factorise
 from decomposition.plan.plan import LayerPlan, fingerprint
-from rankrl.onnx.graph import capture, find_sites, refit, walk
+from rankrl.onnx.graph import capture, find_sites, refit
+from rankrl.onnx.graph import refit as walk
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.network import OnnxNetwork, open_session
 from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph

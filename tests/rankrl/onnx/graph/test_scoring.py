@@ -15,9 +15,9 @@ from small_graphs import FRAMES, MAPS, Array, convolutions, images, sentences, s
 
 from decomposition import FitLibrary
 from rankrl.errors import ConfigError, NonFiniteError
-from rankrl.networks.candidates import CandidateOptions
 from rankrl.networks.graph import fit_library
 from rankrl.networks.graph_scoring import OnnxPlanEvaluator, OnnxScoring, ScoringGraph
+from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile
 from rankrl.onnx.output_scores import output_score
 from rankrl.plan_search.space.problem import SearchProblem

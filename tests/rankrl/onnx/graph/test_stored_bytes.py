@@ -16,8 +16,8 @@ from small_graphs import Array, convolutions, drawn, of_low_rank
 
 import rankrl
 from decomposition import Factorise, Quantise
-from rankrl.onnx.graph.half import half_values
 from rankrl.onnx.graph.network import OnnxNetwork
+from rankrl.onnx.graph.precisions import half_values
 
 X = drawn(80, 3, 10, 9)
 CALL: dict[str, Any] = {"timing": rankrl.LatencyOptions(batch=2, runs=2, int8=False), "progress": False}

@@ -14,8 +14,8 @@ from call_options import grouped, layer_options
 from onnx import TensorProto, helper, numpy_helper
 
 import rankrl
-from rankrl.onnx.graph.costs import network_costs
 from rankrl.onnx.graph.network import Array, OnnxNetwork
+from rankrl.onnx.graph.prepared_file import network_costs
 from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph.sites import find_sites
 

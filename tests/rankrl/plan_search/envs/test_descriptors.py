@@ -13,8 +13,7 @@ from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 
 from decomposition.formats import list_formats
 from rankrl.plan_search.envs import ENVIRONMENT_ID, RankSelectionEnv
-from rankrl.plan_search.envs.descriptors import DESCRIPTOR_NAMES, layer_descriptors
-from rankrl.plan_search.envs.features import DESCRIBING
+from rankrl.plan_search.envs.observations import DESCRIBING, DESCRIPTOR_NAMES, layer_descriptors
 from rankrl.plan_search.space.problem import SearchProblem
 
 SHAPE = (1, 8, 8)

@@ -19,7 +19,7 @@ from decomposition import Cost
 from rankrl.errors import ConfigError
 from rankrl.plan_search.envs import ENVIRONMENT_ID, RankSelectionEnv
 from rankrl.plan_search.envs.actions import ImportanceMap, create_action_map
-from rankrl.plan_search.envs.features import Feature
+from rankrl.plan_search.envs.observations import Feature
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 MAPS = {

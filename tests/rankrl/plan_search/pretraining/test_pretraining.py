@@ -10,19 +10,20 @@ import pytest
 import torch
 
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.options.pretraining import PretrainingOptions
+from rankrl.options.tasks import PretrainingOptions
 from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask
 from rankrl.plan_search.envs.actions import ImportanceMap
-from rankrl.plan_search.envs.features import DESCRIBING, ObservationEncoder
-from rankrl.plan_search.pretraining.episodes import (
+from rankrl.plan_search.envs.observations import DESCRIBING, ObservationEncoder
+from rankrl.plan_search.pretraining import (
     TaskEpisodes,
     play_episodes,
     read_episodes,
+    task_fits,
     task_of,
+    train_policy,
+    unexplained,
     weights_fingerprint,
 )
-from rankrl.plan_search.pretraining.tasks import task_fits
-from rankrl.plan_search.pretraining.training import train_policy, unexplained
 from rankrl.plan_search.scores.evaluator import PlanEvaluator
 from rankrl.plan_search.space.problem import SearchProblem
 

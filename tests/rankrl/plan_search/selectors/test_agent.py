@@ -9,7 +9,7 @@ from stable_baselines3 import DDPG, SAC, TD3
 
 from rankrl.errors import ConfigError
 from rankrl.plan_search.agents import ALGORITHMS, AgentOptions, PolicyAgent
-from rankrl.plan_search.agents.randomness import RandomState, one_thread
+from rankrl.plan_search.agents.policy_agent import RandomState, one_thread
 from rankrl.plan_search.envs.actions import create_action_map
 from rankrl.plan_search.selectors import create_selector
 

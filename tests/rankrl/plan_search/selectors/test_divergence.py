@@ -11,9 +11,9 @@ import torch
 
 from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
-from rankrl.plan_search.scores.divergence import probes, scaled, weighed
+from rankrl.plan_search.scores.evaluator import probes, scaled, weighed
 from rankrl.plan_search.selectors import create_selector
-from rankrl.plan_search.selectors.lems import depth_weights
+from rankrl.plan_search.selectors.divergence import depth_weights
 from rankrl.testing.selectors import small_problem as made
 
 

@@ -13,7 +13,7 @@ import yaml
 from leaderboard_tasks import NOTHING, Network, Task, opened, read_tasks
 from made_inputs import MissingFileError
 
-from rankrl.options.budget import MEASURES
+from rankrl.options.search import MEASURES
 from rankrl.plan_search.agents.policy_file import PolicyTask, read_policy
 
 pytestmark = pytest.mark.slow

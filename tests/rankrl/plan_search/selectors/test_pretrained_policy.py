@@ -14,14 +14,18 @@ import torch
 
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.plan_search.agents import ALGORITHMS
-from rankrl.plan_search.agents.options import PRETRAINED_REFITTED, resolved_policy
-from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask, read_policy
+from rankrl.plan_search.agents.policy_file import (
+    PRETRAINED_REFITTED,
+    PolicyCard,
+    PolicyFile,
+    PolicyTask,
+    read_policy,
+    resolved_policy,
+)
 from rankrl.plan_search.envs.actions import ImportanceMap
-from rankrl.plan_search.envs.descriptors import DESCRIPTOR_NAMES
-from rankrl.plan_search.envs.features import DESCRIBING, ObservationEncoder
+from rankrl.plan_search.envs.observations import DESCRIBING, DESCRIPTOR_NAMES, ObservationEncoder
 from rankrl.plan_search.selectors import Selector, check_selector, create_selector
-from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.plan_search.space.setting import SearchSetting
+from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
 FAST_AGENT = {"warmup_episodes": 4, "updates_per_episode": 4, "batch_size": 8}
 FAST_BAYES = {"warmup_episodes": 4, "candidates": 8}

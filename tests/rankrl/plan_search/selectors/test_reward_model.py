@@ -8,7 +8,7 @@ from scipy.stats import spearmanr
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct, WhiteKernel
 
-from rankrl.plan_search.selectors.reward_model import RewardModel
+from rankrl.plan_search.selectors.bayes import RewardModel
 
 LAYERS = 8
 
@@ -108,7 +108,7 @@ def test_a_new_model_is_found_again_too() -> None:
 
 
 def test_only_the_worst_plans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankrl.plan_search.selectors.reward_model._CAPACITY", 10)
+    monkeypatch.setattr("rankrl.plan_search.selectors.bayes._CAPACITY", 10)
     model, losses = taught(15)
     kept = model.state()["rewards"]
     assert sorted(kept.tolist()) == sorted(reward_of(losses).tolist())[5:]

@@ -16,7 +16,7 @@ from rankrl.report import write_sweep_report
 from rankrl.runs.run_folder import RunFolder
 from rankrl.runs.run_lock import locked
 from rankrl.runs.sweeps import run_sweep_job
-from rankrl.runs.sweeps.known_jobs import job_folder
+from rankrl.runs.sweeps.job import job_folder
 
 Sweep = Callable[..., int]
 Command = Callable[[Sequence[str]], int]

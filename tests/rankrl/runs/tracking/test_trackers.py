@@ -14,8 +14,8 @@ import pytest
 from rankrl.errors import ConfigError
 from rankrl.plan_search.scores.history import EpisodeRow
 from rankrl.runs.tracking import Tracker, Tracking, list_trackers, start_tracking
-from rankrl.runs.tracking import registry as tracking_registry
-from rankrl.runs.tracking.tracking import flattened
+from rankrl.runs.tracking import tracker as tracking_registry
+from rankrl.runs.tracking.tracker import flattened
 from rankrl.training import EpochRow
 
 CONFIG = {"task": "pipeline", "seed": 0, "search": {"episodes": 2, "patience": None}, "hidden": [64, 64]}

@@ -1,0 +1,371 @@
+"""Rewrite exported graphs: batch norms, bytes as inputs, shortcuts as convolutions."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
+
+from rankrl.data import Preprocessing
+from rankrl.onnx.graph_edits import (
+    Array,
+    add_constant,
+    is_standard,
+    names_in,
+    new_name,
+    node_of,
+    put_first,
+    put_in_place,
+    stored,
+    values_in,
+    without_unused,
+)
+
+_SMALL = 256
+"""Elements that a folded vector may always have, such as a shape or axes."""
+
+
+def simplify(model: ir.Model, *, fold_batchnorm: bool, keep: Collection[str] = ()) -> None:
+    """Fold constants and batch normalisations, and remove what the exporter left over.
+
+    No weight is contracted where the product is larger than its factors: a compressed model stays small. The
+    exporter's notes go, too (stack traces with the paths of source files).
+    """
+    from onnxscript import optimizer  # takes a while to import
+
+    def should_fold(node: ir.Node) -> bool | None:
+        kept = any(value is not None and value.name in keep for value in node.inputs)
+        return False if kept else _should_fold(node)
+
+    turned = {
+        str(node.outputs[0].name): str(node.inputs[0].name)
+        for node in model.graph
+        if is_standard(node, "Transpose") and node.inputs[0] is not None and node.inputs[0].is_initializer()
+    }
+    if fold_batchnorm:
+        optimizer.optimize_ir(model, should_fold=should_fold)
+        fold_batchnorm_into_computed_weights(model)
+    else:  # the optimizer's rewrite rules would fold them
+        optimizer.inline(model)
+        optimizer.fold_constants_ir(model, should_fold=should_fold)
+        optimizer.remove_unused_nodes(model)
+    _name_turned_weights(model.graph, turned)
+    _remove_notes(model)
+
+
+def _name_turned_weights(graph: ir.Graph, turned: Mapping[str, str]) -> None:
+    """Call weights that were transposed on the way into the graph what the network calls them.
+
+    Linear layers over sequences are matrix products with the transposed weight, which the exporter folds into
+    a constant without a name of its own.
+    """
+    constants = graph.initializers
+    named = {new: old for new, old in turned.items() if new in constants and old not in constants}
+    if len(set(named.values())) == len(named):
+        for new, old in named.items():
+            constants[new].name = old
+
+
+def fold_batchnorm_into_computed_weights(model: ir.Model) -> None:
+    """Fold batch normalisation into convolutions whose weight is itself computed in the graph (from cores).
+
+    With s = γ / √(σ² + ε), BN(W ∗ x + b) = (s W) ∗ x + s (b − μ) + β (Ioffe and Szegedy 2015, algorithm 2).
+    The product s W is a `Mul` of the computed weight: constant too, hence evaluated once, on loading.
+    """
+    graph = model.graph
+    taken = names_in(graph)
+    for batchnorm in [node for node in graph if is_standard(node, "BatchNormalization")]:
+        x, *constants = batchnorm.inputs
+        conv = None if x is None else x.producer()
+        if x is None or conv is None or not is_standard(conv, "Conv"):
+            continue
+        kernel, bias = conv.attributes.get_ints("kernel_shape"), (*conv.inputs, None)[2]
+        statistics = [stored(value) for value in constants]
+        old_bias = np.zeros(1) if bias is None else stored(bias)
+        alone = len(x.uses()) == 1 and not x.is_graph_output()
+        if not alone or kernel is None or old_bias is None or any(array is None for array in statistics):
+            continue
+        gamma, beta, mean, variance = (array.astype(np.float64) for array in statistics if array is not None)
+        scale = gamma / np.sqrt(variance + batchnorm.attributes.get_float("epsilon", 1e-5))
+        folded = {
+            "scale": scale.reshape(-1, *[1] * (len(kernel) + 1)),
+            "bias": (old_bias.astype(np.float64) - mean) * scale + beta,
+        }
+        name = batchnorm.outputs[0].name
+        factor, shift = (
+            add_constant(graph, new_name(f"{name}_{kind}", taken), values.astype(np.float32))
+            for kind, values in folded.items()
+        )
+        scaled = node_of("Mul", [conv.inputs[1], factor], new_name(f"{name}_weight", taken))
+        scaled.name = new_name(f"{name}_scaled_weight", taken)
+        operands = [conv.inputs[0], scaled.outputs[0], shift]
+        merged = ir.node("Conv", operands, conv.attributes, name=conv.name)
+        put_in_place(graph, [conv, batchnorm], [scaled, merged])
+    without_unused(model)
+
+
+def name_axes(graph: ir.Graph, axes: Sequence[Mapping[int, str]]) -> None:
+    """Name free axes of the inputs, and sizes that follow from them after these (`2*batch`).
+
+    The exporter writes the symbols that tracing made up, such as `s77`.
+    """
+    names: dict[str, str] = {}
+    for value, named in zip(graph.inputs, axes, strict=True):
+        sizes = () if value.shape is None else value.shape
+        for index, size in enumerate(sizes):
+            if index in named and isinstance(size, ir.SymbolicDim) and size.value is not None:
+                names.setdefault(size.value, named[index])
+    if not names:
+        return
+    occurrence = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+
+    def renamed(axis: int | ir.SymbolicDim) -> int | str | None:
+        if isinstance(axis, int) or axis.value is None:
+            return axis if isinstance(axis, int) else None
+        return occurrence.sub(lambda match: names[match[0]], axis.value)
+
+    for value in (value for part in (graph, *graph.subgraphs()) for value in values_in(part)):
+        if value.shape is not None:
+            value.shape = ir.Shape(map(renamed, value.shape))
+
+
+def name_values(graph: ir.Graph, values: Sequence[ir.Value], names: Sequence[str]) -> bool:
+    """Give values names, unless constants, or other inputs or outputs, have them; the rest makes way."""
+    ends = {*graph.inputs, *graph.outputs, *graph.initializers.values()} - set(values)
+    if {value.name for value in ends} & set(names):
+        return False
+    taken = names_in(graph) | set(names)
+    for value in (value for part in (graph, *graph.subgraphs()) for value in values_in(part)):
+        if value.name in names and value not in values:
+            value.name = new_name(str(value.name), taken)
+    for value, name in zip(values, names, strict=True):
+        value.name = name
+    return True
+
+
+def take_bytes(graph: ir.Graph, preprocessing: Preprocessing) -> None:
+    """Let the graph take images as bytes, (N, height, width, channels), and normalise them itself.
+
+    The normalisation is not folded into the first convolution: that pads with zeros after it, so a mean in
+    its bias would be wrong along the border.
+
+    Shapes: graph (N, channels, height, width).
+    """
+    entry, taken = graph.inputs[0], names_in(graph)
+    uses = list(entry.uses())
+    factors = [
+        add_constant(graph, new_name(f"{entry.name}_{kind}", taken), values.view(-1, 1, 1).numpy())
+        for kind, values in zip(("scale", "offset"), preprocessing.scale_and_offset(), strict=True)
+    ]
+    steps: list[tuple[str, str, list[ir.Value], dict[str, Any]]] = [
+        ("Transpose", "planes", [], {"perm": (0, 3, 1, 2)}),
+        ("Cast", "float", [], {"to": int(ir.DataType.FLOAT)}),
+        ("Mul", "scaled", factors[:1], {}),
+        ("Add", "normalised", factors[1:], {}),
+    ]
+    nodes: list[ir.Node] = []
+    x = entry
+    for op_type, stage, operands, attributes in steps:
+        nodes.append(node_of(op_type, [x, *operands], new_name(f"{entry.name}_{stage}", taken), attributes))
+        x = nodes[-1].outputs[0]
+    put_first(graph, nodes)
+    for reader, index in uses:
+        reader.replace_input_with(index, x)
+    batch = 1 if entry.shape is None else entry.shape[0]
+    entry.type = ir.TensorType(ir.DataType.UINT8)
+    entry.shape = ir.Shape((batch, preprocessing.height, preprocessing.width, preprocessing.channels))
+
+
+def _should_fold(node: ir.Node) -> bool | None:
+    """Refuse to fold a node whose result takes more room than its operands; None leaves it to the optimizer.
+
+    The cores of a decomposed layer thus stay cores in the file; the runtime contracts them once, on loading.
+    """
+    if is_standard(node, "Expand"):  # a bias of zeros: computed, it would keep batch norms from folding
+        return None
+    operands = sum(value.const_value.size for value in node.inputs if value and value.const_value is not None)
+    for output in node.outputs:
+        shape = output.shape
+        if shape is None or not shape.is_static():
+            continue
+        if math.prod(shape.numpy()) > (operands if len(shape) > 1 else max(operands, _SMALL)):
+            return False
+    return None
+
+
+def _remove_notes(model: ir.Model) -> None:
+    """Remove stack traces and tracing notes: they hold source paths and can outweigh a small model."""
+    passes.ClearMetadataAndDocStringPass()(model)
+    noted: list[ir.Model | ir.Value] = [model, *values_in(model.graph)]
+    for holder in noted:
+        holder.metadata_props.clear()
+        holder.doc_string = None
+
+
+_PREFIX = "rankrl_select_"
+_MOST_CHANNELS = 64
+"""Channels that are read at most: a convolution mixes all of them, and more are copied faster (as timed)."""
+_FIRST_SPATIAL = 2
+_RANK = 4
+
+
+@dataclass
+class _Chain:
+    """Slices, and the padding behind them, that one convolution may replace."""
+
+    nodes: list[ir.Node]
+    strides: dict[int, int]
+    before: int = 0
+    after: int = 0
+
+
+def convolve_subsampling(model: ir.Model) -> int:
+    """Turn slices that subsample, and padding of channels behind them, into convolutions."""
+    graph = model.graph
+    made = 0
+    for node in list(graph):
+        if not is_standard(node, "Slice") or node.graph is not graph:  # taken out with one before
+            continue
+        chain, source = _chain(node), node.inputs[0]
+        count = None if source is None else _channels(source)
+        if chain is None or count is None or count > _MOST_CHANNELS:
+            continue
+        _replace(graph, chain, count)
+        made += 1
+    if made:
+        without_unused(model)
+    return made
+
+
+def store_selections(model: ir.Model) -> bool:
+    """Store the weights that `convolve_subsampling` lets a runtime make, for tools that want constants."""
+    graph = model.graph
+    weights = [node for node in graph if node.op_type == "Reshape" and _selects(node.outputs[0])]
+    for reshape in weights:
+        eye = reshape.inputs[0].producer()  # type: ignore[union-attr]
+        rows, columns = stored(eye.inputs[0].producer().inputs[0])  # type: ignore[union-attr, misc]
+        picked = np.eye(rows, columns, eye.attributes.get_int("k", 0), dtype=np.float32)  # type: ignore[union-attr]
+        weight = add_constant(graph, str(reshape.outputs[0].name), picked[:, :, None, None])
+        reshape.outputs[0].replace_all_uses_with(weight)
+    if weights:
+        without_unused(model)
+    return bool(weights)
+
+
+def selects(node: ir.Node) -> bool:
+    """Return whether a node is a convolution that `convolve_subsampling` made."""
+    return is_standard(node, "Conv") and _selects(node.inputs[1])
+
+
+def _selects(value: ir.Value | None) -> bool:
+    return value is not None and str(value.name).startswith(_PREFIX)
+
+
+def _channels(value: ir.Value) -> int | None:
+    """Return the number of channels of a float32 tensor with two spatial axes that says so."""
+    if value.dtype != ir.DataType.FLOAT or value.shape is None or len(value.shape) != _RANK:
+        return None
+    count = value.shape[1]
+    return count if isinstance(count, int) and count else None
+
+
+def _chain(first: ir.Node) -> _Chain | None:
+    """Return the chain that begins with a node, if that only subsamples."""
+    strides = _strides(first)
+    if strides is None:
+        return None
+    chain = _Chain([first], strides)
+    while (node := _only_reader(chain.nodes[-1])) is not None:
+        steps = _strides(node)
+        if steps is not None and not steps.keys() & chain.strides.keys():
+            chain.nodes.append(node)
+            chain.strides |= steps
+            continue
+        zeros = _zero_channels(node)
+        if zeros is not None:
+            chain.nodes.append(node)
+            chain.before, chain.after = zeros
+        break
+    return chain if any(step > 1 for step in chain.strides.values()) else None
+
+
+def _only_reader(node: ir.Node) -> ir.Node | None:
+    """Return the node that alone reads what a node makes; bodies and outputs of the graph read, too."""
+    value = node.outputs[0]
+    uses = list(value.uses())
+    if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not node.graph:
+        return None
+    return uses[0].node
+
+
+def _strides(node: ir.Node) -> dict[int, int] | None:
+    """Return the step along each axis of a slice from the axis' first position to its last."""
+    if not is_standard(node, "Slice") or len(node.inputs) != 5:
+        return None
+    values = [_numbers(value) for value in node.inputs[1:]]
+    if any(numbers is None for numbers in values):
+        return None
+    whole = np.iinfo(np.int32).max
+    strides = {}
+    for start, end, axis, step in zip(*values, strict=True):
+        if start != 0 or end < whole or step < 1:
+            return None
+        axis = axis + _RANK if axis < 0 else axis
+        if not _FIRST_SPATIAL <= axis < _RANK:
+            return None
+        strides[int(axis)] = int(step)
+    return strides
+
+
+def _zero_channels(node: ir.Node) -> tuple[int, int] | None:
+    """Return how many channels of zeros a node adds before and after, if that is all it does."""
+    if not is_standard(node, "Pad") or len(node.inputs) > 3:
+        return None
+    mode, pads = node.attributes.get_string("mode", "constant"), _numbers(node.inputs[1])
+    filled = np.zeros(1) if len(node.inputs) < 3 or node.inputs[2] is None else _numbers(node.inputs[2])
+    if mode != "constant" or pads is None or filled is None or filled.any() or len(pads) != 2 * _RANK:
+        return None
+    before, after = int(pads[1]), int(pads[_RANK + 1])
+    others = [size for index, size in enumerate(pads) if index % _RANK != 1]
+    return (before, after) if min(before, after) >= 0 and not any(others) else None
+
+
+def _numbers(value: ir.Value | None) -> Array | None:
+    array = stored(value)
+    return None if array is None else array.reshape(-1)
+
+
+def _replace(graph: ir.Graph, chain: _Chain, channels: int) -> None:
+    """Put a convolution in the place of a chain that reads so many channels."""
+    rows = chain.before + channels + chain.after
+    weight = _weight(graph, rows, channels, -chain.before)
+    strides = [chain.strides.get(axis, 1) for axis in range(_FIRST_SPATIAL, _RANK)]
+    conv = node_of(
+        "Conv",
+        [chain.nodes[0].inputs[0], weight],
+        f"{_PREFIX}{chain.nodes[-1].outputs[0].name}",
+        {"kernel_shape": [1, 1], "strides": strides},
+    )
+    put_in_place(graph, chain.nodes, [conv])
+
+
+def _weight(graph: ir.Graph, rows: int, columns: int, offset: int) -> ir.Value:
+    """Return the weight (rows, columns, 1, 1) with ones on one diagonal, made in the graph."""
+    base = f"{_PREFIX}{rows}_{columns}_{-offset}"
+    made = next((node.outputs[0] for node in graph if node.outputs[0].name == base), None)
+    if made is not None:
+        return made
+    plane = add_constant(graph, f"{base}_plane", np.array((rows, columns), np.int64))
+    shape = add_constant(graph, f"{base}_shape", np.array((rows, columns, 1, 1), np.int64))
+    zeros = node_of("ConstantOfShape", [plane], f"{base}_zeros")
+    attributes = {"dtype": int(ir.DataType.FLOAT), "k": offset}
+    eye = node_of("EyeLike", [zeros.outputs[0]], f"{base}_eye", attributes)
+    weight = node_of("Reshape", [eye.outputs[0], shape], base)
+    put_first(graph, [zeros, eye, weight])
+    return weight.outputs[0]

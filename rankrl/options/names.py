@@ -1,0 +1,181 @@
+"""Names and options of data sets, models, formats, optimizers and trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+def option_fields(section: Any) -> list[Field[Any]]:
+    """Return the fields of a section but for those that it names in `PYTHON_ONLY`: constants of a run."""
+    return [each for each in fields(section) if each.name not in getattr(section, "PYTHON_ONLY", ())]
+
+
+FORMATS = {
+    "cp": False,
+    "pifa": False,
+    "spatial_svd": False,
+    "tensor_ring": True,
+    "tensor_train": True,
+    "tucker": False,
+}
+"""The formats by name; whether they can split channel counts."""
+
+
+OPTIMIZERS = ("onnx_adagrad", "onnx_adam", "sgd")
+NO_OPTIONS = ("params", "lr", "maximize", "foreach", "capturable")
+"""Parameters of optimizers that trainings set: all of them descend, and torch chooses how it computes."""
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """What every dataset has, whatever its own options (`rankrl.data.load_dataset`)."""
+
+    heldout: int | None = None
+    train_images: int | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    padding: int | None = None
+    flip: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NpzOptions(DatasetOptions):
+    """Options of `npz`."""
+
+    path: str | Path
+    classes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFolderOptions(DatasetOptions):
+    """Options of `imagefolder`."""
+
+    path: str | Path
+    size: int = 224
+    resize: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputsOptions(DatasetOptions):
+    """Options of `inputs`."""
+
+    path: str | Path
+    size: int | None = None
+    resize: int | None = None
+    scale: float = 1.0
+    order: str = "rgb"
+    batch_axes: Mapping[str, int | None] | None = None
+
+
+DATASETS: dict[str, type] = {
+    "cifar10": DatasetOptions,
+    "cifar100": DatasetOptions,
+    "digits": DatasetOptions,
+    "imagefolder": ImageFolderOptions,
+    "inputs": InputsOptions,
+    "mnist": DatasetOptions,
+    "npz": NpzOptions,
+}
+"""Options by the dataset's name."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What every network has, whatever its own options.
+
+    Attributes:
+        checkpoint: Weights to start from (.th, .pt, .ckpt or .safetensors), a state_dict or a trainer's file
+            that holds one; None trains the network first.
+    """
+
+    checkpoint: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class CifarResNetOptions(ModelOptions):
+    """Options of the ResNets for CIFAR."""
+
+    shortcut: str = "A"
+
+
+@dataclass(frozen=True)
+class ResNet9Options(ModelOptions):
+    """Options of `resnet9`."""
+
+    width: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchvisionOptions(ModelOptions):
+    """Options of `torchvision`, which hands others on."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomOptions(ModelOptions):
+    """Options of `custom`, which hands others on."""
+
+    _target_: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxOptions(ModelOptions):
+    """Options of `onnx`."""
+
+    path: str | Path
+
+
+MODELS: dict[str, type] = {
+    "conv4": ModelOptions,
+    "custom": CustomOptions,
+    "lenet5": ModelOptions,
+    "onnx": OnnxOptions,
+    "resnet20": CifarResNetOptions,
+    "resnet32": CifarResNetOptions,
+    "resnet44": CifarResNetOptions,
+    "resnet56": CifarResNetOptions,
+    "resnet9": ResNet9Options,
+    "torchvision": TorchvisionOptions,
+}
+"""Options by the network's name."""
+HAND_ON = frozenset(("custom", "torchvision"))
+"""Networks that take other options, too, and hand them on to what they build."""
+
+
+NONE = "none"
+"""The choice of `tracking` that keeps nothing."""
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """Options of what writes files of its own: none."""
+
+
+@dataclass(frozen=True)
+class MLflowOptions:
+    """Options of `mlflow`."""
+
+    uri: str | None = None
+    experiment: str = "rankrl"
+
+
+@dataclass(frozen=True)
+class WandbOptions:
+    """Options of `wandb`."""
+
+    project: str = "rankrl"
+    mode: str | None = None
+
+
+TRACKERS: dict[str, type] = {
+    "csv": FileOptions,
+    "mlflow": MLflowOptions,
+    "tensorboard": FileOptions,
+    "wandb": WandbOptions,
+    NONE: FileOptions,
+}
+"""Options by the tracker's name."""

@@ -1,0 +1,291 @@
+"""Observations: normalised layer descriptors and features of a plan in the making."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+
+from decomposition.choose.candidates import MEASURES, CandidateSet
+from decomposition.operations import Factorise, Quantise
+from rankrl.errors import ConfigError
+from rankrl.options.selectors import Feature
+from rankrl.plan_search.space.problem import SearchProblem
+
+CURVE_POINTS = 6
+
+_KNOWN_FORMATS = ("cp", "spatial_svd", "tensor_ring", "tensor_train", "tucker")
+# Logarithms of ratios are clipped to plus or minus this many powers of e before they are brought to [0, 1].
+_RANGE = 4.0
+# Depths of networks are told apart up to this many layers, sizes up to this many parameters.
+_MOST_LAYERS, _MOST_PARAMETERS = 256, 1e8
+
+_OF_A_LAYER = (
+    "depth",
+    "first",
+    "last",
+    "place_in_block",
+    "widening",
+    "stride",
+    "kernel",
+    "cost_share",
+    "params_share",
+    "macs_share",
+    "importance",
+    "loss_share",
+    "loss_before",
+    "preset_kept",
+    "preset_error",
+    "preset_dense",
+    "preset_least",
+    "slope_up",
+    "slope_down",
+    *(f"error_at_{point}" for point in range(CURVE_POINTS)),
+)
+_OF_NEIGHBOURS = ("place_in_block", "cost_share", "importance", "loss_share", "preset_kept", "preset_error")
+OF_THE_TASK = (
+    *(f"format_{name}" for name in _KNOWN_FORMATS),
+    "rounded",
+    *(f"budget_{measure}" for measure in MEASURES),
+    "layers",
+    "params",
+    "mean_error",
+)
+"""Names of the descriptors that are the same for all layers, except for layers that stay dense."""
+
+DESCRIPTOR_NAMES = (
+    *_OF_A_LAYER,
+    *(f"previous_{name}" for name in _OF_NEIGHBOURS),
+    *(f"next_{name}" for name in _OF_NEIGHBOURS),
+    *OF_THE_TASK,
+)
+"""Names of the descriptors, in order."""
+
+
+def layer_descriptors(problem: SearchProblem) -> np.ndarray:
+    """Return the descriptors of every layer.
+
+    They describe the layer: its place in the network and among the layers of its module (its block); how its
+    channels change; its shares of cost, parameters, MACs and of the loss of all layers under greedy's plan,
+    as logarithms relative to an even share; how much its errors count at the network's output (importance);
+    the part of it that greedy keeps, and how steeply its loss falls and rises there, by cost; its error at
+    equal steps of log-cost. Some of the same describe the layers before and behind it. Others describe the
+    task: format and rounding of greedy's candidate, the fraction to keep by each measure (1 where there is no
+    budget), and the network's size.
+    """
+    own = _own(problem)
+    neighbours = np.stack([own[name] for name in _OF_NEIGHBOURS], axis=1)
+    nobody = np.full((1, len(_OF_NEIGHBOURS)), 0.5)
+    task = _task(problem)
+    columns = [
+        np.stack([own[name] for name in _OF_A_LAYER], axis=1),
+        np.concatenate([nobody, neighbours[:-1]]),
+        np.concatenate([neighbours[1:], nobody]),
+        np.stack([task[name] for name in OF_THE_TASK], axis=1),
+    ]
+    return np.concatenate(columns, axis=1).clip(0.0, 1.0)
+
+
+def _own(problem: SearchProblem) -> dict[str, np.ndarray]:
+    sites, preset = problem.sites, problem.preset
+    specs, count = [site.spec for site in sites], len(sites)
+    costs = [site.cost(problem.measure).astype(float) for site in sites]
+    losses = np.array([site.losses[choice] for site, choice in zip(sites, preset, strict=True)])
+    slopes = np.array([_slopes(*layer) for layer in zip(sites, costs, preset, strict=True)])
+    curves = np.array([_curve(site, cost) for site, cost in zip(sites, costs, strict=True)])
+    lost = losses / max(float(losses.sum()), 1e-300)
+    return {
+        "depth": np.arange(count) / max(1, count - 1),
+        "first": np.eye(count)[0],
+        "last": np.eye(count)[-1],
+        "place_in_block": _place_in_block([site.name for site in sites]),
+        "widening": _unit(np.log([spec.out_channels / spec.in_channels for spec in specs])),
+        "stride": np.array([1 - 1 / max(1, *spec.stride) if spec.stride else 0.0 for spec in specs]),
+        "kernel": np.array([1 - 1 / spec.kernel_elements for spec in specs]),
+        "cost_share": _relative_to_even(np.array([cost[-1] for cost in costs])),
+        "params_share": _relative_to_even(np.array([float(spec.params) for spec in specs])),
+        "macs_share": _relative_to_even(np.array([float(spec.macs) for spec in specs])),
+        "importance": _relative_to_even(np.array([site.importance for site in sites])),
+        "loss_share": _relative_to_even(losses),
+        "loss_before": np.cumsum(lost) - lost,
+        "preset_kept": np.array([c[j] / c[-1] for c, j in zip(costs, preset, strict=True)]),
+        "preset_error": np.array([site.errors[j] for site, j in zip(sites, preset, strict=True)]),
+        "preset_dense": np.array([float(j == s.dense) for s, j in zip(sites, preset, strict=True)]),
+        "preset_least": np.array([float(c[j] == c.min()) for c, j in zip(costs, preset, strict=True)]),
+        "slope_up": _relative_to_mean(slopes[:, 0]),
+        "slope_down": _relative_to_mean(slopes[:, 1]),
+        **{f"error_at_{point}": curves[:, point] for point in range(CURVE_POINTS)},
+    }
+
+
+def _task(problem: SearchProblem) -> dict[str, np.ndarray]:
+    count = len(problem.sites)
+    operations = [
+        site.candidates[choice].operations for site, choice in zip(problem.sites, problem.preset, strict=True)
+    ]
+    # pifa is tucker's product of two matrices, in fewer numbers.
+    formats = [
+        {"tucker" if one.format == "pifa" else one.format for one in of_layer if isinstance(one, Factorise)}
+        for of_layer in operations
+    ]
+    limits = () if problem.budget is None else problem.budget.limits
+    fractions = {limit.measure: limit.fraction for limit in limits}
+    errors = [site.errors[choice] for site, choice in zip(problem.sites, problem.preset, strict=True)]
+    return {
+        **{
+            f"format_{name}": np.array([float(name in names) for names in formats]) for name in _KNOWN_FORMATS
+        },
+        "rounded": np.array(
+            [float(any(isinstance(one, Quantise) for one in of_layer)) for of_layer in operations]
+        ),
+        **{f"budget_{measure}": np.full(count, fractions.get(measure, 1.0)) for measure in MEASURES},
+        "layers": np.full(count, np.log(count) / np.log(_MOST_LAYERS)),
+        "params": np.full(count, np.log(max(1, problem.params)) / np.log(_MOST_PARAMETERS)),
+        "mean_error": np.full(count, np.mean(errors)),
+    }
+
+
+def _slopes(site: CandidateSet, cost: np.ndarray, choice: int) -> tuple[float, float]:
+    """Return how much less the next dearer candidate loses by cost, and how much more the next cheaper one.
+
+    The best among all dearer ones, the least among all cheaper ones; 0 where there is none.
+    """
+    extra, gain = cost - cost[choice], site.losses[choice] - site.losses
+    dearer, cheaper = extra > 0, extra < 0
+    up = float((gain[dearer] / extra[dearer]).max()) if dearer.any() else 0.0
+    down = float((gain[cheaper] / extra[cheaper]).min()) if cheaper.any() else 0.0
+    return max(0.0, up), max(0.0, down)
+
+
+def _curve(site: CandidateSet, cost: np.ndarray) -> np.ndarray:
+    """Return the layer's error at equal steps of the logarithm of its cost, from the least to the dense."""
+    logs = np.log(np.maximum(cost, 1e-12))
+    order = np.argsort(logs, kind="stable")
+    points = logs.min() + (np.arange(CURVE_POINTS) + 0.5) / CURVE_POINTS * (logs[-1] - logs.min())
+    return np.interp(points, logs[order], site.errors[order])
+
+
+def _place_in_block(names: list[str]) -> np.ndarray:
+    """Return each layer's place among those of the same module, from 0 to 1; 0.5 for one on its own."""
+    blocks = [name.rpartition(".")[0] for name in names]
+    sizes, seen = Counter(blocks), Counter[str]()
+    places = []
+    for block in blocks:
+        places.append(0.5 if sizes[block] == 1 or not block else seen[block] / (sizes[block] - 1))
+        seen[block] += 1
+    return np.array(places)
+
+
+def _relative_to_even(values: np.ndarray) -> np.ndarray:
+    """Return the logarithms of shares of a sum relative to an even share, in [0, 1]."""
+    total = float(values.sum())
+    return _unit(np.log(np.maximum(values * len(values) / max(total, 1e-300), 1e-12)))
+
+
+def _relative_to_mean(values: np.ndarray) -> np.ndarray:
+    """Return the logarithms of values relative to their mean over the positive ones, in [0, 1]."""
+    there = values > 0
+    if not there.any():
+        return np.full(len(values), 0.5)
+    logs = np.log(np.where(there, values, 1.0))
+    return np.where(there, _unit(logs - logs[there].mean()), 0.0)
+
+
+def _unit(logs: np.ndarray) -> np.ndarray:
+    """Bring logarithms of ratios to [0, 1]; an even ratio is 0.5."""
+    unit: np.ndarray = (np.asarray(logs) / _RANGE).clip(-1, 1) / 2 + 0.5
+    return unit
+
+
+DESCRIBING: tuple[Feature, ...] = ("macs", "curve", "descriptors")
+"""Features whose number does not depend on the network: a policy that sees no others serves all networks."""
+
+
+class ObservationEncoder:
+    """Writes observations for many episodes at once.
+
+    An observation holds, in this order: the layer's index, output and input channels, kernel height and
+    width, stride height and width, and parameters (the embedding of patent WO2021102679; counts divided by
+    the largest layer's, channels and parameters as logarithms since they span decades); then the static
+    features asked for; then the previous layer's action; then the changing features asked for.
+    """
+
+    def __init__(self, problem: SearchProblem, features: Sequence[Feature]) -> None:
+        for name in features:
+            if name not in get_args(Feature):
+                known = ", ".join(get_args(Feature))
+                raise ConfigError(f"selector.features may hold {known}; got {name!r}")
+        self.features = tuple(features)
+        self.layers = len(problem.sites)
+        self.static = _static_features(problem, self.features)
+        changing = {"budget_left": 1, "last_reward": 1, "plan": self.layers}
+        self.size = self.static.shape[1] + 1 + sum(changing.get(name, 0) for name in features)
+
+    def __call__(
+        self, layer: int, actions: np.ndarray, budget_left: float = 1.0, last_reward: float = 0.0
+    ) -> np.ndarray:
+        """Return the observations before the action of a layer is taken.
+
+        Shapes: actions (E, layers); returns (E, size).
+        """
+        episodes = len(actions)
+        taken = (actions + 1) / 2
+        previous = taken[:, [layer - 1]] if layer else np.full((episodes, 1), 0.5)
+        static = self.static[min(layer, self.layers - 1)]
+        parts = [np.broadcast_to(static, (episodes, len(static))), previous]
+        for feature in self.features:
+            if feature == "budget_left":
+                parts.append(np.full((episodes, 1), budget_left))
+            elif feature == "last_reward":
+                parts.append(np.full((episodes, 1), min(1.0, max(0.0, last_reward))))
+            elif feature == "plan":
+                so_far = taken.copy()
+                so_far[:, layer:] = 0.5
+                parts.append(so_far)
+        return np.concatenate(parts, axis=1).astype(np.float32)
+
+
+def _static_features(problem: SearchProblem, features: Sequence[Feature]) -> np.ndarray:
+    """Return the features of every layer that no action changes, shape (layers, features)."""
+    specs = [site.spec for site in problem.sites]
+    count = len(specs)
+    kernels = np.array([_two(spec.kernel_size) for spec in specs], dtype=float)
+    strides = np.array([_two(spec.stride) for spec in specs], dtype=float)
+    columns = [
+        np.arange(count) / max(1, count - 1),
+        _log_share([spec.out_channels for spec in specs]),
+        _log_share([spec.in_channels for spec in specs]),
+        *(kernels / kernels.max(0)).T,
+        *(strides / strides.max(0)).T,
+        _log_share([spec.params for spec in specs]),
+    ]
+    if "macs" in features:
+        columns.append(_log_share([spec.macs for spec in specs]))
+    if "curve" in features:
+        columns.extend(np.array([_resampled(site) for site in problem.sites]).T)
+    if "descriptors" in features:
+        columns.extend(layer_descriptors(problem).T)
+    if "identity" in features:
+        columns.extend(np.eye(count))
+    return np.stack(columns, axis=1)
+
+
+def _two(sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Return (height, width), 1 where a layer has no such axis."""
+    padded = (1, 1, *sizes)
+    return padded[-2], padded[-1]
+
+
+def _log_share(values: Sequence[int]) -> np.ndarray:
+    logs = np.log1p(np.array(values, dtype=float))
+    return logs / logs.max()
+
+
+def _resampled(site: CandidateSet) -> np.ndarray:
+    """Return the layer's error at equally spaced shares of its dense parameters, in [0, 1]."""
+    shares = site.params / site.spec.params
+    order = np.argsort(shares)
+    points = (np.arange(CURVE_POINTS) + 0.5) / CURVE_POINTS
+    return np.clip(np.interp(points, shares[order], site.errors[order]), 0, 1)

@@ -1,0 +1,386 @@
+"""Pretrain one policy on many tasks: networks, formats, budgets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from decomposition import CandidateSet, DecompositionError, FitLibrary
+from rankrl.data import ImageData
+from rankrl.errors import CheckpointError, NonFiniteError
+from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
+from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask, linear_layers
+from rankrl.plan_search.envs.actions import ImportanceMap
+from rankrl.plan_search.envs.observations import DESCRIBING, Feature, ObservationEncoder
+from rankrl.plan_search.scores.evaluator import PlanEvaluator, Term
+from rankrl.plan_search.scores.scoring import ImageScoring
+from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.progress import progress_bar
+from rankrl.state_file import read_state, write_state
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TaskEpisodes:
+    """Scored plans of one task."""
+
+    task: PolicyTask
+    observations: np.ndarray
+    preset_losses: np.ndarray
+    losses: np.ndarray
+    gains: np.ndarray
+
+    def save(self, path: Path, identity: str) -> None:
+        """Write them, atomically, with what they depend on."""
+        arrays = ("observations", "preset_losses", "losses", "gains")
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(self, name))) for name in arrays}
+        write_state(path, tensors, {"task": asdict(self.task), "identity": identity}, _VERSION)
+
+    @classmethod
+    def load(cls, path: Path, identity: str) -> TaskEpisodes | None:
+        """Read a file of `save`; None where there is none, or it depends on something else."""
+        if not path.exists():
+            return None
+        episodes, kept = _read(path)
+        return episodes if kept == identity else None
+
+
+def read_episodes(path: Path) -> TaskEpisodes:
+    """Read the episodes of a task, whatever they depend on."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[TaskEpisodes, str]:
+    tensors, content = read_state(path, _VERSION, "episodes of a task")
+    try:
+        task = PolicyTask(**{**content["task"], "formats": tuple(content["task"]["formats"])})
+        arrays = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
+        return TaskEpisodes(task, **arrays), str(content["identity"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged or holds no episodes: {error}") from error
+
+
+def weights_fingerprint(library: FitLibrary) -> str:
+    """Return a hash of a network's weights, whatever formats are fitted to them; 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name, weight in library.weights.items():
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def task_of(problem: SearchProblem, *, model: str, dataset: str) -> PolicyTask:
+    """Return what a search problem is called as a task."""
+    assert problem.library is not None
+    limits = () if problem.budget is None else problem.budget.limits
+    return PolicyTask(
+        model,
+        weights_fingerprint(problem.library),
+        dataset,
+        tuple(sorted(each.name for each in problem.library.formats)),
+        {each.measure: each.fraction for each in limits},
+    )
+
+
+def play_episodes(
+    problem: SearchProblem,
+    evaluator: PlanEvaluator,
+    task: PolicyTask,
+    *,
+    features: tuple[Feature, ...],
+    count: int,
+    noises: tuple[float, ...],
+    importance_scale: float,
+    batches: int,
+    term: Term,
+    seed: int,
+    on_plan: Callable[[int], None] | None = None,
+) -> TaskEpisodes:
+    """Score random plans around greedy's, each on a few batches of images, in turn.
+
+    A plan's gain is taken against greedy's plan on the same images, so that few of them tell much, and no
+    image is met more often than another.
+    """
+    generator = np.random.default_rng(seed)
+    actions = ImportanceMap(problem, scale=importance_scale)
+    preset = tuple(problem.preset.tolist())
+    batches = min(batches, evaluator.batches)
+    starts = range(0, evaluator.batches - batches + 1, batches)
+    known = {
+        start: evaluator.term(evaluator.forward(preset, start, start + batches), term, start)
+        for start in starts
+    }
+    losses, gains = [], []
+    for number in range(count):
+        noise = noises[number % len(noises)] * generator.standard_normal(len(problem.sites))
+        choices = tuple(actions.allocate(noise.clip(-1, 1)).tolist())
+        start = starts[number % len(starts)]
+        score = evaluator.term(evaluator.forward(choices, start, start + batches), term, start)
+        losses.append(_losses(problem, choices))
+        gains.append(score - known[start])
+        if on_plan is not None:
+            on_plan(number + 1)
+    return TaskEpisodes(
+        task,
+        ObservationEncoder(problem, features).static,
+        _losses(problem, preset),
+        np.stack(losses),
+        np.array(gains),
+    )
+
+
+def _losses(problem: SearchProblem, choices: tuple[int, ...]) -> np.ndarray:
+    return np.array([site.losses[choice] for site, choice in zip(problem.sites, choices, strict=True)])
+
+
+# Gains of this size and larger count less: plans far from greedy's tell little about the best one.
+_GAIN_UNIT = 0.03
+# Plans that lose more than this many times what greedy's does are left out.
+_FARTHEST = 2.0
+
+
+@dataclass(frozen=True)
+class _Lesson:
+    """A task's plans: observations (layers, features), excess losses (plans, layers), gains (plans,)."""
+
+    observations: Tensor
+    excesses: Tensor
+    gains: Tensor
+
+    @classmethod
+    def of(cls, episodes: TaskEpisodes) -> _Lesson:
+        total = max(float(episodes.preset_losses.sum()), 1e-300)
+        excesses = (episodes.losses - episodes.preset_losses) / total
+        near = excesses.sum(1) < _FARTHEST - 1
+        return cls(
+            torch.from_numpy(episodes.observations).float(),
+            torch.from_numpy(excesses[near]).float(),
+            torch.from_numpy(episodes.gains[near]).float(),
+        )
+
+    def unexplained(self, actions: Tensor, importance_scale: float) -> Tensor:
+        """Return the share of the gains' weighted squares that the model leaves over under actions (layers,).
+
+        The factor s is the best one.
+        """
+        weights = 1 / (_GAIN_UNIT + self.gains.abs())
+        counts = torch.exp(importance_scale * (actions - actions.mean()))
+        predicted = -self.excesses @ counts
+        factor = (weights * predicted * self.gains).sum() / ((weights * predicted**2).sum() + 1e-12)
+        left = (weights * (self.gains - factor * predicted) ** 2).sum()
+        return left / ((weights * self.gains**2).sum() + 1e-12)
+
+
+def train_policy(
+    episodes: Sequence[TaskEpisodes],
+    card: PolicyCard,
+    options: PretrainingOptions,
+    *,
+    seed: int,
+    on_step: Callable[[int], None] | None = None,
+) -> PolicyFile:
+    """Train a policy.
+
+    The previous action, the last number of an observation, keeps the weight 0: it is for the agents that
+    start from here and learn on.
+    """
+    lessons = [_Lesson.of(each) for each in episodes]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = _network(lessons[0].observations.shape[1], options.hidden)
+        optimizer = torch.optim.AdamW(
+            network.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
+        )
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+        for step in range(options.steps):
+            loss = torch.zeros(())
+            for lesson in lessons:
+                seen = lesson.observations + options.jitter * torch.randn_like(lesson.observations)
+                actions = network(seen)[:, 0]
+                loss = loss + lesson.unexplained(actions, card.importance_scale)
+                loss = loss + options.restraint * (actions**2).mean()
+            if not torch.isfinite(loss):
+                raise NonFiniteError(
+                    f"the loss of pretraining is {float(loss)} at step {step}; lower learning_rate"
+                )
+            optimizer.zero_grad()
+            (loss / len(lessons)).backward()
+            optimizer.step()
+            schedule.step()
+            if on_step is not None:
+                on_step(step + 1)
+    layers = [(each.weight.detach().clone(), each.bias.detach().clone()) for each in linear_layers(network)]
+    weight, bias = layers[0]
+    layers[0] = torch.cat([weight, torch.zeros(len(weight), 1)], dim=1), bias
+    return PolicyFile(tuple(layers), card)
+
+
+def unexplained(episodes: TaskEpisodes, policy: PolicyFile | None = None) -> float:
+    """Return which share of a task's gains the additive model leaves over, 0 to 1 or a little more."""
+    lesson = _Lesson.of(episodes)
+    if policy is None:
+        return float(lesson.unexplained(torch.zeros(len(lesson.observations)), 1.0))
+    actions = policy.actions(lesson.observations)
+    return float(lesson.unexplained(actions, policy.card.importance_scale))
+
+
+def _network(observed: int, hidden: Sequence[int]) -> nn.Sequential:
+    """Return a network whose actions begin near 0."""
+    layers: list[nn.Module] = []
+    for size, units in zip((observed, *hidden[:-1]), hidden, strict=True):
+        layers += [nn.Linear(size, units), nn.ReLU()]
+    last = nn.Linear((observed, *hidden)[-1], 1)
+    with torch.no_grad():
+        last.weight.mul_(0.1)
+        last.bias.zero_()
+    return nn.Sequential(*layers, last, nn.Tanh())
+
+
+log = logging.getLogger(__name__)
+
+_PACKAGES = ("rankrl", "torch", "stable-baselines3")
+
+
+@dataclass(frozen=True)
+class FittedNetwork:
+    """A network whose layers are fitted in some formats; its tasks differ in budget."""
+
+    title: str
+    model: nn.Module = field(repr=False)
+    library: FitLibrary = field(repr=False)
+    candidates: int
+    data: ImageData = field(repr=False)
+
+
+def play_tasks(
+    network: FittedNetwork,
+    scoring: ImageScoring,
+    options: EpisodeOptions,
+    folder: Path,
+    *,
+    seed: int,
+    warn: Callable[[str], None],
+) -> list[TaskEpisodes]:
+    """Return the episodes of a network's tasks; those in the folder are read, the others played."""
+    predicted = network.library.all_candidates(limit=network.candidates)
+    sites = scoring.weighed(network.library, _problem(network, predicted))
+    played = []
+    for measure, fraction in options.budgets:
+        try:
+            problem = _problem(network, sites, **{measure: fraction})
+        except DecompositionError as error:
+            names = "/".join(each.name for each in network.library.formats)
+            warn(f"pretrain: {network.title} in {names} has no such task: {error}")
+            continue
+        task = task_of(problem, model=network.title, dataset=network.data.name)
+        played.append(_played(problem, network, scoring, task, options, folder, seed))
+    return played
+
+
+def _problem(
+    network: FittedNetwork,
+    sites: Sequence[CandidateSet],
+    *,
+    params: float | None = None,
+    macs: float | None = None,
+) -> SearchProblem:
+    """Return the problem within fractions of the dense network's costs."""
+    shape, library = network.data.input_shape, network.library
+    return SearchProblem.from_model(network.model, sites, shape, params=params, macs=macs, library=library)
+
+
+def _played(
+    problem: SearchProblem,
+    network: FittedNetwork,
+    scoring: ImageScoring,
+    task: PolicyTask,
+    options: EpisodeOptions,
+    folder: Path,
+    seed: int,
+) -> TaskEpisodes:
+    evaluator = scoring.plan_evaluator(network.library, problem)
+    drawn = asdict(options)
+    del drawn["params"], drawn["macs"]
+    identity = json.dumps([problem.fingerprint, evaluator.fingerprint, DESCRIBING, seed, drawn])
+    name = hashlib.sha256(json.dumps(task.decision, default=sorted).encode()).hexdigest()[:12]
+    path = folder / f"{name}.safetensors"
+    known = TaskEpisodes.load(path, identity)
+    if known is not None:
+        return known
+    with progress_bar(f"play {task}", total=options.plans) as bar:
+        episodes = play_episodes(
+            problem,
+            evaluator,
+            task,
+            features=DESCRIBING,
+            count=options.plans,
+            noises=options.noises,
+            importance_scale=options.importance_scale,
+            batches=options.batches,
+            term=options.term,
+            seed=seed,
+            on_plan=bar.update,
+        )
+    log.info("pretrain: %s: best gain of %d plans %.4f", task, options.plans, float(episodes.gains.max()))
+    episodes.save(path, identity)
+    return episodes
+
+
+def pretrained(
+    episodes: Sequence[TaskEpisodes], options: EpisodeOptions, training: PretrainingOptions, *, seed: int
+) -> PolicyFile:
+    """Train the policy on the episodes of all tasks, and write its card."""
+    card = PolicyCard(
+        features=DESCRIBING,
+        importance_scale=options.importance_scale,
+        hidden=training.hidden,
+        tasks=tuple(each.task for each in episodes),
+        trained={**asdict(training), "term": options.term, "plans": options.plans, "seed": seed},
+        versions={name: version(name) for name in _PACKAGES},
+    )
+    with progress_bar("pretrain", total=training.steps) as bar:
+        return train_policy(episodes, card, training, seed=seed, on_step=bar.update)
+
+
+@dataclass(frozen=True)
+class TaskFit:
+    """How well the additive model explains what plans of a task gain."""
+
+    task: PolicyTask
+    plans: int
+    greedy: float
+    policy: float
+    unseen: float | None
+
+
+def task_fits(
+    episodes: Sequence[TaskEpisodes], policy: PolicyFile, training: PretrainingOptions, *, seed: int
+) -> list[TaskFit]:
+    """Return how well a policy explains the gains of every task, and how well one that has not seen them."""
+    kinds = [(each.task.network, each.task.formats) for each in episodes]
+    without: dict[tuple[str, tuple[str, ...]], PolicyFile | None] = {}
+    with progress_bar("leave out", total=len(set(kinds))) as bar:
+        for kind in dict.fromkeys(kinds):
+            others = [each for each, own in zip(episodes, kinds, strict=True) if own != kind]
+            without[kind] = train_policy(others, policy.card, training, seed=seed) if others else None
+            bar.update(len(without))
+    return [
+        TaskFit(
+            each.task,
+            len(each.gains),
+            unexplained(each),
+            unexplained(each, policy),
+            None if without[kind] is None else unexplained(each, without[kind]),
+        )
+        for each, kind in zip(episodes, kinds, strict=True)
+    ]

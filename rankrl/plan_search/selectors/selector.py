@@ -1,0 +1,299 @@
+"""What a selector is, and the registry of selectors."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from decomposition.choose.heuristics import get_heuristic, list_heuristics
+from decomposition.registry import Registry
+from rankrl.errors import ConfigError, did_you_mean
+from rankrl.option_types import check_options, parameter_defaults, parameter_types
+from rankrl.plan_search.space.problem import Choices, SearchProblem, SearchSetting
+
+# What every selector takes besides its own options.
+_GIVEN = ("problem", "seed", "episodes")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan that a selector wants scored.
+
+    Attributes:
+        choices: The plan: the candidate of every site. It keeps the problem's budget.
+        phase: What the selector was doing, for the record: `preset`, `warm-up`, `policy`, `random`, ...
+    """
+
+    choices: Choices
+    phase: str
+
+
+@dataclass(frozen=True)
+class SelectorState:
+    """All that a selector remembers, ready to be written without pickling.
+
+    Attributes:
+        tensors: Arrays by name.
+        values: Plain JSON values by name.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Selector(ABC):
+    """Chooses plans, one step after the other: `propose`, scoring by the caller, `observe`.
+
+    The two halves are apart so that the caller can score the plans of one step in parallel and save the state
+    between steps. Equal problems, seeds, options and rewards bring equal proposals.
+
+    Attributes:
+        name: Name in the registry, in plans and on the command line.
+        description: One line for listings.
+        seeded: Whether its proposals depend on the seed.
+        own_options: The dataclass of its own options, which checks them; None for those of its signature.
+        options: All options it has, defaults too; part of a search's identity when it is resumed.
+    """
+
+    name: ClassVar[str]
+    description: ClassVar[str]
+    seeded: ClassVar[bool] = True
+    own_options: ClassVar[type[Any] | None] = None
+
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
+        self.problem = problem
+        self.seed = seed
+        self.episodes = episodes
+        self.options: Mapping[str, Any] = {}
+
+    @classmethod
+    def option_owner(cls) -> Callable[..., Any]:
+        """Return what takes the options: its signature and docstring say what they are."""
+        return cls if cls.own_options is None else cls.own_options
+
+    @classmethod
+    def default_options(cls) -> dict[str, Any]:
+        """Return the selector's own options, by name, with their defaults."""
+        return parameter_defaults(cls.option_owner(), without=_GIVEN)
+
+    @classmethod
+    def option_types(cls) -> dict[str, Any]:
+        """Return the types of the selector's own options, by name."""
+        return parameter_types(cls.option_owner(), without=_GIVEN)
+
+    @classmethod
+    def check_ranges(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options that no problem could go with, before there is a problem.
+
+        Args:
+            options: All options, defaults too, of the right types.
+
+        Raises:
+            ConfigError: An option is out of its range.
+        """
+        if cls.own_options is not None:
+            cls.own_options(**options)
+
+    @classmethod  # noqa: B027 (some go with every search)
+    def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
+        """Refuse options that a search could not go with, before there is a problem.
+
+        Args:
+            options: All options, defaults too, in their ranges.
+            setting: What is known of the search.
+
+        Raises:
+            ConfigError: An option contradicts it.
+        """
+
+    def use_folder(self, folder: Path) -> None:  # noqa: B027 (most selectors have nothing to keep)
+        """Keep files of the selector's own in the search's folder; none are needed to go on."""
+
+    @abstractmethod
+    def propose(self) -> list[Proposal]:
+        """Return the plans to score next, one or more; none when the selector has nothing more to try."""
+
+    @abstractmethod
+    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
+        """Take note of the rewards of the plans proposed last.
+
+        Args:
+            proposals: The plans that were scored: all that were proposed, or the first of them when the
+                search has come to its end.
+            rewards: Their rewards, in order.
+        """
+
+    @abstractmethod
+    def state(self) -> SelectorState:
+        """Return what it takes to go on from here, between `observe` and `propose`."""
+
+    @abstractmethod
+    def restore(self, state: SelectorState) -> None:
+        """Take over a state that `state` returned under the same problem, seed and options."""
+
+
+def generator_state(generator: np.random.Generator) -> dict[str, Any]:
+    """Return the state of a numpy generator as plain JSON values."""
+    return dict(generator.bit_generator.state)
+
+
+def restore_generator(generator: np.random.Generator, state: Mapping[str, Any]) -> None:
+    """Put a numpy generator into a state that `generator_state` returned."""
+    generator.bit_generator.state = dict(state)
+
+
+def heuristic_choices(problem: SearchProblem, heuristic: str) -> np.ndarray:
+    """Return the candidates that a heuristic takes, shape (layers,)."""
+    if heuristic not in list_heuristics():
+        raise ConfigError(f"there is no heuristic {heuristic!r}; known are {', '.join(list_heuristics())}")
+    if problem.budget is None:
+        raise ConfigError(
+            f"selector {heuristic!r} spends a budget and there is none; set budget.params or budget.macs"
+        )
+    if heuristic == "greedy":
+        return problem.preset
+    if problem.library is None:
+        raise ConfigError(f"selector {heuristic!r} looks into the fits; make the problem with its library")
+    return get_heuristic(heuristic).choose(problem.library, problem.sites, problem.budget)
+
+
+class OneShot(Selector):
+    """Proposes the plan of one heuristic and is done."""
+
+    seeded = False
+
+    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
+        super().__init__(problem, seed=seed, episodes=episodes)
+        self._choices = tuple(heuristic_choices(problem, self.name).tolist())
+        self._done = False
+
+    def propose(self) -> list[Proposal]:
+        """Return the plan, once."""
+        return [] if self._done else [Proposal(self._choices, "one-shot")]
+
+    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
+        """Note that the plan was scored."""
+        self._done = True
+
+    def state(self) -> SelectorState:
+        """Return whether the plan was scored."""
+        return SelectorState(values={"done": self._done})
+
+    def restore(self, state: SelectorState) -> None:
+        """Take over whether the plan was scored."""
+        self._done = bool(state.values["done"])
+
+
+@cache
+def heuristic_selector(name: str) -> type[Selector]:
+    """Return the selector that proposes the plan of a registered heuristic."""
+    heuristic = get_heuristic(name)
+    attributes = {"__doc__": heuristic.description, "name": name, "description": heuristic.description}
+    return type(f"{name.title()}Selector", (OneShot,), attributes)
+
+
+_SELECTORS: Registry[type[Selector]] = Registry("selector", ConfigError)
+
+_Class = TypeVar("_Class", bound=type[Selector])
+
+
+def register_selector(cls: _Class) -> _Class:
+    """Class decorator: add a selector to the registry under its `name`.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    _SELECTORS.add(cls.name, cls, cls.description)
+    return cls
+
+
+def list_selectors() -> list[str]:
+    """Return the names of all registered selectors; every registered heuristic is one too."""
+    return sorted({*_SELECTORS.names(), *list_heuristics()})
+
+
+def selector_description(name: str) -> str:
+    """Return one line about a selector."""
+    return selector_class(name).description
+
+
+def selector_is_seeded(name: str) -> bool:
+    """Return whether a selector's proposals depend on the seed."""
+    return selector_class(name).seeded
+
+
+def selector_options(name: str) -> dict[str, Any]:
+    """Return a selector's own options, by name, with their defaults."""
+    return selector_class(name).default_options()
+
+
+def selector_option_types(name: str) -> dict[str, Any]:
+    """Return the types of a selector's own options, by name."""
+    return selector_class(name).option_types()
+
+
+def check_selector(name: str, options: Mapping[str, Any], setting: SearchSetting | None = None) -> None:
+    """Refuse a selector's options as far as that can be told without a problem."""
+    check_options(f"selector {name!r}", "selector", options, selector_option_types(name))
+    every = {**selector_options(name), **options}
+    selector_class(name).check_ranges(every)
+    if setting is not None:
+        selector_class(name).check_setting(every, setting)
+
+
+def create_selector(
+    name: str, problem: SearchProblem, *, seed: int = 0, episodes: int = 50, **options: Any
+) -> Selector:
+    """Make a selector."""
+    check_selector(name, options)
+    if episodes < 1:
+        raise ConfigError(f"search.episodes must be at least 1, got {episodes}")
+    selector = selector_class(name)(problem, seed=seed, episodes=episodes, **options)
+    selector.options = {**selector_options(name), **options}
+    return selector
+
+
+def selector_class(name: str) -> type[Selector]:
+    """Return the class of a selector."""
+    if name in list_heuristics():
+        return heuristic_selector(name)
+    if name not in _SELECTORS:
+        raise ConfigError(
+            f"there is no selector {name!r}; choose from {', '.join(list_selectors())}."
+            f"{did_you_mean(name, list_selectors())}"
+        )
+    return _SELECTORS[name]
+
+
+def import_package(module: str, selector: str, called: str) -> Any:
+    """Import the package that a selector needs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"selector={selector} needs {called}, which is not installed; `pip install {module}`, or choose "
+            "another selector"
+        ) from error
+
+
+@dataclass(frozen=True)
+class SelectorEntry:
+    """A selector that is compared with others."""
+
+    text: str
+    selector: str
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def folder_name(self) -> str:
+        """The text as the name of a folder."""
+        return re.sub(r"[^A-Za-z0-9_.]+", "-", self.text)

@@ -1,0 +1,408 @@
+"""Tables of a run: costs, plans that were measured, runtimes, certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rankrl.errors import counted
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME
+from rankrl.report.stages import (
+    UNKNOWN,
+    format_accuracy,
+    format_bytes,
+    format_count,
+    format_large,
+    format_latency,
+    format_points,
+    format_share,
+    format_speed,
+    number,
+    ratio,
+    stages,
+)
+
+AGREEMENT = "Agreement"
+"""Title of how far outputs agree with the original's."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One measure of how good networks are, higher is better."""
+
+    title: str
+    values: tuple[float | None, ...]
+    is_share: bool = True
+
+    @property
+    def words(self) -> str:
+        """Its name within a sentence: "test accuracy", "mean IoU"."""
+        return self.title.lower() if self.title[1:].islower() else self.title
+
+    @property
+    def before(self) -> float | None:
+        """The original's value."""
+        return self.values[0]
+
+    @property
+    def after(self) -> float | None:
+        """The last network's value."""
+        return self.values[-1]
+
+    @property
+    def change(self) -> str:
+        """The difference, with its sign: in points for fractions."""
+        if self.is_share or self.before is None or self.after is None:
+            return format_points(self.before, self.after)
+        return f"{self.after - self.before:+.4g}".replace("-", "−")
+
+    def write(self, value: float | None) -> str:
+        """Write a value: fractions as percent, others to four digits."""
+        if self.is_share or value is None:
+            return format_accuracy(value)
+        return f"{value:.4g}".replace("-", "−")
+
+
+HELDOUT_ACCURACY = Quality("Held-out accuracy", ())
+"""What the best epoch is chosen by, unless the run names another score."""
+
+
+def score_quality(metrics: Mapping[str, Any]) -> Quality | None:
+    """Return the score that plans were chosen by, where the run gives it a name (`score_name`)."""
+    name, values = metrics.get("score_name"), tuple(stage.score for stage in stages(metrics))
+    known = [value for value in values if value is not None]
+    if not name or not known:
+        return None
+    return Quality(str(name), values, all(0 <= value <= 1 for value in known))
+
+
+def epoch_score(metrics: Mapping[str, Any]) -> Quality:
+    """Return what the epochs of fine-tuning are judged by."""
+    return score_quality(metrics) or HELDOUT_ACCURACY
+
+
+def qualities(metrics: Mapping[str, Any]) -> list[Quality]:
+    """Return what was measured of how good the networks are, what counts most first.
+
+    That is the score that plans were chosen by, then test accuracy, then the agreement with the original.
+    """
+    score, run_stages = score_quality(metrics), stages(metrics)
+    measured = [
+        Quality("Test accuracy", tuple(stage.accuracy for stage in run_stages)),
+        Quality(AGREEMENT, tuple(stage.agreement for stage in run_stages)),
+    ]
+    return [
+        *([] if score is None else [score]),
+        *(each for each in measured if any(value is not None for value in each.values)),
+    ]
+
+
+def certificate_note(metrics: Mapping[str, Any]) -> str:
+    """Return what is lost with its interval, and what that certifies; empty where the numbers do not say."""
+    loss, low, high = (number(metrics, "certificate", key) for key in ("loss", "low", "high"))
+    if loss is None or low is None or high is None:
+        reason = metrics.get("uncertified")
+        return f"Nothing certifies its loss: {reason}." if reason else ""
+    certificate = metrics["certificate"]
+    unit, inputs = certificate["unit"], f"{certificate['inputs']:,} {certificate['what']}"
+    lost = (
+        f"loses {_amount(loss, unit)} of {unit}" if loss >= 0 else f"gains {_amount(-loss, unit)} of {unit}"
+    )
+    ends = " to ".join(_amount(end, unit, named=False) for end in (low, high))
+    return f"On {inputs} it {lost} (95 % interval of the loss: {ends}){_verdict(metrics)}."
+
+
+def certificate_card(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the headline number of the loss: name, value and note; none where the numbers do not say."""
+    loss, low, high = (number(metrics, "certificate", key) for key in ("loss", "low", "high"))
+    if loss is None or low is None or high is None:
+        return []
+    certificate = metrics["certificate"]
+    unit, drop = certificate["unit"], number(metrics, "certificate", "drop")
+    ends = " to ".join(_amount(end, unit, named=False) for end in (low, high))
+    note = f"95 % interval of the loss on {certificate['inputs']:,} {certificate['what']}: {ends}"
+    if drop is not None:
+        certified = "certified" if certificate["certified"] else "not certified"
+        note += f"; at most {_amount(drop, unit)} is {certified}"
+    return [(f"Loss of {unit}", _amount(loss, unit), note)]
+
+
+def _verdict(metrics: Mapping[str, Any]) -> str:
+    """Return what the interval says of the loss that was accepted."""
+    certificate, drop = metrics["certificate"], number(metrics, "certificate", "drop")
+    seen = "" if certificate["independent"] else ", by which the plan may have been chosen, too"
+    if drop is None:
+        return seen
+    accepted = f"at most {_amount(drop, certificate['unit'])}"
+    needed = number(metrics, "certificate", "needed")
+    if certificate["certified"]:
+        return f": a loss of {accepted} is certified"
+    if certificate["loss"] > drop:
+        return f"{seen}: more than the {_amount(drop, certificate['unit'])} that may be lost"
+    if needed is None:
+        return f"{seen}: no number of inputs certifies {accepted} at this loss"
+    if needed <= certificate["inputs"]:
+        return f"{seen}: {accepted} is not certified"
+    return f"{seen}: {accepted} is not certified, which would take about {needed:,.0f} inputs at this loss"
+
+
+def _amount(value: float, unit: str, *, named: bool = True) -> str:
+    """Write a difference of scores: in points where they are shares."""
+    points = f"{value:.3g}" if unit == "score" else f"{100 * value:.2f}"
+    text = "0" if float(points) == 0 else points.replace("-", "−")
+    return f"{text} points" if named and unit != "score" else text
+
+
+_MEASURES = {
+    "latency": "time",
+    "estimated_latency": "time on the device of timing.table, estimated from its layers",
+    "bytes": "bytes",
+    "macs": "multiply-accumulates",
+    "params": "parameters",
+}
+_COLUMNS = ["Plan", "Loss of score", "Cost", "Expected cost"]
+
+
+def measured_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the table of measured plans as text, for the terminal and the page."""
+    rows = [
+        [
+            str(plan["name"]) + (" (taken)" if plan["taken"] else ""),
+            f"{plan['loss']:.4f}",
+            f"{plan['cost']:.3f}",
+            f"{plan['expected_cost']:.3f}",
+        ]
+        for plan in _plans(metrics)
+    ]
+    return _COLUMNS, rows
+
+
+def measured_note(metrics: Mapping[str, Any]) -> str:
+    """Return a paragraph on the plan that was taken; empty where none was measured."""
+    plans = _plans(metrics)
+    if not plans:
+        return ""
+    taken = next((plan["name"] for plan in plans if plan["taken"]), None)
+    measure = plans[0]["measure"]
+    done = "scored" if measure.startswith("estimated") else "measured"
+    note = f"Each plan was carried out and {done}; the cost is the {_MEASURES[measure]}."
+    if taken == "all dense":
+        return f"{note} Nothing cheaper loses as little, so you get the original network."
+    if taken is not None:
+        note += (
+            f" {taken[0].upper()}{taken[1:]} was taken: no other is better in one and as good in the other."
+        )
+    return note
+
+
+def estimate_note(metrics: Mapping[str, Any]) -> str:
+    """Return a sentence on the time on another device that was searched for; empty where there was none."""
+    estimate = (metrics.get("search") or {}).get("estimate")
+    if estimate is None:
+        return ""
+    return (
+        f"The plan is for another device: its layers' times there ({estimate['conditions']}) add up to an "
+        f"estimated {estimate['share']:.3f} of the original's{_corrected(estimate)}. Times of files are "
+        "of this machine."
+    )
+
+
+def device_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the table of finished networks that were measured on another device; no rows where none was."""
+    rows = [
+        [
+            str(each["title"]) + (" (this plan)" if each["taken"] else ""),
+            "" if each["score"] is None else f"{each['score']:.4f}",
+            f"{each['milliseconds']:.3g} ms",
+            f"{each['share']:.3f}",
+        ]
+        for each in _finished(metrics)
+    ]
+    return ["Network", "Score", "Time there", "Of the dense one's"], rows
+
+
+def device_note(metrics: Mapping[str, Any]) -> str:
+    """Return a sentence on where finished networks were measured; empty where none was."""
+    if not _finished(metrics):
+        return ""
+    return (
+        f"Measured on the other device ({metrics['search']['estimate']['conditions']}), whole; scores are of "
+        "the machine that wrote their kit."
+    )
+
+
+def _corrected(estimate: Mapping[str, Any]) -> str:
+    count = len(estimate.get("networks") or ())
+    return f", corrected by {counted(count, 'finished network')} measured there" if count else ""
+
+
+def _finished(metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list(((metrics.get("search") or {}).get("estimate") or {}).get("networks") or ())
+
+
+def _plans(metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list((metrics.get("search") or {}).get("measured") or ())
+
+
+_FILES = {
+    "baseline_": "the original",
+    "": "the exported file",
+    "dense_int8_": "the original in int8",
+    "nncf_int8_": "the original in NNCF int8",
+}
+"""What files are called, by what their numbers begin with."""
+
+
+def runtime_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the table of files in runtimes as text, for the terminal and the page."""
+    section = metrics.get("runtimes") or {}
+    rows = []
+    for before, title in _FILES.items():
+        times = {name: number(section, name, f"{before}latency_ms") for name in section}
+        known = {name: time for name, time in times.items() if time is not None}
+        if known:
+            cells = [_cell(section, name, before) for name in section]
+            name = title.removeprefix("the ")
+            rows.append([name[0].upper() + name[1:], *cells, min(known, key=lambda name: known[name])])
+    return ["File", *section, "Fastest in"], rows
+
+
+def runtime_note(metrics: Mapping[str, Any]) -> str:
+    """Return a paragraph: the fastest file, how runtimes compare, and what else to know."""
+    section = metrics.get("runtimes") or {}
+    sentences = [*_fastest(section), *_speeds(section), *_checks(section)]
+    clocks = {name: entry["clock"] for name, entry in section.items() if "clock" in entry}
+    if len(set(clocks.values())) > 1:
+        walls = [name for name, clock in clocks.items() if clock == "wall"]
+        sentences.append(f"{', '.join(walls)}: timed on the wall, the others in processor time")
+    for name, entry in section.items():
+        if "failed" in entry:
+            sentences.append(f"{name}: not timed, since {entry['failed'].rstrip('.')}")
+    return "".join(f"{sentence}. " for sentence in sentences).rstrip()
+
+
+def _cell(section: Mapping[str, Any], runtime: str, before: str) -> str:
+    """Return a file's time in a runtime, and its score there."""
+    time, score = (number(section, runtime, f"{before}{each}") for each in ("latency_ms", "score"))
+    if time is None:
+        return UNKNOWN
+    return format_latency(time) + ("" if score is None else f", {format_accuracy(score)}")
+
+
+def _fastest(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which file is fastest of all, and where."""
+    times = {
+        (name, before): time
+        for name in section
+        for before in _FILES
+        if (time := number(section, name, f"{before}latency_ms")) is not None
+    }
+    if times:
+        runtime, before = min(times, key=lambda key: times[key])
+        yield f"Fastest is {_FILES[before]} in {runtime}"
+
+
+def _speeds(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how the files' times in each runtime compare with those in onnxruntime."""
+    for name in section:
+        changes = []
+        for before, title in _FILES.items():
+            ends = ("", "_low", "_high")
+            faster, low, high = (number(section, name, f"{before}latency_runtime_ratio{end}") for end in ends)
+            if faster is not None:
+                changes.append(f"{title} {format_speed(faster, low, high)}")
+        if changes:
+            yield f"{name} against {DEFAULT_RUNTIME}: {', '.join(changes)}"
+
+
+def _checks(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how far the exported file's outputs in each runtime are those of PyTorch."""
+    for name in section:
+        difference, agreement = (number(section, name, key) for key in ("max_abs_difference", "agreement"))
+        if difference is not None:
+            yield f"{name}: outputs differ from PyTorch by at most {difference:.1e}"
+        if agreement is not None and agreement < 1:
+            share = format_accuracy(agreement)
+            yield f"{name}: {_FILES['']} gives the class of PyTorch on {share} of the held-out images"
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """One bar."""
+
+    name: str
+    kept: float
+    share: str
+    note: str
+    good_if_kept: bool = False
+
+    @property
+    def width(self) -> float:
+        """Length of the bar in per cent; what is beyond 0 or everything is drawn as that."""
+        return round(100 * min(1.0, max(0.0, self.kept)), 2)
+
+    @property
+    def is_more(self) -> bool:
+        """Whether a cost has grown."""
+        return self.kept > 1 and not self.good_if_kept
+
+
+def remains(metrics: Mapping[str, Any]) -> list[Remaining]:
+    """Return a bar for what was measured of quality, parameters, MACs, time and bytes."""
+    run_stages = stages(metrics)
+    if len(run_stages) < 2:
+        return []
+    first, last = run_stages[0], run_stages[-1]
+    bars = []
+    for quality in qualities(metrics):
+        before, after = quality.before, quality.after
+        if before is not None and before > 0 and after is not None:
+            note, kept = f"{quality.write(after)} of {quality.write(before)}", after / before
+            bars.append(Remaining(quality.title, kept, format_share(kept), note, good_if_kept=True))
+    sizes = (number(metrics, "onnx", "baseline_file_bytes"), number(metrics, "onnx", "file_bytes"))
+    for name, key, before, after, write in (
+        ("Parameters", "params", first.params, last.params, format_count),
+        ("MACs", "macs", first.macs, last.macs, format_large),
+        ("Time", "latency", first.latency_ms, last.latency_ms, format_latency),
+        ("Bytes of the file", "file_bytes", *sizes, format_bytes),
+    ):
+        if before and after is not None:
+            fewer = ratio(metrics, key, before, after)
+            kept = after / before if not fewer else 1 / fewer
+            bars.append(Remaining(name, kept, format_share(kept), f"{write(after)} of {write(before)}"))
+    return bars
+
+
+LAYER_COSTS_NOTE = (
+    "Layers by what their compression loses: shares of the sum of the losses at the network's output, as the "
+    "search estimated them. A layer that loses much and saves little is one to leave as it is: "
+    "decomposition.skip=[NAME]."
+)
+
+
+def layer_cost_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the table as text; no rows where the numbers do not tell."""
+    layers = metrics.get("layers") or ()
+    whole = sum(layer["loss"] for layer in layers) or 1.0
+    timed = any(layer["saved_time"] is not None for layer in layers)
+    columns = ["Layer", "Loss", "Parameters saved", "MACs saved", *(["Time saved"] if timed else [])]
+    rows = [
+        [
+            layer["name"],
+            format_share(layer["loss"] / whole),
+            _signed(layer["saved_params"]),
+            _signed(layer["saved_macs"]),
+            *([_time(layer["saved_time"])] if timed else []),
+        ]
+        for layer in layers
+    ]
+    return columns, rows
+
+
+def _signed(count: int) -> str:
+    return format_large(count) if count >= 0 else f"−{format_large(-count)}"
+
+
+def _time(share: float | None) -> str:
+    return UNKNOWN if share is None else format_share(share).replace("-", "−")
