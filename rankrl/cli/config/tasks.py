@@ -17,16 +17,17 @@ _FOLDER = "rankrl.cli.tasks"
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the command line: the function of its name in the module of its name in `cli.tasks`."""
+    """A task of the command line: the function of its name in a module of `cli.tasks`."""
 
     name: str
+    module: str
     description: str
     on_file: str | None = None
 
     def of(self, config: AppConfig) -> TaskFunction:
         """Import what carries the task out for the network that a configuration names."""
         if config.model.get("architecture") != _FILE:
-            return _function(self.name, self.name)
+            return _function(self.module, self.name)
         if self.on_file is None:
             others = [name for name, task in TASKS.items() if task.on_file is not None]
             raise ConfigError(
@@ -44,34 +45,52 @@ def _function(module: str, name: str) -> TaskFunction:
 _ALL = (
     Task(
         "apply",
+        "compression",
         "rewrite the network under plan=PATH or that of run=FOLDER, without fine-tuning",
         on_file="apply",
     ),
-    Task("compare", "several selectors on the same evaluator, over several seeds"),
-    Task("evaluate", "test accuracy, parameters and MACs of model.checkpoint, weights=PATH or run=FOLDER"),
-    Task("export", "write the compressed network weights=PATH or run=FOLDER as a verified ONNX file"),
-    Task("finetune", "fine-tune the compressed network weights=PATH or run=FOLDER, the dense one as teacher"),
+    Task("compare", "overviews", "several selectors on the same evaluator, over several seeds"),
+    Task(
+        "evaluate",
+        "compression",
+        "test accuracy, parameters and MACs of model.checkpoint, weights=PATH or run=FOLDER",
+    ),
+    Task(
+        "export",
+        "compression",
+        "write the compressed network weights=PATH or run=FOLDER as a verified ONNX file",
+    ),
+    Task(
+        "finetune",
+        "compression",
+        "fine-tune the compressed network weights=PATH or run=FOLDER, the dense one as teacher",
+    ),
     Task(
         "inspect",
+        "overviews",
         "list the layers: shape, cost and feasible ranks, or why not; errors if asked",
         on_file="inspect",
     ),
-    Task("pipeline", "choose ranks, rewrite, fine-tune, export and report", on_file="compress"),
-    Task("pretrain", "train one policy on many tasks: networks, formats, budgets"),
-    Task("prune", "remove channels or blocks to a target, fine-tune, export and report"),
-    Task("report", "gather all runs below runs=FOLDER in one page and one CSV file"),
-    Task("search", "choose ranks and write plan.json"),
+    Task(
+        "pipeline", "compression", "choose ranks, rewrite, fine-tune, export and report", on_file="compress"
+    ),
+    Task("pretrain", "pretrain", "train one policy on many tasks: networks, formats, budgets"),
+    Task("prune", "prune", "remove channels or blocks to a target, fine-tune, export and report"),
+    Task("report", "overviews", "gather all runs below runs=FOLDER in one page and one CSV file"),
+    Task("search", "compression", "choose ranks and write plan.json"),
     Task(
         "timing_kit",
+        "kits",
         "write what a budget in time needs to be timed on another device",
         on_file="timing_kit",
     ),
     Task(
         "verify_kit",
+        "kits",
         "write the finished networks below runs=FOLDER to be timed and compared on another device",
         on_file="verify_kit",
     ),
-    Task("train", "train a network, from scratch or from model.checkpoint"),
+    Task("train", "compression", "train a network, from scratch or from model.checkpoint"),
 )
 TASKS = {task.name: task for task in _ALL}
 """The tasks by name."""

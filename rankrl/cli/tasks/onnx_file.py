@@ -14,9 +14,8 @@ from decomposition import CompressionPlan, list_heuristics
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import ending
-from rankrl.cli.tasks.compressed import method_of
-from rankrl.cli.tasks.timing_kit import show
-from rankrl.cli.tasks.verify_kit import finished_files
+from rankrl.cli.tasks.compression import method_of
+from rankrl.cli.tasks.kits import finished_files, show
 from rankrl.errors import ConfigError, RunStoppedError, counted
 from rankrl.file_compression import FileSource, apply_to_file, compress_file, write_file_kit
 from rankrl.kits.kit_writer import FinishedFile, write_verify_kit

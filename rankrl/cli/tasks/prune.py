@@ -15,7 +15,7 @@ from pruning import PruningError
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import ending, steps
-from rankrl.cli.tasks.compressed import both_chose
+from rankrl.cli.tasks.compression import both_chose
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
 from rankrl.networks.image_module import ImageModule

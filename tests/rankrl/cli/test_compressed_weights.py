@@ -21,7 +21,7 @@ from decomposition import (
     make_plan,
     save_compressed,
 )
-from rankrl.cli.tasks.compressed import both_chose, method_of
+from rankrl.cli.tasks.compression import both_chose, method_of
 from rankrl.operations import KeepChannels
 from rankrl.report.gather import gather_runs
 

@@ -135,7 +135,7 @@ def test_a_run_that_overwrites_and_fails_leaves_the_other(
         raise ConfigError("it cannot be")
 
     with monkeypatch.context() as patch:
-        patch.setattr("rankrl.cli.tasks.evaluate.network_numbers", fails)
+        patch.setattr("rankrl.cli.tasks.compression.network_numbers", fails)
         assert "it cannot be" in refused(*options, "seed=1", "overwrite=true")
     assert {path: path.read_bytes() for path in files} == files
     rankrl(*options, "seed=1", "overwrite=true")

@@ -132,7 +132,7 @@ def test_ctrl_c_names_the_command_that_goes_on(
 
     words = "rankrl -m task=evaluate model=conv4 tracking=none model.checkpoint=w.safetensors seed=0,1"
     with monkeypatch.context() as patch:
-        patch.setattr("rankrl.cli.tasks.evaluate.network_numbers", stop)
+        patch.setattr("rankrl.cli.tasks.compression.network_numbers", stop)
         assert command(words.split()) == 130
     told = capfd.readouterr().err.rpartition("rankrl: stopped; `")[2]
     named = told.partition("` goes on")[0]

@@ -83,7 +83,7 @@ def test_a_job_that_fails_leaves_the_others_alone_and_is_listed(
         raise RuntimeError("a defect of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr("rankrl.cli.tasks.evaluate.network_numbers", crash)
+        patch.setattr("rankrl.cli.tasks.compression.network_numbers", crash)
         assert sweep(GOOD_AND_BAD) == 1
     assert finished() == []
     message = capfd.readouterr().err
@@ -120,7 +120,7 @@ def test_an_interrupted_job_goes_on_from_its_state(sweep: Sweep, monkeypatch: py
         "dataset.train_images=64",
     )
     with monkeypatch.context() as patch:
-        patch.setattr("rankrl.cli.tasks.train.network_numbers", kill)
+        patch.setattr("rankrl.cli.tasks.compression.network_numbers", kill)
         with pytest.raises(Killed):
             sweep(*training)
     state = FOLDER / "seed-0" / "state" / "train.safetensors"

@@ -1,4 +1,4 @@
-"""`task=verify_kit`: finished networks, to be timed and compared on another device before one is taken."""
+"""Tasks that write kits for other devices."""
 
 from __future__ import annotations
 
@@ -7,18 +7,38 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from decomposition import CompressionPlan
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
-from rankrl.cli.tasks.timing_kit import show
-from rankrl.errors import ConfigError
-from rankrl.kits.kit_writer import FinishedFile, write_verify_kit
+from rankrl.errors import ConfigError, counted
+from rankrl.kits.kit_writer import FinishedFile, WrittenKit, write_verify_kit
 from rankrl.onnx.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
 from rankrl.report.run_folder import read_metrics
+from rankrl.request import write_kit
 from rankrl.runs.run_folder import RunFolder
 from rankrl.verify.measure import export_dense, file_batches, range_batches
+
+
+def timing_kit(config: AppConfig, folder: RunFolder) -> None:
+    """Write the kit of a classifier of a data set's images."""
+    config = options.for_kit(config, folder.kit)
+    data = options.dataset(config)
+    network = steps.searched_network(config, data, steps.dense_network(config, data, folder), folder)
+    show(write_kit(network, options.candidate_options(config), options.request(config), folder.kit))
+
+
+def show(kit: WrittenKit, then: str = "Then search with timing.table=times.json") -> None:
+    """Say where a kit is and what to do with it."""
+    Console().print(
+        f"kit: {counted(kit.files, 'file')}, {kit.bytes / 1e6:.1f} MB in {kit.folder}. Copy it to the device "
+        f"and run `python measure.py` there, or open index.html in its browser (docs/devices.md). {then}",
+        soft_wrap=True,
+    )
+
 
 log = logging.getLogger(__name__)
 

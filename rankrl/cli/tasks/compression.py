@@ -1,0 +1,280 @@
+"""Tasks that train, compress, fine-tune, evaluate and export networks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from decomposition import (
+    CompressionPlan,
+    Factorise,
+    count_macs,
+    count_parameters,
+    load_compressed,
+    save_compressed,
+)
+from decomposition.errors import DecompositionError, PlanError
+from pruning import list_pruners
+from rankrl.cli.config import options
+from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.tasks import ending, steps
+from rankrl.data import ImageData
+from rankrl.errors import CheckpointError, ConfigError
+from rankrl.options.decomposition import AUTO
+from rankrl.plan_search.run import as_numbers, search_numbers
+from rankrl.runs.run_folder import RunFolder
+from rankrl.training.networks import build_network
+from rankrl.training.state import extend_training
+from rankrl.verify.measure import cost_ratios, layer_rows, network_numbers, test_accuracy, with_preprocessing
+
+log = logging.getLogger(__name__)
+
+_THEN = ", then "
+"""Between who removed channels and who chose the ranks of what was left, in a plan's `chosen_by`."""
+
+
+def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.Module, CompressionPlan]:
+    """Return the compressed network that `weights` names, the dense architecture, and the plan."""
+    if not config.weights:
+        raise ConfigError(
+            f"task={config.task} needs weights=RUN/model.safetensors, the compressed network of an "
+            "earlier run"
+        )
+    dense = build_network(config.model, data, seed=config.seed)
+    try:
+        network, plan = load_compressed(dense, Path(config.weights))
+    except PlanError as error:
+        raise ConfigError(
+            f"weights={config.weights} cannot be loaded into model={config.model['architecture']} for "
+            f"dataset={data.name}: {error}. It takes the model.safetensors of a run, with the options model "
+            "and dataset that the run had; a dense network is given as model.checkpoint=PATH"
+        ) from error
+    _warn_of_other_images(config.weights, plan, data)
+    return network.eval(), plan.prepared(dense), plan
+
+
+def check_plan(config: AppConfig, data: ImageData, plan: CompressionPlan) -> None:
+    """Refuse a plan that the network cannot take, before the network is trained for it."""
+    try:
+        plan.specs(build_network(config.model, data, seed=config.seed))
+    except DecompositionError as error:
+        raise ConfigError(
+            f"plan={config.plan} cannot be applied to model={config.model['architecture']} for "
+            f"dataset={data.name}: {error}"
+        ) from error
+
+
+def method_of(plan: CompressionPlan) -> dict[str, str | None]:
+    """Return what a network was compressed with, for metrics.json: its formats, who chose, who removed."""
+    formats = {operation.format for operation in plan.chosen(Factorise).values()}
+    method: dict[str, str | None] = {
+        "decomposition": AUTO if len(formats) > 1 else next(iter(formats), None),
+        "selector": plan.chosen_by,
+    }
+    first, then, second = plan.chosen_by.partition(_THEN)
+    only_removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
+    if then or (only_removed and first in [pruner.name for pruner in list_pruners()]):
+        method |= {"selector": second or None, "pruner": first}
+    return method
+
+
+def both_chose(pruner: str, selector: str) -> str:
+    """Return who chose a plan that removes channels first; `method_of` reads it."""
+    return f"{pruner}{_THEN}{selector}"
+
+
+def dense_numbers(config: AppConfig, data: ImageData, dense: nn.Module) -> dict[str, Any]:
+    """Return what the dense network costs, and its test accuracy where its weights are known."""
+    if config.model.get("checkpoint"):
+        return network_numbers(dense, data)
+    return {"params": count_parameters(dense), "macs": count_macs(dense, data.input_shape)}
+
+
+def _warn_of_other_images(weights: str | Path, plan: CompressionPlan, data: ImageData) -> None:
+    """Warn when a network gets images that are normalised in another way than those it was made with."""
+    known, own = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
+    if not isinstance(known, dict):
+        return
+    for name in ("mean", "std"):
+        if name in known and known[name] != own[name]:
+            log.warning(
+                "%s was made with images of %s %s, those of dataset=%s have %s; dataset.%s sets it",
+                weights,
+                name,
+                known[name],
+                data.name,
+                own[name],
+                name,
+            )
+
+
+def train(config: AppConfig, folder: RunFolder) -> None:
+    """Train and write `dense.safetensors`."""
+    options.training_recipe(config, None)
+    data = options.dataset(config)
+    network = build_network(config.model, data, seed=config.seed)
+    epochs = steps.dense_training(config, data, network, folder).history
+    metrics = {**steps.head(config, data, network), "baseline": network_numbers(network, data)}
+    ending.finish(folder, metrics, seed=config.seed, epochs=epochs)
+
+
+def pipeline(config: AppConfig, folder: RunFolder) -> None:
+    """Run all steps; each finished step is reused when the run is resumed."""
+    options.check(config, finetuning=config.finetune.epochs > 0)
+    data = options.dataset(config)
+    steps.check_budget(config, data)
+    teacher = steps.teacher(config, data)
+    dense = steps.dense_network(config, data, folder)
+    network = steps.searched_network(config, data, dense, folder)
+    if not network.export.skip:
+        _ = network.baseline  # a network that cannot be exported is refused before the search
+    _, result = steps.chosen_plan(config, network, folder)
+    compressed = network.applied(result.plan)
+    metrics = {
+        **steps.head(config, data, dense, steps.searched(config)),
+        "search": search_numbers(result),
+        **as_numbers(result.layers),
+    }
+    ending.finish_compressed(config, network, result.plan, compressed, metrics, folder, taught_by=teacher)
+
+
+def search(config: AppConfig, folder: RunFolder) -> None:
+    """Search and write the plan; no test image is read."""
+    options.check(config, finetuning=False)
+    data = options.dataset(config)
+    steps.check_budget(config, data)
+    dense = steps.dense_network(config, data, folder)
+    network = steps.searched_network(config, data, dense, folder)
+    problem, result = steps.chosen_plan(config, network, folder)
+    cost = problem.cost(result.row.key)
+    metrics = {
+        **steps.head(config, data, dense, steps.searched(config)),
+        "search": search_numbers(result),
+        "ratios": {"params": problem.params / cost.params, "macs": problem.macs / cost.macs},
+    }
+    ending.finish(folder, metrics, seed=config.seed, layers=layer_rows(result.plan, dense))
+
+
+def apply(config: AppConfig, folder: RunFolder) -> None:
+    """Write the compressed network as `model.safetensors`."""
+    if not config.plan:
+        raise ConfigError("task=apply needs plan=RUN/plan.json, the plan of an earlier run or your own")
+    plan = CompressionPlan.load(config.plan)
+    data = options.dataset(config)
+    check_plan(config, data, plan)
+    plan = with_preprocessing(plan, data)
+    dense = steps.dense_network(config, data, folder)
+    compressed = steps.searched_network(config, data, dense, folder).applied(plan)
+    save_compressed(compressed, plan, folder.model, dense=dense)
+    plan.save(folder.plan)
+    before, after = network_numbers(dense, data), network_numbers(compressed, data)
+    ratios = cost_ratios(before, after)
+    metrics = {
+        **steps.head(config, data, dense, method_of(plan)),
+        "baseline": before,
+        "compressed": after,
+        "ratios": ratios,
+    }
+    rows = layer_rows(plan, dense, compressed)
+    ending.check_collapse(folder, metrics, data)
+    ending.finish(folder, metrics, seed=config.seed, layers=rows)
+
+
+def finetune(config: AppConfig, folder: RunFolder) -> None:
+    """Write the fine-tuned network as `model.safetensors`."""
+    recipe = options.finetuning_recipe(config)
+    data = options.dataset(config)
+    network, dense, plan = compressed_from(config, data)
+    plan = with_preprocessing(plan, data)
+    teacher = steps.teacher(config, data)
+    if recipe.distillation > 0 and teacher is None and not config.model.get("checkpoint"):
+        raise ConfigError(
+            "task=finetune distils from the dense network: give its weights with model.checkpoint=PATH or "
+            "another teacher with finetune.teacher=PATH, or set finetune.distillation=0"
+        )
+    baseline, compressed = dense_numbers(config, data, dense), network_numbers(network, data)
+    removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
+    with _taken_up(config, folder):
+        epochs = steps.finetuned(
+            config, data, network, dense, folder, taught_by=teacher, after_removal=removed
+        )
+    save_compressed(network, plan, folder.model, dense=dense)
+    plan.save(folder.plan)
+    accuracy = test_accuracy(network, data)
+    metrics = {
+        **steps.head(config, data, dense, method_of(plan)),
+        "baseline": baseline,
+        "compressed": compressed,
+        "finetuned": {"accuracy": accuracy},
+        "ratios": cost_ratios(baseline, compressed),
+    }
+    known = config.model.get("checkpoint")
+    before = steps.heldout_accuracy(dense, data) if known else compressed["accuracy"]
+    ending.check_collapse(folder, metrics, data, before)
+    ending.finish(folder, metrics, seed=config.seed, epochs=epochs)
+
+
+@contextmanager
+def _taken_up(config: AppConfig, folder: RunFolder) -> Iterator[None]:
+    """Go on with the fine-tuning of the run that `run` names, where that kept its state."""
+    own, before = (run.training_state("finetune") for run in (folder, RunFolder(Path(config.run or ""))))
+    if not config.run or own.exists() or not before.is_file():
+        yield
+        return
+    extend_training(before, own, config.finetune.epochs)
+    try:
+        yield
+    except CheckpointError as error:
+        own.unlink()
+        raise ConfigError(
+            f"run={config.run} goes on with a fine-tuning as it began, but for finetune.epochs: {error} "
+            f"A new one begins with weights={config.weights}, without run"
+        ) from error
+
+
+def evaluate(config: AppConfig, folder: RunFolder) -> None:
+    """Measure the dense network, the compressed one, or both."""
+    if not config.weights and not config.model.get("checkpoint"):
+        raise ConfigError(
+            "task=evaluate needs a trained network: model.checkpoint=PATH, weights=RUN/model.safetensors, "
+            "or both"
+        )
+    data = options.dataset(config)
+    if config.weights:
+        network, dense, plan = compressed_from(config, data)
+        metrics = steps.head(config, data, dense, method_of(plan))
+        metrics["baseline"] = dense_numbers(config, data, dense)
+        metrics["compressed"] = network_numbers(network, data)
+        metrics["ratios"] = cost_ratios(metrics["baseline"], metrics["compressed"])
+    else:
+        dense = build_network(config.model, data, seed=config.seed)
+        metrics = {**steps.head(config, data, dense), "baseline": network_numbers(dense, data)}
+    ending.finish(folder, metrics, seed=config.seed)
+
+
+def export(config: AppConfig, folder: RunFolder) -> None:
+    """Write `model.onnx`, compare it with PyTorch and time it along with the dense network."""
+    options.export_options(config)  # a runtime that is missing is refused before anything is read
+    data = options.dataset(config)
+    network, dense, plan = compressed_from(config, data)
+    metrics = {
+        **steps.head(config, data, dense, method_of(plan)),
+        "baseline": dense_numbers(config, data, dense),
+        "compressed": network_numbers(network, data),
+    }
+    metadata = ending.file_metadata(plan, metrics)
+    original = steps.searched_network(config, data, dense, folder)
+    file = original.write(network, folder.onnx, metadata)
+    metrics["onnx"] = dict(file.numbers)
+    metrics["runtimes"] = file.runtimes
+    ending.exported_step(config, network, folder)
+    metrics["ratios"] = {
+        **cost_ratios(metrics["baseline"], metrics["compressed"]),
+        "latency": file.latency.ratio,
+    }
+    ending.finish(folder, metrics, seed=config.seed)

@@ -1,0 +1,192 @@
+"""Tasks that list layers, compare selectors, and gather runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from decomposition import CandidateSet, Factorise, LayerSpec, get_format, inspect_layers
+from decomposition.network.layers import skipping
+from rankrl.cli.config import options
+from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.tasks import ending, steps
+from rankrl.data import ImageData
+from rankrl.errors import ConfigError
+from rankrl.plan_search.compare import FinalTest, compared_searches, search_all, tested, winner
+from rankrl.progress import progress_bar
+from rankrl.report import collect_setup, write_sweep_report
+from rankrl.report.comparison import (
+    SHORT,
+    ComparisonRow,
+    comparison_cells,
+    interval_note,
+    summarise,
+    write_comparison,
+)
+from rankrl.report.stages import rival_note
+from rankrl.runs.run_folder import RunFolder
+from rankrl.training.networks import build_network, model_title
+from rankrl.verify.measure import network_numbers, with_preprocessing
+
+_FITTED_RANKS = 3
+_WIDTH = 160
+
+
+def inspect(config: AppConfig, folder: RunFolder) -> None:
+    """Print one row a layer; errors, with `inspect.errors`, are relative output errors on training images."""
+    candidates = options.candidate_options(config)
+    data = options.dataset(config)
+    network = build_network(config.model, data, seed=config.seed)
+    specs = skipping(inspect_layers(network, data.input_shape), candidates.skip, candidates.only)
+    fitted = _fitted(config, data, network, specs, folder) if config.inspect.errors else None
+    params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
+    table = Table(title=f"{model_title(config.model, network)} as {config.decomposition.format}")
+    table.add_column("layer", overflow="fold")  # never cut: the names are what plans and options need
+    table.add_column("weight", no_wrap=True)
+    for column in ("params", "share", "MACs", "share", "ranks"):
+        table.add_column(column, justify="right")
+    table.add_column("stays as it is because" if fitted is None else "rank: params, error")
+    for spec in specs:
+        table.add_row(
+            spec.name,
+            "x".join(map(str, spec.weight_shape)),
+            f"{spec.params:,}",
+            f"{spec.params / max(params, 1):.1%}",
+            f"{spec.macs:,}",
+            f"{spec.macs / max(macs, 1):.1%}",
+            ""
+            if spec.refusal is not None
+            else _ranks(spec, candidates.formats, tensorised=candidates.tensorised),
+            spec.refusal or ("" if fitted is None else _examples(fitted[spec.name])),
+        )
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width
+        console.width = _WIDTH
+    console.print(table)
+    if fitted is None:
+        console.print("inspect.errors=true fits every layer at a few ranks and shows what they lose.")
+
+
+def _fitted(
+    config: AppConfig, data: ImageData, network: nn.Module, specs: Sequence[LayerSpec], folder: RunFolder
+) -> Mapping[str, CandidateSet]:
+    """Return a few fitted candidates of every layer that can be decomposed."""
+    library = steps.candidate_fits(config, steps.searched_network(config, data, network, folder))
+    sites = {}
+    with progress_bar("fit layers", len(library.specs)) as bar:
+        for spec in specs:
+            if spec.refusal is None:
+                sites[spec.name] = library.candidates(spec.name, limit=_FITTED_RANKS)
+                bar.advance()
+    return sites
+
+
+def _ranks(spec: LayerSpec, formats: Sequence[str], *, tensorised: bool) -> str:
+    """Return the feasible ranks, of each format where there are several."""
+    ranges = {}
+    for name in formats:
+        tensor_format = get_format(name)
+        ranges[name] = f"1-{tensor_format.max_rank(tensor_format.modes(spec, tensorised=tensorised))}"
+    if len(ranges) == 1:
+        return next(iter(ranges.values()))
+    return "; ".join(f"{name} {span}" for name, span in ranges.items())
+
+
+def _examples(site: CandidateSet) -> str:
+    several = site.mixed
+    shown = [
+        f"{operation.format + ' ' if several else ''}{max(operation.ranks)}: "
+        f"{candidate.cost.params:,}, {candidate.error:.1%}"
+        for candidate in site.candidates
+        for operation in candidate.operations
+        if isinstance(operation, Factorise)
+    ]
+    return "; ".join(shown) or "no rank makes it smaller"
+
+
+def compare(config: AppConfig, folder: RunFolder) -> None:
+    """Search with every selector and seed, fine-tune their plans alike, and write one table.
+
+    Every search keeps its state in `searches/NAME-SEED`; `plan.json` is the plan with the best reward.
+    """
+    options.check(config, finetuning=config.finetune.epochs > 0)
+    entered = compared_searches(options.compared_selectors(config), config.compare.seeds)
+    data = options.dataset(config)
+    steps.check_budget(config, data)
+    recipe = options.comparison_recipe(config, heldout_is_new=steps.heldout_is_new(config, data))
+    teacher = steps.teacher(config, data)
+    dense = steps.dense_network(config, data, folder)
+    network = steps.searched_network(config, data, dense, folder)
+    with steps.search_session(config, network) as session:
+        results = search_all(session, entered, folder.searches, folder.warn)
+    with_preprocessing(winner(results).plan, data).save(folder.plan)
+    source = dense if teacher is None else teacher.network
+    final = FinalTest(data, source, session.applied, recipe, folder.state / "plans")
+    rows = tested(session.problem, results, final)
+    metrics = {
+        **steps.head(config, data, dense, steps.searched(config)),
+        "selector": ",".join(config.compare.selectors),
+        "baseline": network_numbers(dense, data),
+        "search": {
+            "episodes": sum(row.episodes for row in rows),
+            "evaluations": sum(row.evaluations for row in rows),
+            "seconds": sum(row.seconds for row in rows),
+            "best_reward": max(row.best_reward for row in rows),
+        },
+        "compare": _numbers(rows),
+    }
+    metrics["dense_int8"] = network.dense_int8()
+    ending.add_notes(metrics, folder)
+    setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
+    page = write_comparison(folder.path, rows, metrics, setup)
+    ending.track_result(folder, metrics)
+    folder.finish(metrics)
+    console = Console()
+    console.print(_table(rows))
+    note = interval_note(summary.runs for summary in summarise(rows))
+    if note:
+        console.print(f"Numbers: {note}.", soft_wrap=True)
+    if rival_note(metrics):
+        console.print(f"{rival_note(metrics)}.", soft_wrap=True)
+    ending.print_end(console, metrics, page)
+
+
+def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:
+    """Return the section `compare` of metrics.json."""
+    return {
+        summary.selector: {
+            "runs": summary.runs,
+            **{name: asdict(spread) for name, spread in summary.measures.items()},
+        }
+        for summary in summarise(rows)
+    }
+
+
+def _table(rows: list[ComparisonRow]) -> Table:
+    columns, cells = comparison_cells(rows, SHORT)
+    table = Table(header_style="bold")
+    for index, column in enumerate(columns):
+        # Where the terminal is narrow, entries with many options are folded, numbers never.
+        table.add_column(
+            column,
+            justify="right" if index else "left",
+            no_wrap=index > 0,
+            overflow="fold" if not index else "ellipsis",
+        )
+    for row in cells:
+        table.add_row(*row)
+    return table
+
+
+def report(config: AppConfig, folder: RunFolder) -> None:
+    """Write `report.html` and `runs.csv` into the folder of the runs."""
+    if not config.runs:
+        raise ConfigError("task=report needs runs=FOLDER, the folder of a sweep or of several runs")
+    page = write_sweep_report(config.runs)
+    Console().print(f"report: {page}", soft_wrap=True)
