@@ -86,7 +86,7 @@ RESULTS = (
 _FILES = (
     *RESULTS,
     *("episodes.csv", "search.safetensors", "candidates.json", "tpe.sqlite3", "dense.safetensors"),
-    *("policy.safetensors", "optimizer_step.onnx", "compare.csv", "compare.md", "error.json"),
+    *("policy.safetensors", "optimizer_step.onnx", "compare.csv", "compare.md"),
 )
 # Beside those of `_FILES`, names in these are known only when they are written.
 _FOLDERS = ("state", "plots", "searches", "kit", ".hydra", "tensorboard", "tracking", "wandb")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rankrl.errors import RunStoppedError
-from rankrl.files import recording
 from rankrl.progress import listening
 from rankrl.runs.run_folder import RunFolder, digest
 from rankrl.runs.run_lock import LOCK_FILE, locked
@@ -149,5 +148,4 @@ def run_sweep_job(
         folder.bring_back()
         paragraph = " ".join(explain(error).split())
         print(f"rankrl: {folder.path}: {paragraph}", file=sys.stderr)
-        with recording(folder.path):
-            write_failure(folder.path, error, paragraph, overrides, sweep_identifier(sweep_folder))
+        write_failure(folder.path, error, paragraph, overrides, sweep_identifier(sweep_folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,6 +71,7 @@ def test_a_job_whose_folder_is_in_use_is_listed_and_leaves_that_run_alone(
         assert (FOLDER / "seed-0" / ".hydra" / "overrides.yaml").read_text() == "- seed=7\n"
         assert not (FOLDER / "seed-0" / "state").exists()
     assert finished() == ["seed-1"]
+    shutil.rmtree(FOLDER / "seed-0" / ".hydra")
     assert "seed-0 is in use by process" in capfd.readouterr().err.partition("1 job of the sweep failed:")[2]
     assert sweep("seed=0,1") == 0
     assert finished() == ["seed-0", "seed-1"]
