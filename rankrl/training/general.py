@@ -1,4 +1,4 @@
-"""Training any network on any inputs, with a loss of the user's own or by imitating a teacher."""
+"""Train any network on tensors in memory, with a user's loss or by imitating a teacher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from decomposition import FactorisedLayer, Inputs, run_model
+from decomposition import FactorisedLayer, Inputs, evaluation_mode, run_model
+from decomposition.calibration.units import find_units, known_answers
 from decomposition.network.inputs import count_inputs, mapped, rows, tensors_in
 from rankrl.device import Precision, model_device
 from rankrl.errors import ConfigError, NonFiniteError
@@ -20,8 +21,11 @@ from rankrl.training.epochs import Epochs, TrainingProgress, TrainingResult, dec
 from rankrl.training.recipe import TrainingRecipe
 from rankrl.training.state import TrainingState
 
+_ANSWERED = 64
+"""Inputs whose answers tell the quantities of an output."""
+
 Loss = Callable[[Any, Any], Tensor]
-"""From a network's outputs for a batch, and its labels, to a scalar."""
+"""(outputs of a batch, labels) -> scalar."""
 
 
 def train_on(
@@ -35,10 +39,7 @@ def train_on(
     teacher: nn.Module | None = None,
     on_step: Callable[[TrainingProgress], None] | None = None,
 ) -> TrainingResult:
-    """Train a network of any kind in place, in float32 on the device that it is on.
-
-    Shapes: loss (N,).
-    """
+    """Train a network of any kind in place, in float32 on its own device."""
     check_loss(labels, loss)
     if labels is None and teacher is None:
         raise ConfigError("there are neither labels nor a teacher to learn from")
@@ -53,7 +54,7 @@ def train_on(
 
 
 def check_loss(labels: Any, loss: Loss | None) -> None:
-    """Refuse labels that say nothing of the loss, and a loss without labels."""
+    """Refuse a loss without labels, and labels that are no classes without a loss."""
     if labels is None:
         if loss is not None:
             raise ConfigError("loss= needs labels; give data in pairs of inputs and labels, or leave it out")
@@ -69,21 +70,41 @@ def check_loss(labels: Any, loss: Loss | None) -> None:
             )
 
 
-def imitation_loss(outputs: Any, taught: Any) -> Tensor:
-    """Return |outputs - taught|^2 / |taught|^2, the mean over all tensors of floating-point numbers."""
-    pairs = zip(tensors_in(outputs), tensors_in(taught), strict=True)
-    shares = [
-        (y.float() - t.float()).square().sum() / t.float().square().sum().clamp_min(1e-30)
-        for y, t in pairs
-        if y.is_floating_point()
-    ]
+def imitation_loss(outputs: Any, taught: Any, weights: Sequence[Tensor | None] | None = None) -> Tensor:
+    """Return |outputs - taught|^2 / |taught|^2, averaged over all floating-point tensors.
+
+    With weights (`quantity_weights`) a tensor of several quantities is their mean, each relative to its
+    variance.
+    """
+    known, expected = tensors_in(outputs), tensors_in(taught)
+    shares = []
+    for y, t, weight in zip(known, expected, weights or [None] * len(known), strict=True):
+        if not y.is_floating_point():
+            continue
+        lost = (y.float() - t.float()).square()
+        if weight is None:
+            shares.append(lost.sum() / t.float().square().sum().clamp_min(1e-30))
+        else:
+            shares.append((lost * weight.to(lost.device).square()).mean())
     if not shares:
         raise ConfigError("the network returns no floating-point numbers, so there is nothing to imitate")
     return torch.stack(shares).mean()
 
 
+def quantity_weights(teacher: nn.Module, inputs: Inputs) -> list[Tensor | None]:
+    """Return what every output is multiplied by so that its quantities count alike; None for one quantity."""
+    device, weights = model_device(teacher), list[Tensor | None]()
+    with evaluation_mode(teacher), torch.no_grad():
+        few = mapped(lambda x: x.to(device), rows(inputs, slice(0, _ANSWERED)))
+        outputs = tensors_in(run_model(teacher, few))
+    for y in outputs:
+        units = find_units(known_answers([y.float().cpu().numpy()])) if y.is_floating_point() else None
+        weights.append(None if units is None else torch.from_numpy(units.weights(y.ndim)).float())
+    return weights
+
+
 def check_outputs(teacher: nn.Module, model: nn.Module, inputs: Inputs) -> None:
-    """Refuse a teacher whose outputs for two inputs have other shapes than a network's."""
+    """Refuse a teacher whose outputs for two inputs differ in shape from the network's."""
     two = mapped(lambda x: x.to(model_device(model)), rows(inputs, slice(0, 2)))
     with torch.no_grad():
         expected = [tuple(each.shape) for each in tensors_in(run_model(model, two))]
@@ -102,9 +123,9 @@ def check_outputs(teacher: nn.Module, model: nn.Module, inputs: Inputs) -> None:
 
 
 def steps_of_an_epoch(count: int, batch_size: int) -> int:
-    """Return how many batches an epoch over `count` inputs has, the last one smaller but never of one.
+    """Return the number of batches of an epoch over `count` inputs; a last batch of one is left out.
 
-    Batch normalisation cannot train on a single input; another order leaves out another one.
+    Batch normalisation cannot train on a single input; each epoch's order leaves out another one.
     """
     size = min(batch_size, count)
     return count // size + (count % size > 1)
@@ -138,9 +159,10 @@ class _GeneralEpochs(Epochs):
         )
         self.inputs, self.labels = inputs, labels
         self._score, self._loss = score, loss
+        self._weights = None if teacher is None else quantity_weights(teacher, inputs)
 
     def batches(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
-        """Walk through all inputs in random order; a last batch of a single input is left out."""
+        """Yield batches of all inputs in random order; a last batch of a single input is left out."""
         order = torch.randperm(count_inputs(self.inputs), generator=torch.Generator().manual_seed(seed))
         device = self.precision.device
         for indices in order.split(self.batch_size)[: self.steps]:
@@ -148,10 +170,10 @@ class _GeneralEpochs(Epochs):
             yield mapped(lambda x: x.to(device), rows(self.inputs, indices)), labels
 
     def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
-        """Return the user's loss or cross-entropy, mixed with what the teacher's outputs are missed by."""
+        """Return the user's loss or cross-entropy, mixed with `imitation_loss`."""
         recipe = self.recipe
         if labels is None:
-            return imitation_loss(outputs, taught)
+            return imitation_loss(outputs, taught, self._weights)
         if self._loss is None:
             return training_loss(
                 outputs.float(),
@@ -164,10 +186,11 @@ class _GeneralEpochs(Epochs):
         loss = self._loss(outputs, labels)
         if taught is None:
             return loss
-        return (1 - recipe.distillation) * loss + recipe.distillation * imitation_loss(outputs, taught)
+        imitation = imitation_loss(outputs, taught, self._weights)
+        return (1 - recipe.distillation) * loss + recipe.distillation * imitation
 
     def score(self, model: nn.Module) -> float:
-        """Return what the user's score says, as a number: it may be a tensor of one."""
+        """Return the user's score as a float; it may come as a tensor of one element."""
         model.eval()
         with torch.no_grad():
             score = float(self._score(model))

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rankrl.errors import NonFiniteError
 from rankrl.files import write_json
 from rankrl.training import TrainingRecipe, train_on
-from rankrl.training.general import steps_of_an_epoch
+from rankrl.training.general import imitation_loss, quantity_weights, steps_of_an_epoch
 
 RECIPE = TrainingRecipe(epochs=1, batch_size=8, lr=1e-3, restore_best=False)
 
@@ -104,3 +104,27 @@ def test_a_share_of_none_leaves_the_teacher_out() -> None:
     taught = dataclasses.replace(RECIPE, distillation=0.5)
     with pytest.raises(RefusesError):
         train_on(network(), inputs(16), labels, taught, score=lambda _: 0.5, teacher=Refusing())
+
+
+def test_a_quantity_of_small_numbers_is_imitated_too() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 12, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x).sigmoid().flatten(2)
+            return torch.cat([640 * y[:, :4], y[:, 4:]], 1)  # boxes in pixels, scores of classes
+
+    torch.manual_seed(0)
+    network, inputs = Detector(), torch.randn(64, 3, 4, 4)
+    with torch.no_grad():
+        taught = network(inputs)
+    guessed = taught.clone()
+    guessed[:, 4:] = taught[:, 4:].mean(0)
+    assert imitation_loss(guessed, taught) < 1e-5
+    weights = quantity_weights(network, inputs)
+    assert imitation_loss(guessed, taught, weights).item() == pytest.approx(
+        0.5, rel=0.1
+    )  # half of it is lost
+    assert quantity_weights(nn.Linear(3, 40), torch.randn(64, 3)) == [None]
