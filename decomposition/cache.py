@@ -1,4 +1,4 @@
-"""What is kept between runs: a folder of values, each under a key made of what it depends on."""
+"""Cache values between runs in a folder, each under a hash of everything it depends on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of values that any number of processes may share; nothing in it is pickled.
+    """A folder of cached values that any number of processes may share; nothing in it is pickled.
 
     A value is written whole or not at all, and one that cannot be read counts as absent. Of processes that
     compute the same value at once, all but the first one drop theirs.
@@ -32,7 +32,7 @@ class Cache:
     folder: Path | None
 
     def value(self, kind: str, key: str, compute: Callable[[], _Value]) -> _Value:
-        """Return a value as JSON holds it, computed where it is not kept yet."""
+        """Return the cached value as JSON holds it, computing it on a miss."""
 
         def write(path: Path, value: _Value) -> None:
             path.write_text(json.dumps(value), encoding="utf-8")
@@ -46,7 +46,7 @@ class Cache:
         return self._kept(f"{kind}-{key}.json", computed, read, write)
 
     def tensors(self, kind: str, key: str, compute: Callable[[], _Tensors]) -> _Tensors:
-        """Return tensors on the CPU by name, computed where they are not kept yet; see `value`."""
+        """Return the cached tensors by name, on the CPU, computing them on a miss."""
 
         def write(path: Path, tensors: _Tensors) -> None:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
@@ -54,7 +54,7 @@ class Cache:
         return self._kept(f"{kind}-{key}.safetensors", compute, load_file, write)
 
     def file(self, kind: str, key: str, path: Path, write: Callable[[Path], object]) -> None:
-        """Bring a file to a path, written there where it is not kept yet; see `value`."""
+        """Copy the cached file to a path, or write it there on a miss."""
 
         def written() -> bytes:
             write(path)
@@ -82,7 +82,7 @@ class Cache:
         if known is not None:
             return known
         value = compute()
-        known = _read(path, read)  # of another process, which may go on with it by now
+        known = _read(path, read)  # written first by another process, which may use it by now
         if known is not None:
             return known
         try:
@@ -134,7 +134,7 @@ def _add(hasher: hashlib._Hash, value: object) -> None:
         text = repr(value)
         if " at 0x" in text:
             raise TypeError(f"{text} cannot be part of a key; give what tells it from another one")
-    # With its length, no part reads like the end of one and the beginning of the next.
+    # Each part goes in with its length: otherwise "ab", "c" and "a", "bc" would hash alike.
     hasher.update(f"{len(text)} {text} {data.nbytes} {len(parts)} ".encode())
     hasher.update(data)
     for part in parts:

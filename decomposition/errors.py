@@ -1,4 +1,4 @@
-"""Errors raised by the decomposition package."""
+"""Define the exceptions of the decomposition package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class DecompositionError(ValueError):
 
 
 class StorageError(DecompositionError, OSError):
-    """A file that cannot be written: a full disk, a folder that is missing or may not be written."""
+    """A file that cannot be written: the disk is full, or the folder is missing or read-only."""
 
 
 class PlanError(DecompositionError):

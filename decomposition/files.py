@@ -1,4 +1,4 @@
-"""Atomic file writes: a reader sees the old file or the new one, never a part of either."""
+"""Write files atomically: a reader sees the old file or the new one, never a part of either."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _watchers: list[Callable[[Path], None]] = []
 
 @contextmanager
 def watching_writes(watch: Callable[[Path], None]) -> Iterator[None]:
-    """Call `watch` with the path of every file, in whatever thread, before it is written within the block."""
+    """Call `watch` with the path of every file before the block, in any thread, writes it."""
     _watchers.append(watch)
     try:
         yield
@@ -27,14 +27,14 @@ def watching_writes(watch: Callable[[Path], None]) -> Iterator[None]:
 
 
 def announce_write(path: Path) -> None:
-    """Tell those who watch that a file is about to be written, where that is not done by `replacing`."""
+    """Notify the watchers of a file that is about to be written by other means than `replacing`."""
     for watch in tuple(_watchers):
         watch(path)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path next to `path` to write to; it takes the name `path` when the block ends well.
+    """Yield a temporary path next to `path`, which is renamed to `path` if the block succeeds.
 
     The file gets the mode of any new file (0666 less the umask), whichever mode a library writes it with.
     """
@@ -47,16 +47,16 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         temporary.chmod(mode)
         os.replace(temporary, path)
-    except StorageError:  # of a file that was written in the block
+    except StorageError:  # from a nested write, with its own message
         raise
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for the system's
+    except (OSError, SafetensorError) as error:  # safetensors wraps the system's errors in its own
         raise StorageError(cannot_write(path, error)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def cannot_write(path: Path, error: Exception) -> str:
-    """Return what to tell a user whose file could not be written."""
+    """Return the error message for a file that could not be written."""
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
     return (
         f"cannot write {path}: {reason}. Check that the folder is writable and that the disk has room, or "

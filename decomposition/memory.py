@@ -1,4 +1,4 @@
-"""How much memory is free, and a refusal before more is asked for."""
+"""Read how much memory is free, and refuse requests for more than half of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KILOBYTE = 1024
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process may still take, or None where the system does not tell (Linux does).
+    """Return the bytes that this process may still allocate, or None if unknown (all but Linux).
 
     A container's limit counts (cgroups, version 2), and so do limits on the process (`ulimit -v`, `-d`).
     """
@@ -31,7 +31,7 @@ def free_memory() -> int | None:
 
 
 def check_room(wanted: int, what: str, remedy: str) -> None:
-    """Refuse to ask for more than half of the memory that is free."""
+    """Raise an error if `wanted` bytes exceed half of the free memory."""
     free = free_memory()
     if free is not None and wanted > free / 2:
         raise DecompositionError(
@@ -41,6 +41,6 @@ def check_room(wanted: int, what: str, remedy: str) -> None:
 
 
 def _figure(path: str, name: str) -> int:
-    """Return a figure of the kernel's, in kB, or 0 where it tells none."""
+    """Read a figure in kB from a file of /proc; 0 if it is absent."""
     lines = Path(path).read_text(encoding="ascii", errors="replace").splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, estimates in the log elsewhere, or the caller's function."""
+"""Report progress by a bar on a terminal, estimates in the log elsewhere, or the caller's function."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Progress = Callable[[str, int, int], None] | Literal[False] | None
 """Where progress goes: None draws a bar on a terminal, False shows nothing, and a function is called with
 what is being done, the number of finished steps and the number of all steps."""
 
-# Without a terminal: seconds before the first estimate, which are doubled for each further one, how many
-# there are between two at most, and seconds of work left below which none is worth a line.
+# Without a terminal, in seconds: time before the first estimate (doubled for each further one), largest
+# interval between two, and least remaining time that is worth a line.
 _FIRST_ESTIMATE = 10.0
 _LONGEST_SILENCE = 600.0
 _WORTH_SAYING = 60.0
@@ -29,7 +29,7 @@ _listeners: list[Callable[[str, int, int], None]] = []
 
 
 class ProgressBar:
-    """One running bar; made by `progress_bar`."""
+    """A running progress bar, made by `progress_bar`."""
 
     def __init__(self, description: str, total: int, show: Callable[[int, float | None], None]) -> None:
         self.description, self.total = description, total
@@ -37,7 +37,7 @@ class ProgressBar:
         self._show = show
 
     def advance(self, steps: int = 1, *, best: float | None = None) -> None:
-        """Move on by `steps`, and show `best` as the best value so far when it is given."""
+        """Advance by `steps`, and show `best`, if given, as the best value so far."""
         self.update(self.completed + steps, best=best)
 
     def update(self, completed: int, *, best: float | None = None) -> None:
@@ -50,7 +50,7 @@ class ProgressBar:
 
 @contextmanager
 def listening(listener: Callable[[str, int, int], None]) -> Iterator[None]:
-    """Call a function with every step of all progress that the block makes, besides what is shown."""
+    """Call a function with every step of progress in the block, besides showing it."""
     _listeners.append(listener)
     try:
         yield
@@ -64,15 +64,15 @@ def progress_bar(
 ) -> Iterator[ProgressBar]:
     """Show progress while the block runs.
 
-    On a terminal that is a bar; without one a line of the log says after the first steps how long the rest
-    will take, where that is more than a minute. A bar within another one's block is not drawn.
+    On a terminal it draws a bar; otherwise the log estimates, after the first steps, the time left if that is
+    more than a minute. A bar nested in another one's block is not drawn.
     """
     global _drawing
     if progress is not None:
         tell = progress or (lambda *_: None)
         yield ProgressBar(description, total, lambda completed, best: tell(description, completed, total))
         return
-    alone = multiprocessing.current_process().name == "MainProcess"  # bars of parallel jobs overwrite another
+    alone = multiprocessing.current_process().name == "MainProcess"  # parallel bars overwrite another
     visible = alone and sys.stdout.isatty() if console is None else console.is_terminal
     if not visible:
         yield ProgressBar(description, total, _Estimates(description, total).show)
@@ -120,7 +120,7 @@ def _drawn(description: str, total: int, console: Console | None) -> Iterator[Pr
 
 
 class _Estimates:
-    """Says in the log now and then how much of the work is done and about how long the rest will take."""
+    """Logs, at growing intervals, the finished share of the work and the estimated time left."""
 
     def __init__(self, description: str, total: int) -> None:
         self.description, self.total = description, total
@@ -129,8 +129,8 @@ class _Estimates:
 
     def show(self, completed: int, best: float | None) -> None:
         del best
-        resumed = self.last == 0 and completed > 1  # it sets off with what was done before, once that is read
-        if resumed or completed < self.last:  # or it starts again
+        resumed = self.last == 0 and completed > 1  # a resumed run starts with finished steps
+        if resumed or completed < self.last:  # or the count restarted
             self.before, self.start, self.due = completed, time.monotonic(), _FIRST_ESTIMATE
         self.last = completed
         spent, done = time.monotonic() - self.start, completed - self.before

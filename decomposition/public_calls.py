@@ -1,4 +1,4 @@
-"""The modes of torch that public calls compute in, whatever their caller switched on."""
+"""Run public calls in fixed modes of torch, whatever their caller switched on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _AUTOCAST = ("cpu", "cuda", "mps", "xpu")
-_SECONDS = 2.0  # calls shorter than that are waited for without a word
+_SECONDS = 2.0  # waiting longer for another thread's call is logged
 
 
 class ProcessSetting(Generic[T]):
-    """A setting of the whole process, held at one value while any thread needs it and then put back."""
+    """A process-wide setting, held at one value while any thread needs it and then restored."""
 
     def __init__(self, read: Callable[[], T], write: Callable[[T], object], value: T) -> None:
         self._read, self._write, self._value = read, write, value
@@ -54,7 +54,7 @@ _DEFAULT_TYPE = ProcessSetting(torch.get_default_dtype, torch.set_default_dtype,
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Compute with gradients, in the types of the tensors, new ones in float32 on the CPU; then as before."""
+    """Enable gradients, leave inference mode and autocast, and default to float32 on the CPU."""
     with ExitStack() as stack:
         stack.enter_context(_DEFAULT_TYPE.held())
         stack.enter_context(torch.inference_mode(mode=False))
@@ -67,13 +67,13 @@ def own_modes() -> Iterator[None]:
 
 
 class PublicCalls:
-    """A decorator of functions that users call: in `own_modes`, one at a time in all threads."""
+    """Decorator of public functions: they run in `own_modes`, one at a time over all threads."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
 
     def __call__(self, *, values: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Decorate a function that reads the values of networks, or, without `values`, their shapes alone."""
+        """Return the decorator of functions that read networks' values or, without `values`, only shapes."""
 
         def decorated(function: Callable[P, R]) -> Callable[P, R]:
             @functools.wraps(function)
@@ -100,7 +100,7 @@ class PublicCalls:
 
 
 def check_values(network: nn.Module, *, shapes_do: bool = False) -> None:
-    """Refuse a network whose tensors are not there yet: lazy ones, or those on the device `meta`."""
+    """Refuse a network with lazy parameters or tensors on the device `meta`, which have no values."""
     tensors = [*network.named_parameters(), *network.named_buffers()]
     for name, tensor in tensors:
         if is_lazy(tensor):

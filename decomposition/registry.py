@@ -1,4 +1,4 @@
-"""A registry: what can be chosen by name."""
+"""Register entries that are chosen by name, and suggest the nearest name for a typo."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _REGISTRIES: dict[str, Registry[Any]] = {}
 
 
 def registered(noun: str) -> list[str]:
-    """Return the names that the registry of this noun holds by now, sorted; nothing is imported."""
+    """Return the names registered so far under this noun, sorted, without importing anything."""
     return sorted(_REGISTRIES[noun]._entries) if noun in _REGISTRIES else []
 
 
 def announce(noun: str, module: str) -> None:
-    """Name a module that registers more when it is imported, which waits until a registry is asked."""
+    """Announce a module that registers entries; it is imported when the registry is first read."""
     if module not in _ANNOUNCED.setdefault(noun, []):
         _ANNOUNCED[noun].append(module)
 
@@ -62,11 +62,11 @@ class Registry(Generic[Entry]):
         return name in self._entries
 
     def __getitem__(self, name: str) -> Entry:
-        """Return what `name` stands for."""
+        """Return the entry called `name`."""
         return self._find(name)[0]
 
     def description(self, name: str) -> str:
-        """Return one line about `name`; the errors are those of `registry[name]`."""
+        """Return the description of `name`; raises the errors of `registry[name]`."""
         return self._find(name)[1]
 
     def names(self, pattern: str = "*") -> list[str]:
@@ -76,8 +76,8 @@ class Registry(Generic[Entry]):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Forget at the end of the block what was registered in it; for tests."""
-        self._import_announced()  # else it might happen in the block, and be forgotten
+        """Undo the registrations of the block at its end; for tests."""
+        self._import_announced()  # an import inside the block would be undone for good
         before = dict(self._entries)
         try:
             yield
@@ -99,6 +99,6 @@ class Registry(Generic[Entry]):
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the known name nearest to a wrong one, or nothing when none is near."""
+    """Return " Did you mean 'x'?" for the nearest known name, or an empty text if none is near."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""

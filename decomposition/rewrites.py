@@ -47,7 +47,7 @@ class PlainAttention(nn.Module):
         self.embed_dim, self.num_heads = attention.embed_dim, attention.num_heads
         self.head_dim, self.kdim, self.vdim = attention.head_dim, attention.kdim, attention.vdim
         self.dropout, self.batch_first = attention.dropout, attention.batch_first
-        self._qkv_same_embed_dim = False  # where torch's Transformer layers look before their fast path
+        self._qkv_same_embed_dim = False  # disables the fast path of torch's Transformer layers
         self.in_proj_weight, self.in_proj_bias = None, None
         if attention._qkv_same_embed_dim:
             weights = list(attention.in_proj_weight.chunk(3))
@@ -99,7 +99,7 @@ class PlainAttention(nn.Module):
     def _mask(
         self, attn_mask: torch.Tensor | None, padding: torch.Tensor | None, queries: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return what is added to the scores (N, heads, L, S), or `None`."""
+        """Return the term to add to the scores (N, heads, L, S), or `None`."""
         mask = None
         if attn_mask is not None:
             mask = _additive(attn_mask, queries.dtype)
@@ -139,13 +139,13 @@ def plain_attention(model: Module) -> Module:
 
 
 def attention_form(module: nn.Module) -> PlainAttention | None:
-    """Return an attention's plain form, or `None` for another module."""
+    """Return an attention's plain form; `None` for other modules."""
     # A subclass may compute something else.
     return PlainAttention(module) if type(module) is nn.MultiheadAttention else None
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    """Return the linear layer with a copy of these values."""
+    """Make a linear layer with copies of a weight and a bias."""
     rows, columns = weight.shape
     layer = nn.Linear(columns, rows, bias=bias is not None, device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 _SUBCLASSED = (nn.Conv1d, nn.Conv2d, nn.Linear)
-# Share of the largest output: equivalent kernels may add up in another order.
+# Share of the largest output: equivalent kernels may sum in another order.
 _TOLERANCE = 1e-5
 _CALLS = 4
 """Calls of a layer that are compared at most."""
@@ -216,13 +216,13 @@ def plain_layers(model: Module, layers: Sequence[str], inputs: ExampleInputs) ->
 
 
 def own_layer_form(module: nn.Module) -> DecomposableModule | None:
-    """Return the plain layer of a subclass, without comparing it, or `None` for another module."""
+    """Return the plain layer of a subclass, without comparing it; `None` for other modules."""
     subclassed = isinstance(module, _SUBCLASSED) and not is_decomposable_module(module)
     return _plain(type(module).__name__, module) if subclassed else None  # type: ignore[arg-type]
 
 
 def _plain(name: str, module: DecomposableModule) -> DecomposableModule:
-    """Return the plain layer with the same weights."""
+    """Make the plain layer with the same weights."""
     state = {*dict(module.named_parameters()), *dict(module.named_buffers())}
     if state - {"weight", "bias"} or "weight" not in state:
         extra = ", ".join(sorted(state - {"weight", "bias"})) or "a computed weight"
@@ -246,7 +246,7 @@ def _compare(
     plain: dict[str, DecomposableModule],
     inputs: ExampleInputs,
 ) -> None:
-    """Compare layers with their plain form on the inputs that reach them."""
+    """Compare layers with their plain forms on the inputs that reach them."""
     reached: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
 
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:
@@ -369,7 +369,7 @@ class PlainTransposed(nn.Module):
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
 
     def _least_sizes(self, x: torch.Tensor) -> list[int]:
-        """Return the output's positions along each axis, without output padding."""
+        """Return the output sizes along each axis without output padding."""
         sizes = x.shape[-len(self.kernel_size) :]
         along = zip(sizes, self.stride, self.padding, self.dilation, self.kernel_size, strict=True)
         return [
@@ -378,7 +378,7 @@ class PlainTransposed(nn.Module):
         ]
 
     def _more(self, output_size: Sequence[int], least: Sequence[int]) -> tuple[int, ...]:
-        """Return the output padding that gives the positions asked for."""
+        """Return the output padding that gives the requested sizes."""
         more = tuple(int(size) - low for size, low in zip(output_size[-len(least) :], least, strict=True))
         if not all(0 <= extra < step for extra, step in zip(more, self.stride, strict=True)):
             raise ValueError(
@@ -451,7 +451,7 @@ def transposed_form(module: nn.Module) -> PlainTransposed | None:
         return None  # a weight that is computed at every call may not have been computed yet
     try:
         return PlainTransposed(cast(nn.ConvTranspose1d | nn.ConvTranspose2d, module))
-    except ValueError:  # it stays as it is; listings give the reason
+    except ValueError:  # it stays dense; listings give the reason
         return None
 
 
@@ -465,7 +465,7 @@ REWRITERS: dict[str, Callable[[nn.Module], nn.Module | None]] = {
 
 
 def prepared(model: nn.Module, rewrites: Sequence[Rewrite]) -> nn.Module:
-    """Return a network with layers rewritten; the network itself if they are already."""
+    """Return a network with the rewrites applied; the network itself if it has them already."""
     if set(rewrites) <= set(rewrites_of(model)):
         return model
     network = copied(model)

@@ -1,8 +1,7 @@
-"""The contract of tensor formats as tests, for a format of your own too; they need pytest.
+"""Test the contract of tensor formats, your own included; needs pytest.
 
-`class TestMine(FormatContract): names = ("mine",)` in a test file is all that it takes.
+`class TestMine(FormatContract): names = ("mine",)` in a test file is enough.
 """
-# ruff: noqa: D102 (a test says by its name what it holds to)
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ LAYERS = (
 
 
 class FormatContract:
-    """What fitting, applying a plan and the export count on with every tensor format.
+    """Contract of a tensor format, as fitting, applying plans and the export rely on it.
 
     Attributes:
         names: Registered names of the formats that are tested.
@@ -169,7 +168,7 @@ class FormatContract:
 
 
 def modes_name(modes: WeightModes) -> str:
-    """Return the sizes of all modes in a word."""
+    """Return the sizes of all modes as one word, such as `6x5x3`."""
     return "x".join(map(str, (*modes.out, *modes.inp, *modes.kernel_size)))
 
 
@@ -184,7 +183,7 @@ def random_cores(tensor_format: TensorFormat, modes: WeightModes, ranks: Ranks) 
 
 
 def unequal_ranks(tensor_format: TensorFormat, modes: WeightModes) -> Ranks:
-    """Return feasible ranks that differ from bond to bond, so that no confusion of bonds goes unnoticed."""
+    """Return feasible ranks that differ from bond to bond, so that mixed-up bonds are noticed."""
     return tuple(min(2 + j, largest) for j, largest in enumerate(tensor_format.max_ranks(modes)))
 
 
@@ -197,7 +196,7 @@ def input_shape(dense: nn.Module) -> tuple[int, ...]:
 
 
 def spec_of(dense: nn.Module) -> LayerSpec:
-    """Return what is known of a layer that stands alone."""
+    """Return the specification of a single layer."""
     return inspect_layers(nn.Sequential(dense), input_shape(dense))[0]
 
 

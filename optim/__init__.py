@@ -1,10 +1,10 @@
-"""Adam and Adagrad with the semantics of ai.onnx.preview.training, for torch and as ONNX graphs.
+"""Run Adam and Adagrad with the semantics of ai.onnx.preview.training in torch, and write them as ONNX.
 
 `OnnxAdam` and `OnnxAdagrad` are torch optimizers; `build_step_model` writes their step as an ONNX model that
 continues a PyTorch run, `optimizer_from_model` reads one back; `create_optimizer` makes any registered
 optimizer by name. The functional forms are in `optim.functional`.
 
-What it offers is listed in `__init__.pyi` and imported when it is first used.
+The public names are listed in `__init__.pyi` and imported on first use.
 """
 
 from __future__ import annotations

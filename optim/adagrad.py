@@ -1,4 +1,4 @@
-"""Adagrad with the semantics of ai.onnx.preview.training.Adagrad."""
+"""Implement Adagrad with the semantics of ai.onnx.preview.training.Adagrad."""
 
 from __future__ import annotations
 

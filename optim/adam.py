@@ -1,4 +1,4 @@
-"""Adam with the semantics of ai.onnx.preview.training.Adam."""
+"""Implement Adam with the semantics of ai.onnx.preview.training.Adam."""
 
 from __future__ import annotations
 

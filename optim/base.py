@@ -1,4 +1,4 @@
-"""What OnnxAdam and OnnxAdagrad share: state, param groups, checks and the step around the arithmetic."""
+"""Define the base class of OnnxAdam and OnnxAdagrad: state, param groups, checks and the step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optim.kernels import foreach_increase_
 from optim.rates import Count
 from optim.validation import SparseGradientError, check_keys, check_params, check_rate, check_update_count
 
-# Options that states saved without them leave as they are.
+# Options added later: states saved without them leave them unchanged.
 _ADDED = {"maximize": False, "foreach": None, "capturable": False}
 
 
@@ -88,7 +88,7 @@ class OnnxOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for index, group in enumerate(state["param_groups"]):
-            for name, default in _ADDED.items():  # of an optimizer that was pickled whole
+            for name, default in _ADDED.items():  # missing in older pickled optimizers
                 group.setdefault(name, default)
             check_keys(
                 f"param group {index} of the state", group, ["lr", "first_update_count", *self.attributes]

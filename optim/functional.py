@@ -1,4 +1,4 @@
-"""The operators Adam and Adagrad of ai.onnx.preview.training (version 1) as functions on lists of tensors.
+"""Apply the operators Adam and Adagrad of ai.onnx.preview.training (version 1) to lists of tensors.
 
 Like torch's functional optimizers they write the results into the tensors given, where the operators return
 new ones. The coefficients are rounded to float32, as the operators' attributes are, and the scalar learning

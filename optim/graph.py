@@ -1,4 +1,4 @@
-"""The optimizer's step as an ONNX model of ai.onnx.preview.training operators, and back.
+"""Write an optimizer's step as an ONNX model of ai.onnx.preview.training operators, and read it back.
 
 Each param group becomes one node. For the group number i and a parameter NAME (its name in the optimizer, or
 `group.index` where the optimizer was given none) the model has
@@ -29,7 +29,7 @@ from optim.base import OnnxOptimizer
 
 DOMAIN = "ai.onnx.preview.training"
 DOMAIN_VERSION = 1
-# The domain came with ONNX 1.7, whose format is version 7: whoever knows the domain reads the model.
+# The domain came with ONNX 1.7, whose IR version is 7: every reader that knows the domain accepts it.
 IR_VERSION = 7
 
 _OPTIMIZERS: dict[str, type[OnnxOptimizer]] = {cls.operator: cls for cls in (OnnxAdam, OnnxAdagrad)}

@@ -1,4 +1,4 @@
-"""The arithmetic of the operators on lists of tensors, in place and without checks.
+"""Compute the operators on lists of tensors, in place and without checks.
 
 Each update is written twice: tensor by tensor, which reads like the specification and serves tensor
 subclasses, and with torch's `_foreach_` operations, one call for many tensors instead of one per tensor.
@@ -125,7 +125,7 @@ def foreach_increase_(tensors: TensorList, amount: float) -> None:
 
 
 def _wraps_numbers(tensors: TensorList) -> bool:
-    """Whether foreach would wrap a number into a tensor for each tensor anew, as eager CPU loops do.
+    """Tell whether foreach would wrap a number into a tensor again for each tensor, as eager CPU loops do.
 
     Wrapping it once takes a third of the time on tiny tensors.
     """
@@ -178,7 +178,7 @@ def _foreach_descend(
 
 
 def _use_foreach(params: Sequence[Tensor]) -> bool:
-    """Whether all are plain tensors: subclasses need not know the foreach operations."""
+    """Tell whether all are plain tensors: subclasses may lack the foreach operations."""
     return all(type(param) in (Tensor, torch.nn.Parameter) for param in params)
 
 

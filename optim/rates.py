@@ -1,4 +1,4 @@
-"""The learning rates that the operators adjust by the update count T."""
+"""Compute the learning rates that the operators adjust by the update count T."""
 
 from __future__ import annotations
 

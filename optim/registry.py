@@ -1,4 +1,4 @@
-"""The optimizers by name, so that configurations and tests draw on one list."""
+"""Register optimizers by name, so that configurations and tests draw on one list."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Factory = TypeVar("Factory", bound="Callable[..., Optimizer]")
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """What is known of a registered optimizer.
+    """Name, description and factory of a registered optimizer.
 
     Attributes:
         name: The name it is chosen by.
@@ -60,7 +60,7 @@ def register_optimizer(name: str, description: str) -> Callable[[Factory], Facto
 
     def register(factory: Factory) -> Factory:
         if not str(factory.__module__).startswith(f"{__package__}."):
-            _register_ours()  # whose names are taken
+            _register_ours()  # so that their names count as taken
         _refuse_taken(name)
         _records[name] = OptimizerRecord(name, description, factory)
         return factory
@@ -84,7 +84,7 @@ def registered_optimizers() -> list[str]:
 
 
 def optimizer_record(name: str) -> OptimizerRecord:
-    """Return what is known of a registered optimizer.
+    """Return the record of a registered optimizer.
 
     Args:
         name: One of `list_optimizers()`.

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, torch's own, under the name `sgd`."""
+"""Register torch's own stochastic gradient descent under the name `sgd`."""
 
 from __future__ import annotations
 

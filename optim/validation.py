@@ -1,4 +1,4 @@
-"""Checks of hyper-parameters and tensors, shared by the optimizers and the functional forms.
+"""Check hyper-parameters and tensors, for the optimizers and the functional forms alike.
 
 The operators of ai.onnx.preview.training store their coefficients as attributes of type FLOAT, so every
 coefficient is rounded to float32 here, once, before anything is computed with it. The rounding is not

@@ -1,14 +1,13 @@
-"""Channel pruning: learn or compute which channels matter, then remove them physically.
+"""Prune channels: learn or compute which ones matter, then remove them physically.
 
     masked = MaskedNetwork(model, example_input, GroupLassoMask)
     train_masks(masked, batches, loss, MaskTrainingOptions(), cost=macs, target=0.5)
     smaller = masked.removed()
 
-What goes together (`groups`), what matters (`criteria`, the masks) and the surgery (`removal`) are
-independent: the surgery takes a plain mapping from layer names to kept output channels, wherever it comes
-from.
+Dependencies (`groups`), importance (`criteria`, the masks) and surgery (`removal`) are independent: the
+surgery takes any mapping from layer names to kept output channels.
 
-What it offers is listed in `__init__.pyi` and imported when it is first used.
+The public names are listed in `__init__.pyi` and imported on first use.
 """
 
 from __future__ import annotations

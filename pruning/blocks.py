@@ -1,7 +1,7 @@
-"""Residual blocks that a network can do without.
+"""Find, choose and remove residual blocks that a network can do without.
 
-A residual block adds what its layers compute to its input. Without these layers it hands its input on, so
-that the network stays whole and becomes less deep (Veit et al., NIPS 2016, who remove single blocks of
+A residual block adds the output of its layers to its input. Without these layers it is an identity, so the
+network stays whole and becomes less deep (Veit et al., NIPS 2016, who remove single blocks of
 trained networks; Chen & Zhao, TPAMI 2019, who choose them by what they add to the features). All of a block's
 time goes with it, on every processor: fewer channels and smaller factors save little of it where layers are
 narrow already.
@@ -27,6 +27,7 @@ Cost = Callable[[nn.Module], float]
 _ADDITIONS = (operator.add, operator.iadd, torch.add)
 _ACTIVATIONS = (F.relu, F.gelu, F.silu, F.dropout, torch.relu, "relu", "relu_")
 _HANDING_ON = (nn.Identity, nn.Sequential, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Dropout, nn.Dropout2d)
+# Calibration inputs that run at once: bounds the memory of activations.
 _BATCH = 256
 
 
@@ -71,7 +72,7 @@ def residual_blocks(model: nn.Module, example_input: torch.Tensor) -> list[Resid
 
 @public_call
 def remove_blocks(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """Return a copy of a network in which these blocks hand their input on."""
+    """Return a copy of a network in which these blocks are identities."""
     smaller = copied(plain_network(model))
     for name in names:
         smaller.set_submodule(name, nn.Identity())
@@ -118,7 +119,7 @@ def least_needed_blocks(
     saves = {block.name: whole - cost(remove_blocks(model, [block.name])) for block in blocks}
     saved = {name: share for name, share in saves.items() if share > 0}
     gone: list[str] = []
-    changed = 0.0  # by the blocks that are gone
+    changed = 0.0  # squared output change by the blocks removed so far
 
     def change(name: str) -> float:
         outputs = _outputs(remove_blocks(model, [*gone, name]), calibration)
@@ -159,7 +160,7 @@ def require_blocks_suffice(
 
 
 def _run(model: nn.Module, example_input: torch.Tensor) -> dict[str, tuple[nn.Module, int, bool]]:
-    """Run a copy of the model; return its blocks, inner ones first: calls, and whether the shape stays."""
+    """Run a copy of the model; return its blocks, inner first: module, calls, whether the shape stays."""
     network = copied(model).eval()
     calls: dict[str, list[bool]] = {}
     handles = []
@@ -185,10 +186,10 @@ def _run(model: nn.Module, example_input: torch.Tensor) -> dict[str, tuple[nn.Mo
 
 
 def _adds_its_input(module: nn.Module) -> bool:
-    """Tell whether a module's output is its input and something added to it, perhaps activated."""
+    """Tell whether a module's output is a sum of its input and another term, perhaps activated."""
     try:
         graph = fx.Tracer().trace(module)
-    except Exception:  # whatever a forward does that cannot be traced
+    except Exception:  # forwards with untraceable code
         return False
     modules = dict(module.named_modules())
     carrying: set[fx.Node] = set()
@@ -210,7 +211,7 @@ def _adds_its_input(module: nn.Module) -> bool:
 
 
 def _hands_on(module: nn.Module) -> bool:
-    """Tell whether a module is an identity, an activation or a dropout, or a row of such."""
+    """Tell whether a module is an identity, an activation or a dropout, or a sequence of such."""
     return all(isinstance(part, _HANDING_ON) for part in module.modules())
 
 

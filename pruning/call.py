@@ -1,4 +1,4 @@
-"""A call that a network makes while it is being watched: what is called, with what, and where."""
+"""Describe a watched call of a torch operation: its function, its arguments and the line that calls it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHANGING = frozenset({"__setitem__", "__set__", "__delitem__"})
 
 @dataclass
 class Call:
-    """A call of a torch operation."""
+    """A watched call of a torch operation."""
 
     name: str
     function: Callable[..., Any]
@@ -38,7 +38,7 @@ class Call:
 
     @property
     def title(self) -> str:
-        """What is called, in which module, on which line, for messages."""
+        """The operation, its module and its line, for messages."""
         if type(self.module).__module__.startswith("torch.nn.modules."):
             return f"the layer {self.owner!r} ({type(self.module).__name__})"
         name = self.name.strip("_") or self.name
@@ -46,7 +46,7 @@ class Call:
 
 
 def calling_frame() -> FrameType | None:
-    """Return the innermost running frame that is not this package's."""
+    """Return the innermost running frame outside this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
@@ -54,12 +54,12 @@ def calling_frame() -> FrameType | None:
 
 
 def is_networks_own(frame: FrameType) -> bool:
-    """Say whether a frame runs the code of a network: neither this package's nor torch's."""
+    """Tell whether a frame runs the code of a network: neither this package's nor torch's."""
     return not (is_of_torch(frame) or frame.f_code.co_filename.startswith(_HERE))
 
 
 def is_of_torch(frame: FrameType) -> bool:
-    """Say whether a frame runs torch's own code, whose checks know nothing of the network."""
+    """Tell whether a frame runs torch's own code, whose checks do not depend on the network."""
     return frame.f_code.co_filename.startswith(_TORCH)
 
 

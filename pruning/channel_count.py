@@ -1,4 +1,4 @@
-"""Numbers of channels that a network reads from the shape of a tensor and computes with."""
+"""Track channel counts that a network reads from the shape of a tensor and computes with."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Fix = Callable[[Iterable[Tensor]], None]
 
 
 class ChannelCount(int):
-    """The size of an axis of channels, which shrinks as channels go.
+    """The size of an axis of channels, which shrinks as channels are removed.
 
-    Sums, differences, products and whole quotients know what becomes of them. Where the number itself enters
+    Sums, differences, products and whole quotients of it shrink accordingly. Where the number itself enters
     the computation, as a divisor or in a comparison, the channels that it counts have to stay.
     """
 
@@ -34,7 +34,7 @@ class ChannelCount(int):
         return count
 
     def number(self) -> int:
-        """Return the plain number, of channels that have to stay from now on."""
+        """Return the plain number, and keep the channels that it counts from now on."""
         self.fix(self.arrays)
         return _plain(self)
 
@@ -57,19 +57,19 @@ class ChannelCount(int):
 
 
 def after_removal(number: int, removal: Removal | None) -> int:
-    """Return what becomes of a number after a removal of channels: itself, unless it counts them."""
+    """Return a number after a removal of channels: smaller if it counts them, else the same."""
     return (
         number.after(removal) if removal is not None and isinstance(number, ChannelCount) else _plain(number)
     )
 
 
 def _plain(number: int) -> int:
-    """Return a number without what it knows about channels."""
+    """Return a channel count, or any other number, as a plain number."""
     return int.__add__(number, 0)
 
 
 def _following(operation: Callable[[int, int], int], swapped: bool) -> Callable[[ChannelCount, Any], Any]:
-    """Make an arithmetic method whose result shrinks as well."""
+    """Make an arithmetic method whose result is a channel count, too."""
 
     def method(self: ChannelCount, other: Any) -> Any:
         if not isinstance(other, int):
@@ -88,7 +88,7 @@ def _following(operation: Callable[[int, int], int], swapped: bool) -> Callable[
 
 
 def _fixing(operation: Callable[[Any, Any], Any], swapped: bool) -> Callable[[ChannelCount, Any], Any]:
-    """Make a method in which the number itself counts."""
+    """Make a method that uses the plain number, so that the counted channels must stay."""
 
     def method(self: ChannelCount, other: Any) -> Any:
         number = self.number()

@@ -1,4 +1,4 @@
-"""What a walk through a network finds out about its channels."""
+"""Hold the results of a channel walk: the channel labels of every layer, norm, vector and padding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pruning.labels import ChannelLabels, Labels
 
 @dataclass(frozen=True)
 class ChannelPad:
-    """A module that pads channels with zeros: the labels it puts before and after the ones it receives."""
+    """Labels that a zero-padding module puts before and after the channels it receives."""
 
     before: Labels
     after: Labels
@@ -17,7 +17,7 @@ class ChannelPad:
 
 @dataclass
 class ChannelWalk:
-    """Everything the walk has seen, by name in order of execution."""
+    """Labels found by a channel walk, by name in order of execution."""
 
     labels: ChannelLabels = field(default_factory=ChannelLabels)
     producers: dict[str, Labels] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Networks as people hand them over: wrapped, compiled, with tensors kept on themselves."""
+"""Copy networks that are wrapped or compiled, or that keep tensors they computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WRAPPERS: tuple[type[nn.Module], ...] = (
 
 
 class _ComputedByValue(TorchFunctionMode):
-    """Lets tensors that a forward computed be copied by value: torch copies leaves alone.
+    """Copies tensors that a forward computed by value: torch only copies leaves.
 
     `copy.deepcopy` calls `Tensor.__deepcopy__` wherever it meets one, in lists, dicts or hooks.
     """
@@ -62,7 +62,7 @@ def copied(model: Module) -> Module:
 
 
 def _uncopyable(model: nn.Module) -> str:
-    """Return which attribute cannot be copied, for messages."""
+    """Name the attribute that cannot be copied, for messages."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute == "_modules":
@@ -103,7 +103,7 @@ def fresh_input(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _frozen_kind(module: nn.Module) -> str | None:
-    """Return what has made a graph of a module, if something has."""
+    """Describe what made a graph of a module (a trace, a script, an export); None for a plain module."""
     if isinstance(module, torch.jit.TopLevelTracedModule):
         return "a traced module (torch.jit.trace)"
     if isinstance(module, torch.jit.ScriptModule):

@@ -1,4 +1,4 @@
-"""Criteria: functions that score the units of channel groups without training.
+"""Score the units of channel groups without training (criteria).
 
 A criterion takes the model, the groups, calibration inputs and a random generator, and returns for each
 group's name one score per unit, shape (units,), higher is better.
@@ -128,7 +128,7 @@ def _mean_by_unit(count: int, rows: list[tuple[tuple[int, ...], torch.Tensor]]) 
     """Average values given per channel over the channels of each unit; a unit of -1 is another group's."""
     total, seen = torch.zeros(2, count + 1, dtype=torch.float32)
     for units, values in rows:
-        # Position -1 is the extra last place, where channels of other groups are gathered and dropped.
+        # Unit -1 maps to an extra last place, which collects the channels of other groups and is dropped.
         index = torch.tensor(units) % (count + 1)
         total.index_add_(0, index, values)
         seen.index_add_(0, index, torch.ones_like(values))

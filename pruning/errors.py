@@ -1,7 +1,7 @@
-"""The exception that every refusal of this package raises."""
+"""Define the exception of the pruning package."""
 
 from __future__ import annotations
 
 
 class PruningError(ValueError):
-    """A layer, option or target that cannot be pruned as asked; the message names it and says what to do."""
+    """A layer, option or target that cannot be pruned as asked; the message names it and the remedy."""

@@ -1,4 +1,4 @@
-"""The baseline that pruning has to beat: a network of the same widths, trained from scratch."""
+"""Reinitialise a pruned network: the baseline of the same widths, trained from scratch."""
 
 from __future__ import annotations
 

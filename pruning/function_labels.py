@@ -1,4 +1,4 @@
-"""The labels that an operation without parameters passes on."""
+"""Label the outputs of operations without parameters."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from pruning.operations import (
 
 
 class FunctionLabels:
-    """Labels the outputs of operations and couples what they bring together."""
+    """Labels the outputs of operations and joins the labels of channels that they combine."""
 
     def __init__(self, walk: ChannelWalk) -> None:
         self.walk = walk
         self._labels = walk.labels
 
     def outputs(self, call: Call, outputs: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the label array of each output, None if the operation is not understood."""
+        """Return the label array of each output; None if the operation is not supported."""
         name = call.name if call.name.startswith("__") else call.name.rstrip("_")
         if name in ("cat", "concat", "concatenate") and (joined := self._concatenated(call)) is not None:
             return [joined]
@@ -106,7 +106,7 @@ class FunctionLabels:
         return torch.cat(rows, axis)
 
     def fix_counts(self, call: Call) -> None:
-        """Keep the channels whose number takes part in an operation."""
+        """Protect the channels whose number is an operand."""
         for leaf in leaves((call.args, call.kwargs)):
             if isinstance(leaf, ChannelCount):
                 for array in leaf.arrays:
@@ -115,7 +115,7 @@ class FunctionLabels:
                     )
 
     def _pointwise(self, call: Call, value: Tensor) -> Tensor | None:
-        """Couple the operands place by place and return their common label array."""
+        """Join the operands' labels elementwise and return their common label array."""
         operands: list[tuple[Tensor | None, tuple[int, ...]]] = []
         for leaf in leaves((call.args, call.kwargs)):
             if isinstance(leaf, Tensor):
@@ -136,7 +136,7 @@ class FunctionLabels:
                 self._clash(call, arrays, array)
                 return None
             elif array is not None:
-                # One channel broadcast over all (an attention map): it must stay, the others may go.
+                # A single channel broadcast over all (an attention map) must stay; the others may go.
                 self._labels.protect(
                     labels_in(array), f"its output is broadcast over channels by {call.title}"
                 )
@@ -178,7 +178,7 @@ class FunctionLabels:
             where = f"{call.owner or 'the network'}.forward"
             reason = f"its channels are padded inside {where}; put that padding into a module of its own"
             self._labels.protect(labels_in(array), reason)
-            if call.owner in self.walk.pads:  # run twice
+            if call.owner in self.walk.pads:  # the module runs twice
                 first = self.walk.pads[call.owner]
                 self._labels.protect((*first.before, *first.after), reason)
             return label_row(self._labels.new(shape[1] + before + after, reason), 1, len(shape))
@@ -191,10 +191,10 @@ def _pads_only(module: nn.Module) -> bool:
     """Tell whether a module without parameters pads exactly once: it can be rewritten with other widths."""
     if module._modules or module._parameters:
         return False
-    forward = module.__dict__.pop("forward", None)  # the walk's own
+    forward = module.__dict__.pop("forward", None)  # set by the walk
     try:
         graph = fx.Tracer().trace(module)
-    except Exception:  # whatever a forward does that cannot be traced
+    except Exception:  # forwards with untraceable code
         return False
     finally:
         if forward is not None:

@@ -1,4 +1,4 @@
-"""Layer and RMS norms whose statistics leave channels out, or count them partly.
+"""Compute layer and RMS norms with statistics that leave channels out, or count them partly.
 
 A removed channel no longer counts in the mean and the variance of its neighbours. A mask that imitates the
 removal has to leave the channel out of these statistics, too, not only silence it where it is read.
@@ -23,11 +23,8 @@ def gated_norm(
     *,
     centred: bool,
 ) -> Tensor:
-    """Normalise the last axis by the statistics of the channels that are present.
-
-    Shapes: x (..., C), presence (C,), weight (C,), bias (C,).
-    """
-    values = x.float() if x.element_size() < 4 else x  # torch's own norms compute in no less either
+    """Normalise the last axis of x (..., C) by statistics weighted by the channels' `presence` (C,)."""
+    values = x.float() if x.element_size() < 4 else x  # as torch's own norms do
     presence = presence.to(values.dtype)
     share = torch.where(presence.sum() > 0, presence, torch.ones_like(presence))
     share = share / share.sum()
@@ -43,7 +40,7 @@ def gated_norm(
 
 
 class GatedForward:
-    """Replaces a norm's `forward`; the functions that it calls normalise by the channels that are present."""
+    """Replaces a norm's `forward`: the norm functions that it calls use only channels that are present."""
 
     def __init__(self, module: nn.Module) -> None:
         self._forward: Callable[..., Any] = module.forward
@@ -59,14 +56,14 @@ class GatedForward:
 
     @staticmethod
     def remove_from(module: nn.Module) -> None:
-        """Give a norm its own `forward` back."""
+        """Restore a norm's own `forward`."""
         gated = module.__dict__.pop("forward")
-        if module.forward != gated._forward:  # the class's own, unless it had been replaced before
+        if module.forward != gated._forward:  # it had been replaced before
             module.forward = gated._forward
 
 
 class _PresentChannels(TorchFunctionMode):
-    """Carries out layer and RMS norms as `gated_norm`: a norm may permute its input before it calls one."""
+    """Runs layer and RMS norm functions as `gated_norm`; norms may permute their input around the call."""
 
     def __init__(self, presence: Tensor) -> None:
         super().__init__()
@@ -100,6 +97,6 @@ JOINT_NORMS = frozenset(_ARGUMENTS)
 def norm_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the arguments of a call of `layer_norm` or `rms_norm` by name, None if it is no such call."""
+    """Return the arguments of a `layer_norm` or `rms_norm` call by name; None for other calls."""
     names = _ARGUMENTS.get(getattr(function, "__name__", ""))
     return None if names is None else {**dict(zip(names, args, strict=False)), **kwargs}

@@ -1,4 +1,4 @@
-"""Group LASSO: a learned factor per channel with an L1 penalty."""
+"""Learn a factor per channel under an L1 penalty (group LASSO)."""
 
 from __future__ import annotations
 

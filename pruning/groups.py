@@ -1,4 +1,4 @@
-"""Channel groups: the units that can be removed from a network, each with every channel that goes with it."""
+"""Find channel groups: units that can be removed, each with every channel that must go with it."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def groups_of_walk(walk: ChannelWalk) -> list[ChannelGroup]:
 
 
 def _rows_of(units: Mapping[int, int], roots: Mapping[str, Labels]) -> dict[str, tuple[int, ...]]:
-    """Return the unit of each channel, -1 if it is another group's, of the layers that have any."""
+    """Return, for each layer with channels of the group, their units; -1 for other groups' channels."""
     return {
         name: tuple(units.get(root, -1) for root in row)
         for name, row in roots.items()
@@ -187,7 +187,7 @@ def find_group(groups: Sequence[ChannelGroup], layer: str) -> ChannelGroup:
 
 
 def _coupled_layers(roots: Mapping[str, Labels]) -> list[list[str]]:
-    """Partition the layers so that those with a common channel root stand together, in order of execution."""
+    """Partition the layers into those that share channel roots, in order of execution."""
     partition: list[tuple[list[str], set[int]]] = []
     for name, row in roots.items():
         members, channels = [name], set(row)

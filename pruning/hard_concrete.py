@@ -1,4 +1,4 @@
-"""Hard-concrete gates: an L0 penalty that can be trained by gradient descent."""
+"""Learn hard-concrete gates: an L0 penalty that can be trained by gradient descent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Label arrays: the channel label of every number in a tensor.
+"""Store and compare label arrays: the channel label of every number in a tensor.
 
 A label array has as many axes as its tensor, and size 1 along those along which the label stays the same: the
 output of a convolution, shape (N, C, H, W), has a label array of shape (1, C, 1, 1). Wherever numbers are
@@ -30,7 +30,7 @@ def labels_in(array: Tensor) -> list[int]:
 
 
 def label_axes(array: Tensor) -> list[int]:
-    """Return the axes along which the label changes."""
+    """Return the axes along which labels differ."""
     return [axis for axis, size in enumerate(array.shape) if size > 1]
 
 
@@ -54,20 +54,20 @@ def rooted(array: Tensor, labels: ChannelLabels) -> Tensor:
 
 @dataclass(frozen=True)
 class Removal:
-    """Labels that count as removed, to see how a computation changes without them."""
+    """A trial removal of labels, to see how a computation changes without them."""
 
     labels: ChannelLabels
     gone: frozenset[int]
 
     def takes(self, array: Tensor) -> Tensor:
-        """Return which entries of a label array go, boolean, of its shape."""
+        """Mark the removed entries of a label array, boolean, of its shape."""
         flags = [self.labels.root(label) in self.gone for label in labels_in(array)]
         return torch.tensor(flags, dtype=torch.bool).view(array.shape)
 
     def rest(self, array: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return what is left of a label array, one label for each number of a tensor of shape `shape`.
+        """Return the remaining labels, one for each number of a tensor that had shape `shape`.
 
-        What goes must be whole slices along the axes of the labels: None if it is not.
+        None if the removed entries are not whole slices along the axes of the labels.
         """
         lost, sizes = self.takes(array), list(shape)
         for axis in label_axes(array):
@@ -78,5 +78,5 @@ class Removal:
         return None if bool(lost.any()) else array.expand(sizes)
 
     def count(self, array: Tensor, axis: int) -> int:
-        """Return how many slices of a label array are left along an axis."""
+        """Count the remaining slices of a label array along an axis."""
         return int((~slices(self.takes(array), axis).all(1)).sum())

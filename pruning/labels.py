@@ -1,4 +1,4 @@
-"""Channel labels: which channels of a network live and die together.
+"""Join the labels of channels that can only be removed together (union-find).
 
 Every channel of every tensor carries a label. Labels that meet in an elementwise operation are joined
 (union-find), so that after one walk through the network two channels are coupled exactly if their labels have
@@ -72,5 +72,5 @@ class ChannelLabels:
         return other
 
     def adopt(self, other: ChannelLabels) -> None:
-        """Take over the couplings and obstacles of a copy."""
+        """Adopt the couplings and obstacles of a copy."""
         self._parent, self._obstacle = other._parent.copy(), other._obstacle.copy()

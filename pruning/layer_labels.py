@@ -1,4 +1,4 @@
-"""The labels that layers read, make and pass on: convolutions, linear layers and norms."""
+"""Label the inputs and outputs of layers: convolutions, linear layers and norms."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHARED = "{!r} is shared: it is called {} in one forward pass"
 
 
 class LayerLabels:
-    """Labels the outputs of layers and notes their channels in a channel walk."""
+    """Labels the outputs of layers and records their channels in a channel walk."""
 
     def __init__(self, walk: ChannelWalk, model: nn.Module) -> None:
         self.walk = walk
@@ -45,7 +45,7 @@ class LayerLabels:
         self._obstacles: dict[str, str] = {}
 
     def protect(self, name: str, obstacle: str) -> None:
-        """Protect everything that a layer makes and reads, whenever it is called."""
+        """Protect all channels that a layer makes and reads, in all of its calls."""
         self._obstacles.setdefault(name, obstacle)
         walk = self.walk
         for rows in (walk.producers, walk.readers, walk.norms, walk.joint_norms):
@@ -54,7 +54,7 @@ class LayerLabels:
             self._labels.protect(row, obstacle)
 
     def count_calls(self) -> None:
-        """Complete the obstacles of shared layers with their numbers of calls, at the end of the walk."""
+        """Add the number of calls to the obstacles of shared layers, at the end of the walk."""
         for name, calls in self._calls.items():
             if calls > 1:
                 self._labels.reword(
@@ -62,7 +62,7 @@ class LayerLabels:
                 )
 
     def output(self, call: Call, name: str, layer: nn.Module) -> list[Tensor] | None:
-        """Return the label array of a layer's output, None if its input's channels lie along unknown axes."""
+        """Return the label array of a layer's output; None if the axis of its input's channels is unknown."""
         (array, shape), *_ = call.arrays.values()
         operation, ndim = call.name, len(shape)
         axis = ndim + channel_axis(layer) if operation in WEIGHTED else 1
@@ -73,7 +73,7 @@ class LayerLabels:
         if any(label_axis != axis for label_axis in label_axes(array)) and self._any_free(array):
             if array.shape[axis] > 1 or operation not in ("linear", "batch_norm", "prelu", *JOINT_NORMS):
                 return None
-            # The layer works along another axis, on every channel alone.
+            # The layer works along another axis, on each channel separately.
             self.protect(name, f"{name!r} works along another axis than the channels before it")
             if operation == "linear":
                 self._connect(name, layer, self._labels.new(shape[axis], self._obstacles[name]))
@@ -95,7 +95,7 @@ class LayerLabels:
         return [label_row(row, axis, ndim)]
 
     def _notice(self, name: str, layer: nn.Module, operation: str, axis: int) -> None:
-        """Note why the channels that enter and leave this layer must stay, if they must."""
+        """Record the obstacle, if any, to removing channels of this layer."""
         self._calls[name] += 1
         weight = layer._parameters.get("weight")
         if self._calls[name] > 1:
@@ -108,16 +108,16 @@ class LayerLabels:
             self.protect(name, f"{name!r} is a convolution on input without a batch axis")
 
     def _connect(self, name: str, layer: nn.Module, row: Labels) -> Labels:
-        """Note the inputs of a dense layer and return the labels of its outputs."""
+        """Record the input labels of a dense layer and return its output labels."""
         self.walk.readers.setdefault(name, row)
-        # A layer that is called twice keeps the labels of its first call: they describe the same weights.
+        # Later calls keep the labels of the first one: they are of the same weights.
         if name not in self.walk.producers:
             outputs = int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)  # type: ignore[arg-type]
             self.walk.producers[name] = self._labels.new(outputs, self._obstacles.get(name))
         return self.walk.producers[name]
 
     def _grouped(self, name: str, layer: nn.Module, row: Labels) -> Labels:
-        """Return the labels of the outputs of a grouped convolution: whole groups are handed on."""
+        """Return the output labels of a grouped convolution, whose groups are removed as a whole."""
         groups = int(layer.groups)  # type: ignore[arg-type]
         outputs = int(layer.out_channels) // groups  # type: ignore[arg-type]
         self._join_groups(row, groups, f"all channels of {name!r} are one group")
@@ -126,7 +126,7 @@ class LayerLabels:
         return made
 
     def _join_groups(self, row: Labels, groups: int, alone: str) -> None:
-        """Couple the channels of each of equally large groups of consecutive channels."""
+        """Join the channels within each of `groups` equal runs of consecutive channels."""
         if groups == 1:
             self._labels.protect(row, alone)
         size = len(row) // groups
@@ -139,10 +139,10 @@ class LayerLabels:
 
 
 def calls_with_its_own(call: Call) -> bool:
-    """Say whether a layer's call takes the parameters that a removal cuts."""
+    """Tell whether a layer's call uses its own parameters, which a removal cuts."""
     held = call.module._parameters
     arguments = norm_arguments(call.function, call.args, call.kwargs)
-    if arguments is not None:  # over several axes there is no row of channels to cut
+    if arguments is not None:  # with several normalised axes no single one can be cut
         shape = call.module.normalized_shape
         own = arguments.get("normalized_shape") is shape and len(shape) == 1
         return own and all(arguments.get(key) is held.get(key) for key in ("weight", "bias"))
@@ -156,7 +156,7 @@ def _row(array: Tensor, axis: int, count: int) -> Labels:
 
 
 def _layers_with_shared_parameters(model: nn.Module) -> dict[str, str]:
-    """Return each layer that holds another layer's parameter, with the name of that other layer."""
+    """Return the layers that share a parameter, each with the name of the other layer."""
     first: dict[int, str] = {}
     shared: dict[str, str] = {}
     for name, module in model.named_modules():

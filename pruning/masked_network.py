@@ -1,4 +1,4 @@
-"""A network with a mask on every channel group, which turns into a plain, smaller network again."""
+"""Mask the channel groups of a network, and turn the result into a plain, smaller network."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class MaskedNetwork(nn.Module):
         return list(self.network.parameters())
 
     def mask_parameters(self) -> list[nn.Parameter]:
-        """Return the masks' parameters, which belong in an optimizer of their own without weight decay."""
+        """Return the masks' parameters; give them an optimizer of their own without weight decay."""
         return list(self.masks.parameters())
 
     def penalty(self, strengths: Mapping[str, float] | None = None) -> torch.Tensor:
@@ -181,6 +181,7 @@ class MaskedNetwork(nn.Module):
         if not 0 < fraction <= 1:
             raise PruningError(f"the limit on kept channels must lie in (0, 1], got {fraction}")
         for group, mask in zip(self.groups, self._masks(), strict=True):
+            # A group keeps a unit at any limit.
             allowed = max(1, int(fraction * group.units))
             best = torch.zeros_like(mask.alive)
             best[mask.scores().argsort(descending=True, stable=True)[:allowed]] = True
@@ -290,17 +291,17 @@ class MaskedNetwork(nn.Module):
         return torch.cat([*values, values[0].new_ones(1)])
 
     def _set_presence(self, gates: list[torch.Tensor]) -> None:
-        """Tell the norms how much each of their channels counts in this pass."""
+        """Set the weight of each channel in the norms' statistics for this pass."""
         if not self._norms:
             return
         presence = self._row([mask.presence(gate) for mask, gate in zip(self._masks(), gates, strict=True)])
         if not presence.requires_grad and bool((presence == 1).all()):
-            return  # the norms' own kernels are faster
+            return  # all channels count in full: the norms' own kernels are faster
         for number, norm in enumerate(self._norms.values()):
             norm.presence = presence[self.get_buffer(f"_norm_index_{number}")]
 
     def _gate_indices(self, kind: Literal["readers", "norms"]) -> dict[str, torch.Tensor]:
-        """Return, for each reader or norm, the position of each channel's gate in a row of all gates."""
+        """Return, for each reader or norm, the index of each channel's gate among all gates (`_row`)."""
         total = sum(group.units for group in self.groups)
         indices: dict[str, torch.Tensor] = {}
         offset = 0

@@ -1,4 +1,4 @@
-"""The mask layer: one gate per channel, some of them closed for good."""
+"""Define the base class of mask layers: one gate per channel, some of them closed for good."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ChannelMask(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def penalty(self) -> torch.Tensor:
-        """Return what each gate adds to the loss at strength 1, shape (units,); closed gates cost nothing."""
+        """Return the penalty of each gate at strength 1, shape (units,); 0 for closed gates."""
 
     @abc.abstractmethod
     def scores(self) -> torch.Tensor:
@@ -50,7 +50,7 @@ class ChannelMask(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def reopen(self, units: torch.Tensor) -> None:
-        """Move the gates of `units` (boolean, shape (units,)) just far enough from zero to count as open."""
+        """Move the gates of `units` (boolean, shape (units,)) as little from zero as makes them open."""
 
     def rescale(self, factors: torch.Tensor) -> None:
         """Multiply the gates by `factors`, a scalar or of shape (units,).
@@ -69,7 +69,7 @@ class ChannelMask(nn.Module, abc.ABC):
         return self.deterministic_gates()
 
     def presence(self, gates: torch.Tensor) -> torch.Tensor:
-        """Return how much each unit counts in the statistics of norms over channels, shape (units,).
+        """Return the weight of each unit in the statistics of norms over channels, shape (units,).
 
         A gate from 0 to 1 counts as far as it is open. One of any scale is folded into the reading weights in
         the end, which lie behind the norms: its unit counts in full until it is closed.

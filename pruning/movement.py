@@ -1,9 +1,9 @@
-"""Following channels through operations that move numbers: reshaping, splitting, indexing, stacking.
+"""Follow channels through operations that move numbers: reshaping, splitting, indexing, stacking.
 
-The operation is carried out on the labels of the numbers. Whether the network does the right thing once
-channels are gone is tried out: the operation is carried out again on the labels that would be left, with the
-sizes that the network would then read from its tensors, and has to give out what is left of its outputs. What
-it takes for that, the coupling of the two halves of a split, say, is tried as well.
+The operation runs on the labels of the numbers. Trial removals test whether the network still works once
+channels are gone: the operation runs again on the remaining labels, with the sizes that the network would
+then read from its tensors, and must return the remainder of its outputs. Couplings that make it do so, such
+as that of the two halves of a split, are tried as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Labelled = tuple[Tensor, torch.Size]
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the arguments of a call with `change` applied to everything that is no container."""
+    """Apply `change` to the leaves of a call's arguments, inside their containers."""
     if isinstance(value, dict):
         return {key: mapped(item, change) for key, item in value.items()}
     if isinstance(value, slice):
@@ -38,7 +38,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Return everything that is no container in the arguments or results of a call."""
+    """Yield the leaves of a call's arguments or results: everything but containers."""
     if isinstance(value, dict):
         value = tuple(value.values())
     elif isinstance(value, slice):
@@ -57,18 +57,18 @@ def moved(
     kwargs: Mapping[str, Any],
     operands: Mapping[int, Labelled],
 ) -> list[Tensor] | None:
-    """Return the label arrays of an operation's outputs, and couple its inputs."""
+    """Return the label arrays of an operation's outputs, joining labels of its inputs where needed."""
 
     def run(removal: Removal | None) -> list[Tensor] | None:
         def change(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 if id(leaf) not in operands:
-                    return leaf.detach().cpu()  # indices, for labels, which are on the CPU
+                    return leaf.detach().cpu()  # indices of labels, which are on the CPU
                 array, shape = operands[id(leaf)]
                 rest = array.expand(shape) if removal is None else removal.rest(array, shape)
                 if rest is None:
                     raise ValueError("what goes is no whole slice")
-                # Small whole numbers are exact, and every operation takes floats.
+                # Floats: every operation takes them, and small integers are exact.
                 return rest.float().contiguous()
             return after_removal(leaf, removal) if isinstance(leaf, ChannelCount) else leaf
 
@@ -77,7 +77,7 @@ def moved(
     try:
         whole = run(None) or []
     except (RuntimeError, ValueError, IndexError, TypeError):
-        return None  # labels take the place of indices or types
+        return None  # tensors that are indices or types cannot be replaced by labels
     shapes = [array.shape for array in whole]
     outputs = [compressed(array) for array in whole]
     entering = dict.fromkeys(label for array, _ in operands.values() for label in labels_in(array))
@@ -94,10 +94,10 @@ def moved(
 def _couplings(
     labels: ChannelLabels, entered: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Iterator[ChannelLabels]:
-    """Yield what might have to be coupled: nothing, or what stands at the same place along an axis.
+    """Yield the couplings to try: none, then those of labels at equal places along an axis.
 
-    Then the same with equally many channels coupled that enter as operands or as numbers: the view of what
-    one layer makes by the number of another's channels (a squeeze and excitation).
+    Then the same with operands and channel counts of equal size coupled, such as a view of one layer's output
+    by the number of another's channels (squeeze and excitation).
     """
     yield from _along_axes(labels, outputs)
     coupled = labels.copy()
@@ -128,7 +128,7 @@ def _along_axes(labels: ChannelLabels, outputs: Sequence[Tensor]) -> Iterator[Ch
 
 
 def _trials(labels: ChannelLabels, free: Sequence[int]) -> Iterator[Removal]:
-    """Yield removals to try: the first unit, the last one, half of them, all but one."""
+    """Yield the trial removals: the first unit, the last one, half of them, all but one."""
     units = [root for root in dict.fromkeys(labels.roots(free)) if labels.obstacle(root) is None]
     if len(units) < 2:
         return
@@ -147,7 +147,7 @@ def _comes_out_right(
     try:
         results = run(removal) or []
     except (RuntimeError, ValueError, IndexError, TypeError):
-        return False  # the operation does not work on what would be left
+        return False  # the operation fails on the remaining labels
     expected = [removal.rest(array, shape) for array, shape in zip(outputs, shapes, strict=True)]
     return len(results) == len(expected) and all(
         rest is not None and result.shape == rest.shape and bool((result == rest).all())

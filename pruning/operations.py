@@ -1,7 +1,7 @@
-"""What the channel walk knows about torch's operations, by name.
+"""Tabulate torch's operations for the channel walk, by name.
 
-An operation in one of these tables treats every channel on its own, or only moves numbers. Whatever is in no
-table is taken to mix channels, and the channels that reach it are protected: an incomplete table costs
+An operation in one of these tables treats each channel separately, or only moves numbers. All others count as
+mixing channels, and the channels that reach them are protected: an incomplete table costs
 compression, never correctness.
 """
 

@@ -1,4 +1,4 @@
-"""The modes of torch that public calls compute in, whatever their caller switched on."""
+"""Run public calls in fixed modes of torch, whatever their caller switched on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AUTOCAST = ("cpu", "cuda", "mps", "xpu")
 
 
 def public_call(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that users call: it computes in `own_modes`, on networks that have values."""
+    """Decorate a public function: it computes in `own_modes`, on networks that have values."""
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
@@ -35,7 +35,7 @@ def public_call(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Compute with gradients, in the types of the tensors, new ones on the CPU; then as before."""
+    """Enable gradients, compute in the tensors' own types, and make new tensors on the CPU."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
@@ -47,7 +47,7 @@ def own_modes() -> Iterator[None]:
 
 
 def check_values(network: nn.Module) -> None:
-    """Refuse a network whose tensors are not there yet: lazy ones, or those on the device `meta`."""
+    """Refuse a network with lazy parameters or tensors on the device `meta`, which have no values."""
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         if is_lazy(tensor):
             raise PruningError(

@@ -1,12 +1,12 @@
-"""A criterion: what the network's output loses with a channel after the other channels compensate for it.
+"""Score channels by the output error that their removal leaves after the other channels compensate.
 
-A channel that goes is replaced, in every layer that reads it, by the best linear combination of those that
-stay. What is left of it, e, changes the network's output by J e, and to second order its square error by
+A removed channel is replaced, in every layer that reads it, by the best linear combination of those that
+stay. The residual e changes the network's output by J e, and to second order its square error by
 E|J e|^2 = tr(G E[e e']), G = E[J' J] summed over positions; activations and gradients are taken as
-independent, as in K-FAC (Martens & Grosse, ICML 2015). Channels go one by one, the cheapest first, and the
-others take over: the optimal brain surgeon (Hassibi & Stork, NIPS 1992, eq. 5) with a channel in place of a
-weight and the Gauss-Newton matrix in place of the Hessian. No labels are needed. The effect of a removal on
-the statistics of layer and RMS norms is ignored.
+independent, as in K-FAC (Martens & Grosse, ICML 2015). Channels are removed one by one, the cheapest first,
+and the others compensate: the optimal brain surgeon (Hassibi & Stork, NIPS 1992, eq. 5) with a channel in
+place of a weight and the Gauss-Newton matrix in place of the Hessian. No labels are needed. The effect of a
+removal on the statistics of layer and RMS norms is ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pruning.groups import ChannelGroup
 from pruning.operations import channel_axis
 from pruning.registry import register_pruner
 
-# Share of the channels' mean variance that no combination of others explains.
+# Ridge, as a share of the channels' mean variance: keeps the covariance invertible.
 _RIDGE = 1e-3
 # Inputs in a batch, and numbers in them: a backward pass holds all activations of its batch.
 _BATCH = 64
@@ -75,7 +75,7 @@ def reconstruction(
 
 @dataclass(frozen=True)
 class _Read:
-    """What a layer reads of a group: its units, their covariance at a position, and G of their values."""
+    """Units of a group that a layer reads, their covariance at a position, and G (`sensitivity`)."""
 
     units: torch.Tensor
     covariance: torch.Tensor
@@ -83,7 +83,7 @@ class _Read:
 
 
 class _ReadStatistics:
-    """Sums over everything that a layer reads of a group; features of one unit count as its positions."""
+    """Running moments of a group as one layer reads it; features of one unit count as its positions."""
 
     def __init__(self, row: Sequence[int], axis: int) -> None:
         self.axis = axis
@@ -93,7 +93,7 @@ class _ReadStatistics:
                 positions.setdefault(unit, []).append(feature)
         self.units = torch.tensor(list(positions))
         depth = max(len(features) for features in positions.values())
-        # Units with fewer features than others are filled up with a feature behind the last, which is zero.
+        # Units with fewer features are padded by the index behind the last feature, which reads zeros.
         self.index = torch.tensor(
             [features + [len(row)] * (depth - len(features)) for features in positions.values()]
         ).T
@@ -105,7 +105,7 @@ class _ReadStatistics:
         values = self._by_unit(features)
         if self.rows == 0:
             self.centre = values.mean(0)
-        values = values - self.centre  # products in float32 of values far from zero hold no variance
+        values = values - self.centre  # float32 products of values far from zero would lose the variance
         self.rows += len(values)
         self.sum = self.sum + values.sum(0).double().cpu()
         self.products = self.products + (values.T @ values).double().cpu()
@@ -132,11 +132,11 @@ def _collect(
     calibration: torch.Tensor,
     generator: torch.Generator | None,
 ) -> None:
-    """Run the model forward and backward and add up what its layers read."""
+    """Run the model forward and backward and accumulate the statistics of what its layers read."""
 
     def watch(statistics: list[_ReadStatistics]) -> ReaderHook:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            # A copy of its own for every reader: its gradient is what comes back through this one alone.
+            # Each reader gets its own copy, whose gradient comes back through this reader alone.
             features = inputs[0].clone()
             for reader_statistics in statistics:
                 reader_statistics.add_values(features)
@@ -175,7 +175,7 @@ def _collect(
 
 
 def _eliminate(group: ChannelGroup, reads: Sequence[_Read]) -> torch.Tensor:
-    """Remove the units of a group one by one and return what each removal added, never less than the last."""
+    """Remove the units of a group one by one; return the error that each adds, never less than the last."""
     readers = Counter(unit for read in reads for unit in read.units.tolist())
     factor = torch.tensor([readers[unit] for unit in range(group.units)], dtype=torch.float64)
     parts = [_Elimination(read, group.units) for read in reads]
@@ -185,7 +185,7 @@ def _eliminate(group: ChannelGroup, reads: Sequence[_Read]) -> torch.Tensor:
     for _ in range(group.units):
         added = factor * sum((part.added() for part in parts), start=torch.zeros_like(scores))
         unit = int(added.masked_fill(~staying, float("inf")).argmin())
-        # Strictly more than the last one: a unit must not seem to go before one that went earlier.
+        # Strictly more than the last one, so that scores keep the order of removal.
         last = torch.maximum(added[unit], torch.nextafter(last, last.new_tensor(float("inf"))))
         scores[unit] = last
         staying[unit] = False
@@ -195,9 +195,10 @@ def _eliminate(group: ChannelGroup, reads: Sequence[_Read]) -> torch.Tensor:
 
 
 class _Elimination:
-    """The precision matrix of what one layer reads, and M' G M of the combinations M that stand in for it."""
+    """Precision matrix of the units that one layer reads, and M' G M of the combinations M replacing them."""
 
     def __init__(self, read: _Read, units: int) -> None:
+        # The clamp keeps the ridge positive for units that are constant.
         mean_variance = read.covariance.diagonal().mean().clamp_min(1e-30)
         identity = torch.eye(len(read.units), dtype=torch.float64)
         self.precision = torch.linalg.inv(read.covariance + _RIDGE * mean_variance * identity)
@@ -207,13 +208,13 @@ class _Elimination:
         self.column = {unit: column for column, unit in enumerate(read.units.tolist())}
 
     def added(self) -> torch.Tensor:
-        """Return tr(G E[e e']) that the removal of each unit would add, shape (units,); 0 for those gone."""
+        """Return tr(G E[e e']) that removing each unit would add, shape (units,); 0 for removed ones."""
         variance = 1 / self.precision.diagonal()
         errors = self.sensitivity.diagonal() * variance.nan_to_num(posinf=0.0)
         return torch.zeros(self.units, dtype=torch.float64).index_add_(0, self.of_column, errors)
 
     def remove(self, unit: int) -> None:
-        """Let the other units stand in for one of them."""
+        """Replace a unit by the best combination of the others."""
         column = self.column.get(unit)
         if column is None:
             return

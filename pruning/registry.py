@@ -1,4 +1,4 @@
-"""The registry of pruners: learned masks and criteria, by name."""
+"""Register pruners by name: learned masks and criteria."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def register_pruner(
 
     def register(definition: Definition) -> Definition:
         if not str(definition.__module__).startswith(f"{__package__}."):
-            _register_ours()  # whose names are taken
+            _register_ours()  # so that their names count as taken
         if name in _PRUNERS:
             raise PruningError(f"a pruner named {name!r} is registered already")
         if not isinstance(definition, type):

@@ -1,4 +1,4 @@
-"""The surgery: channels cut out of every layer that makes, carries or reads them."""
+"""Cut channels out of every layer that makes, carries or reads them."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _parameter(old: torch.Tensor, new: torch.Tensor) -> nn.Parameter:
 
 
 def _cut_layer(layer: nn.Module, outputs: list[int], inputs: list[int]) -> None:
-    """Keep some rows and columns of a convolution or linear layer."""
+    """Keep the given output and input channels of a convolution or linear layer."""
     if not isinstance(layer.weight, torch.Tensor):
         raise TypeError(f"{type(layer).__name__} has no weight")
     layer.weight = _parameter(layer.weight, layer.weight[outputs][:, inputs])
@@ -196,7 +196,7 @@ def _cut_layer(layer: nn.Module, outputs: list[int], inputs: list[int]) -> None:
 
 
 def _cut_norm(layer: nn.Module, channels: list[int], before: int) -> None:
-    """Keep some channels of a norm or PReLU, running statistics included; whole groups of a group norm."""
+    """Keep some channels of a norm or PReLU with running statistics; of a group norm, whole groups."""
     if isinstance(layer, nn.GroupNorm):
         layer.num_groups = layer.num_groups * len(channels) // before
         layer.num_channels = len(channels)
@@ -215,7 +215,7 @@ def _cut_norm(layer: nn.Module, channels: list[int], before: int) -> None:
 
 
 def _cut_grouped(layer: nn.Module, outputs: list[int], inputs: int) -> None:
-    """Keep some filters of a grouped convolution: all of the groups that read the `inputs` that stay."""
+    """Keep the filters of a grouped convolution whose groups read the remaining `inputs`."""
     if not isinstance(layer.weight, torch.Tensor):
         raise TypeError(f"{type(layer).__name__} has no weight")
     layer.groups = inputs // layer.weight.shape[1]  # type: ignore[assignment]
@@ -226,7 +226,7 @@ def _cut_grouped(layer: nn.Module, outputs: list[int], inputs: int) -> None:
 
 
 def _cut_vector(network: nn.Module, name: str, channels: list[int]) -> None:
-    """Keep some entries of a parameter or buffer with one value per channel, along its one long axis."""
+    """Keep some entries of a parameter or buffer of one value per channel, along its only long axis."""
     owner, _, key = name.rpartition(".")
     module = network.get_submodule(owner)
     old: torch.Tensor = getattr(module, key)
@@ -236,13 +236,13 @@ def _cut_vector(network: nn.Module, name: str, channels: list[int]) -> None:
 
 
 def _repad(owner: nn.Module, before: int, after: int) -> nn.Module:
-    """Rewrite a parameter-free module that pads channels so that it pads `before` and `after` of them."""
+    """Replace a module that pads channels by one that pads `before` and `after` of them."""
     graph = fx.Tracer().trace(owner)
     for node in graph.nodes:
         if node.target is not F.pad:
             continue
         widths, _, _ = pad_arguments(node.args, dict(node.kwargs))
-        # The last pair is the channels': the walk accepts no padding of the batch axis.
+        # The last pair is of the channel axis: the walk accepts no padding of the batch axis.
         widths[-2:] = [before, after]
         if "pad" in node.kwargs:
             node.update_kwarg("pad", tuple(widths))

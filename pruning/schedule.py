@@ -1,4 +1,4 @@
-"""Schedules of mask training: whose turn it is, the temperature, the strength of the penalty."""
+"""Schedule mask training: alternation of network and masks, temperature, strength of the penalty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pruning.errors import PruningError
 
 
 def linear(start: float, end: float, progress: float) -> float:
-    """Return the value on the line from `start` (at progress 0) to `end` (at progress 1 and beyond)."""
+    """Interpolate linearly from `start` (at progress 0) to `end` (at progress 1 and beyond)."""
     return start + (end - start) * min(max(progress, 0.0), 1.0)
 
 
@@ -74,11 +74,11 @@ class StrengthController:
         self._progress = 0.0
 
     def state(self) -> list[float]:
-        """Return what the controller remembers, for `restore`."""
+        """Return the controller's state, for `restore`."""
         return [self._sum, self._progress]
 
     def restore(self, state: Sequence[float]) -> None:
-        """Take over what `state` returned."""
+        """Restore a `state`."""
         self._sum, self._progress = state
 
     def update(self, openness: float, progress: float) -> float:

@@ -1,4 +1,4 @@
-"""From scores to kept channels: a share of every group, or as many as a cost allows."""
+"""Select the channels to keep from scores: a share of every group, or as many as a cost allows."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _require(smallest: float, groups: Sequence[ChannelGroup], fraction: float, m
 def _saved_by_unit(
     group: ChannelGroup, cost_of: Callable[[KeptChannels], float], whole: float
 ) -> torch.Tensor:
-    """Return what the removal of each unit saves, shape (units,): the mean over a quarter of those alike."""
+    """Return the cost that removing each unit saves, shape (units,): the mean over a quarter of its kind."""
     saved = torch.zeros(group.units, dtype=torch.float64)
     order = torch.arange(group.units)
     for alike in _alike(group):
@@ -169,12 +169,13 @@ def _saved_by_unit(
         units[alike[: max(1, len(alike) // 4)]] = False
         units = group.spare(units, order)
         gone = max(1, group.units - int(units.sum()))
+        # Positive: scores are divided by it.
         saved[alike] = max((whole - cost_of(group.kept(units))) / gone, 1e-30)
     return saved
 
 
 def _alike(group: ChannelGroup) -> list[list[int]]:
-    """Return the units of a group by the layers that make them: a residual stream may widen on its way."""
+    """Partition the units of a group by the layers that make them: a residual stream may widen."""
     kinds: dict[tuple[int, ...], list[int]] = {}
     counts = [Counter(row) for row in group.layers.values()]
     for unit in range(group.units):
@@ -183,7 +184,7 @@ def _alike(group: ChannelGroup) -> list[list[int]]:
 
 
 def _rounded(group: ChannelGroup, opened: torch.Tensor, scores: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Open or close the units on the border, so that a multiple of those alike is left, or all of them."""
+    """Open or close borderline units, so that a multiple of each kind remains, or all of it."""
     if multiple == 1:
         return opened
     rounded = opened.clone()

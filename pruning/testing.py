@@ -1,9 +1,8 @@
-"""The contracts of pruners as tests, for a pruner of your own too; they need pytest.
+"""Test the contracts of pruners, your own included; needs pytest.
 
-`class TestMine(CriterionContract): names = ("mine",)` in a test file is all that it takes; a learned mask
-passes `MaskContract` likewise.
+`class TestMine(CriterionContract): names = ("mine",)` in a test file is enough; for a learned mask take
+`MaskContract` likewise.
 """
-# ruff: noqa: D102 (a test says by its name what it holds to)
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from pruning.selection import keep_share
 
 
 class CriterionContract:
-    """What pruning counts on with every criterion: a function that scores the units of channel groups.
+    """Contract of a criterion, a function that scores the units of channel groups.
 
     The fixtures `network`, `groups` and `images` can be replaced by others.
 
@@ -81,7 +80,7 @@ class CriterionContract:
 
 
 class MaskContract:
-    """What training masks counts on with every learned mask.
+    """Contract of a learned mask, as mask training relies on it.
 
     Attributes:
         names: Registered names of the masks that are tested.

@@ -1,9 +1,9 @@
-"""The channel walk: one run of the network in which every number carries the label of its channel.
+"""Walk the channels: run the network once, with the label of its channel on every number.
 
-A copy of the network runs on an example input, and a torch function mode looks at every operation.
-Convolutions and linear layers give out fresh labels, operations on single channels hand labels on, additions
-join them, and what moves numbers moves their labels. Whatever is not understood protects the channels that
-reach it.
+A copy of the network runs on an example input, and a torch function mode watches every operation.
+Convolutions and linear layers make new labels, operations on single channels pass labels on, additions join
+them, and operations that move numbers move their labels. Channels that reach any other operation are
+protected.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class _Walker(TorchFunctionMode):
         self._network = network
         self._layers = LayerLabels(self.walk, network)
         self._functions = FunctionLabels(self.walk)
-        # Tensors that are in neither of the two are constants, made of nothing that the network was given.
+        # Tensors in neither of the two are constants: they do not depend on the input.
         self._arrays: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._from_input: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        # The tensors that enter the operation that is running, None while labels are worked on.
+        # The tensors that enter the running operation; None while labels are computed.
         self._entering: set[int] | None = set()
         self._running: list[tuple[str, nn.Module]] = [("", network)]
         self._held: dict[int, list[tuple[str, str, nn.Module]]] = {}
@@ -83,7 +83,7 @@ class _Walker(TorchFunctionMode):
         labels = self.walk.labels.new(channels, "it is the network's input")
         axis = min(1, example_input.ndim - 1)
         self._keep(example_input, label_row(labels, axis, example_input.ndim), True)
-        # Nothing is compiled unless that part of torch is loaded, which takes a second.
+        # Nothing is compiled unless torch._dynamo is loaded; loading it would take a second.
         compiled = "torch._dynamo" in sys.modules
         with (
             torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
@@ -110,7 +110,7 @@ class _Walker(TorchFunctionMode):
             self._entering = outer
 
     def _labelled(self, call: Call) -> Any:
-        """Carry out an operation and label what it gives out."""
+        """Run an operation and label its outputs."""
         entering = [leaf for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
         from_input = any(tensor in self._from_input for tensor in entering)
         if call.name in VALUE_READERS and from_input:
@@ -150,7 +150,7 @@ class _Walker(TorchFunctionMode):
             return value
 
     def unseen(self, operation: object, operands: Iterable[Any]) -> None:
-        """Protect the channels of tensors that reach an operation in a way that was not seen."""
+        """Protect the channels of tensors that reach an operation unobserved."""
         seen = self._entering
         for tensor in operands if seen is not None else ():
             if isinstance(tensor, Tensor) and id(tensor) not in (seen or ()) and tensor in self._from_input:
@@ -231,7 +231,7 @@ class _Walker(TorchFunctionMode):
 
 
 class _Unseen(TorchDispatchMode):
-    """Reports every operation, however it was called: by a transform, say."""
+    """Reports every dispatched operation, including those that a transform calls."""
 
     def __init__(self, report: Callable[[object, Iterable[Any]], None]) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class _Unseen(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would load it, which takes a second
+        return False  # skipping torch.compile would load it, which takes a second
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -249,7 +249,7 @@ class _Unseen(TorchDispatchMode):
 
 
 def _unwatched() -> AbstractContextManager[None]:
-    """Return a context in which no dispatch mode looks at operations: those on labels are the walk's own."""
+    """Return a context without dispatch modes, for the walk's own operations on labels."""
     return torch._C._DisableTorchDispatch()
 
 

@@ -1,4 +1,4 @@
-"""Training a masked network until its masks have chosen the channels."""
+"""Train a masked network until its masks have chosen the channels."""
 
 from __future__ import annotations
 
@@ -163,10 +163,10 @@ class _MaskTraining:
         self.jump: QualityJump | None = None
         self.fixed = False
         self.step = 0
-        # The cost with the units that were open when it was last asked for.
+        # Cache of the last cost and the open units it was measured with.
         self._measured: tuple[torch.Tensor, float] | None = None
         self.scores_before = masked.scores()
-        # Matrices and kernels: biases and batch norms are not what rescales around a mask.
+        # Matrices and kernels only: biases and batch norms do not rescale around a mask.
         self.weights = [parameter for parameter in masked.network_parameters() if parameter.ndim > 1]
 
     def run_epoch(self, batches: Batches, epoch: int) -> float:
@@ -225,7 +225,7 @@ class _MaskTraining:
             self.scores_before = self.masked.scores()
 
     def fix(self) -> None:
-        """Close what the target and the limit demand, freeze the masks and measure the jump in quality."""
+        """Close units down to the target and the limit, freeze the masks and measure the jump in quality."""
         if self.fixed:
             return
         masked = self.masked
@@ -244,9 +244,9 @@ class _MaskTraining:
             self.jump = QualityJump(sampled, deterministic, self.evaluate(masked))
 
     def _meet_target(self) -> None:
-        """Close the weakest units if the cost is above the target, or take back what was closed too much.
+        """Close the weakest units if the cost is above the target, or reopen units closed in excess.
 
-        Many gates may close at once: what has closed since the last check is opened again, best units first,
+        Many gates may close at once: units closed since the last check are opened again, the best first,
         as far as the target allows.
         """
         if self.cost is None or self.target is None:
@@ -275,7 +275,7 @@ class _MaskTraining:
         return self._measured[1]
 
     def state(self, history: list[MaskEpoch]) -> MaskTrainingState:
-        """Return everything that `restore` needs to go on after the epochs of `history`."""
+        """Return the state from which `restore` continues after the epochs of `history`."""
         tensors = {f"masked.{key}": value for key, value in self.masked.state_dict().items()}
         values: dict[str, Any] = {
             "epochs": epoch_rows(history),
@@ -296,7 +296,7 @@ class _MaskTraining:
         return MaskTrainingState(tensors, values)
 
     def restore(self, state: MaskTrainingState) -> None:
-        """Take over what `state` returned."""
+        """Restore a `state`."""
         values = state.values
         restore_module(self.masked, "masked", state.tensors)
         for name, optimizer in self._optimizers().items():

@@ -1,4 +1,4 @@
-"""Options of mask training, and its reports."""
+"""Define the options and the reports of mask training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pruning.schedule import PushPull
 
 @dataclass(frozen=True)
 class MaskTrainingOptions:
-    """How masks are trained.
+    """Options of mask training.
 
     Attributes:
         epochs: epochs of the pruning phase, in which the masks learn.

@@ -1,4 +1,4 @@
-"""The state of a mask training between two epochs, as tensors and plain values, to go on from exactly."""
+"""Save the state of a mask training between two epochs, as tensors and plain values, to resume it exactly."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def optimizer_state(optimizer: Optimizer, name: str) -> tuple[dict[str, torch.Te
 def restore_optimizer(
     optimizer: Optimizer, name: str, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]
 ) -> None:
-    """Take over what `optimizer_state` returned."""
+    """Restore a state that `optimizer_state` returned."""
     entries: dict[int, dict[str, Any]] = {int(key): dict(row) for key, row in values["scalars"].items()}
     for key, value in part(tensors, f"{name}.").items():
         index, _, entry = key.partition(".")

@@ -1,11 +1,11 @@
-"""Make trained convolutional networks small and fast: reinforcement learning chooses the ranks.
+"""Compress trained convolutional networks, with ranks chosen by reinforcement learning.
 
     result = rankrl.compress(model, images, "runs/small", params=0.4)
     result = rankrl.compress("net.onnx", "inputs.npz", "small.onnx", latency=0.5)
 
-What the package offers is listed in `__init__.pyi` and imported when it is first used. Importing the package
-registers the environment `rankrl/RankSelection-v0` with Gymnasium, and with `decomposition` the operations of
-plans that come from `pruning`.
+Public names are listed in `__init__.pyi` and imported on first use. Importing the package registers the
+environment `rankrl/RankSelection-v0` with Gymnasium, and with `decomposition` the operations of plans that
+come from `pruning`.
 """
 
 from __future__ import annotations

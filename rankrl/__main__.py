@@ -1,4 +1,4 @@
-"""`python -m rankrl`: the console command, also where installed scripts are not on the path."""
+"""Run the console command as `python -m rankrl`, also where installed scripts are not on the path."""
 
 from rankrl.cli.app import main
 

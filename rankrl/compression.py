@@ -1,4 +1,4 @@
-"""The verbs: `compress` a network, `search` for a plan, `apply_plan`; of a module and a file alike."""
+"""Compress PyTorch modules and ONNX files: `compress`, `search`, `apply_plan`, `timing_kit`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _file(network: Any, verb: str) -> Path | None:
 def _decomposition(
     network: Any, names: str | Sequence[str] | DecompositionOptions | None
 ) -> DecompositionOptions:
-    """Return what may become of layers, in float32 where formats alone are named."""
+    """Return the decomposition options; formats named alone stay in float32."""
     of_file = isinstance(network, str | Path)
     if isinstance(names, DecompositionOptions):
         unlisted = of_file and names.format == AUTO and names.formats is None
@@ -271,7 +271,7 @@ def search(
     seed: int = 0,
     progress: Progress = None,
 ) -> SearchResult:
-    """Choose a plan for every layer that gives the best score within a budget.
+    """Search the operation of every layer for the best score within a budget.
 
     Args:
         network: A module, which is left untouched, or the path of an ONNX file. A module may take several
@@ -368,7 +368,7 @@ def apply_plan(
     target: str | Path | None = None,
     **options: Any,
 ) -> Any:
-    """Carry out a plan.
+    """Apply a plan to a network.
 
     Args:
         network: A module or the path of an ONNX file: what the plan was made for, or one with the same
@@ -444,7 +444,7 @@ def timing_kit(
     cache: str | Path | None = None,
     seed: int = 0,
 ) -> WrittenKit:
-    """Write all that a budget in time would time here into a folder, to time it on another device.
+    """Write the files that a latency budget times into a folder, to time them on another device.
 
     There `python measure.py` in the folder writes times.json, which needs numpy and onnxruntime alone;
     `compress(..., latency=0.5, timing=LatencyOptions(table="times.json"))` with the same arguments searches
@@ -487,14 +487,14 @@ def _timing(timing: LatencyOptions | None, file: Path | None) -> LatencyOptions:
 
 
 def _term(search: SearchOptions | None) -> FileTerm:
-    """Return what plans of a file are scored by: the default of `search` is for labelled images."""
+    """Return the metric that scores plans of a file: the default of `search` needs labelled images."""
     if search is None or search.term == SearchOptions.term:
         return OnnxScoring.term
     return search.term  # type: ignore[return-value]  # checked there, with a message for users
 
 
 def _score_name(score: Score | SessionScore | None, name: str | None) -> str | None:
-    """Return what the report calls the user's score; None without one."""
+    """Return the user's score's name in the report; None without a score."""
     if score is None and name is not None:
         raise ConfigError(
             f"score_name={name!r} names the function in score=; give that too, or leave both out"
@@ -505,7 +505,7 @@ def _score_name(score: Score | SessionScore | None, name: str | None) -> str | N
 
 
 def _share(heldout: Any) -> float:
-    """Return the share of a file's inputs that are held out."""
+    """Return the share (or number) of a file's inputs that are held out."""
     if isinstance(heldout, float | int):
         return heldout
     raise ConfigError(
@@ -516,7 +516,7 @@ def _share(heldout: Any) -> float:
 
 
 def _refuse(kind: str, **options: Any) -> None:
-    """Refuse options that mean nothing for a kind of network."""
+    """Refuse options that have no meaning for a kind of network (module or file)."""
     for name, value in options.items():
         if value is not None:
             raise ConfigError(f"{name}= means nothing for {kind}; leave it out")
@@ -524,7 +524,7 @@ def _refuse(kind: str, **options: Any) -> None:
 
 @contextmanager
 def _run_folder(target: Path, folder: Path | None) -> Iterator[Path | None]:
-    """Hold the folder that a call works in: the target, or `folder` with a target that is a file."""
+    """Lock the working folder of a call: the target, or `folder` where the target is a file."""
     if target.suffix != ".onnx":
         if folder is not None:
             raise ConfigError(f"target={target} is the folder of the run already; leave folder= out")
@@ -540,7 +540,7 @@ def _run_folder(target: Path, folder: Path | None) -> Iterator[Path | None]:
 
 @contextmanager
 def _scratch(folder: Path | None) -> Iterator[Path]:
-    """Yield a folder, or one that goes with the block where there is none."""
+    """Yield the folder, or a temporary one where there is none."""
     if folder is not None:
         yield folder
         return
@@ -549,7 +549,7 @@ def _scratch(folder: Path | None) -> Iterator[Path]:
 
 
 def _copied(result: ModuleCompression, target: Path, folder: Path | None) -> ModuleCompression:
-    """Return the result with its file where it was asked for."""
+    """Copy the result's file to the requested path."""
     if target.suffix != ".onnx":
         return result
     write_atomically(target, result.path.read_bytes())

@@ -1,4 +1,4 @@
-"""Devices, precisions and memory."""
+"""Select device, floating-point precision and memory layout; convert networks to float32; reuse memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def select_device() -> torch.device:
 
 
 def device_note() -> str:
-    """Return which device computes, in which precision and why, in a sentence."""
+    """Describe in a sentence the device, its precision and the reason for it."""
     precision = inference_precision()
     width = str(precision.dtype).removeprefix("torch.")
     if precision.device.type == "cuda":
@@ -88,13 +88,13 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def in_layout(x: Tensor, layout: torch.memory_format) -> Tensor:
-    """Return `x` in a memory order, also where one channel lets its strides pass for either."""
+    """Return `x` in a memory layout, also where one channel makes its strides valid for either."""
     strides = torch.empty(x.shape, device="meta", memory_format=layout).stride()
     return x if x.stride() == strides else torch.empty_like(x, memory_format=layout).copy_(x)
 
 
 def accepted_layout(model: nn.Module, example: Inputs) -> torch.memory_format:
-    """Return the memory order in which a network, as it is, takes its inputs.
+    """Return the memory layout in which a network, as it is, takes its inputs.
 
     Channels last is the faster one; contiguous where the network's own code asks for it, such as
     `x.view(len(x), -1)` behind a convolution.
@@ -110,7 +110,7 @@ def accepted_layout(model: nn.Module, example: Inputs) -> torch.memory_format:
 
 
 def to_fastest_layout(model: nn.Module, example: Inputs) -> torch.memory_format:
-    """Put a network's weights into the memory order in which it runs fastest, and return it for the inputs.
+    """Convert a network's weights to the fastest memory layout, and return that layout for the inputs.
 
     Args:
         model: The network, changed in place; its values stay as they were.
@@ -152,7 +152,7 @@ def _has_fast_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
-        # Older torch versions cannot be asked; float32 is right there, only slower.
+        # Older versions of torch lack the query; float32 is correct, only slower.
         query: Callable[[], Mapping[str, Any]] = getattr(torch.cpu, "get_capabilities", dict)
         capabilities = query()
         if capabilities.get("amx_bf16", False) or capabilities.get("bf16", False):
@@ -172,15 +172,15 @@ def processor_name() -> str:
 
 
 def channel_block() -> int:
-    """Return how many channels onnxruntime's convolutions compute at a time on this processor; 1: one by one.
+    """Return the number of channels that onnxruntime's convolutions compute at a time here; 1 if unknown.
 
-    That is what MLAS, its library, has kernels for: 16 with AVX-512, 8 with AVX2. Elsewhere nothing is known.
+    MLAS, its library, has kernels for 16 channels with AVX-512 and for 8 with AVX2.
     """
     return {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 1)
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use, which in a container can be fewer than the machine has."""
+    """Count the cores that this process may use; in a container these can be fewer than the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -194,7 +194,7 @@ _CASTS = {
 
 
 class _InFloat32(TorchFunctionMode):
-    """Lets a forward that casts tensors to some types, or makes some of these, cast to float32 instead."""
+    """Redirect casts to, and creations of, some floating-point types to float32 within a forward."""
 
     def __init__(self, types: Sequence[torch.dtype]) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def in_float32(model: nn.Module, *, keep_double: bool = False) -> nn.Module:
 
 
 def _wide_class(base: type[nn.Module], types: Sequence[torch.dtype]) -> type[nn.Module]:
-    """Return the class of the same network whose forward runs under `_InFloat32`; copies keep it."""
+    """Return a subclass whose forward runs under `_InFloat32`; copies of the network keep it."""
     run: Callable[..., Any] = base.forward
 
     @wraps(run)
@@ -256,7 +256,7 @@ def as_float32(inputs: Inputs, *, keep_double: bool = False) -> Inputs:
 
 
 def back_in(model: nn.Module, types: Mapping[str, torch.dtype]) -> nn.Module:
-    """Give a network that `in_float32` returned, or a user's training, its own types back, in place."""
+    """Convert a network back to its own types, in place, after `in_float32` or a user's training."""
     model.__class__ = getattr(model, _OWN_CLASS, type(model))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype != types.get(name, tensor.dtype):
@@ -266,17 +266,17 @@ def back_in(model: nn.Module, types: Mapping[str, torch.dtype]) -> nn.Module:
 
 _SWITCH = "RANKRL_REUSE_MEMORY"
 _GIB = 1 << 30
-# The names and numbers of <malloc.h> and <sys/mman.h> on Linux.
+# Constants of <malloc.h> and <sys/mman.h> on Linux.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _MMAP_MAX_DEFAULT = 65_536
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
-# Larger blocks come and go alone; glibc before 2.35 takes no more than the second.
+# glibc maps larger blocks one by one and unmaps them when freed; before 2.35 it accepts at most the second.
 _THRESHOLDS = (_GIB, 32 << 20)
 
 
 def reuse_memory(reserve: int | None = None) -> bool:
-    """Keep what is freed for what is allocated next, in this process, from now on.
+    """Keep freed memory for later allocations of this process.
 
     Results stay the same to the bit. The process keeps as much memory as it ever needed at once. Addresses
     are set aside for `reserve` bytes in huge pages (where the kernel has them on request); memory is taken
@@ -295,13 +295,13 @@ def reuse_memory(reserve: int | None = None) -> bool:
         return False
     if not any(libc.mallopt(_MMAP_THRESHOLD, size) for size in _THRESHOLDS):
         return False
-    libc.mallopt(_TRIM_THRESHOLD, -1)  # never
+    libc.mallopt(_TRIM_THRESHOLD, -1)  # never return memory to the system
     if reserve is None:
         reserve = min(8 * _GIB, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-    libc.mallopt(_MMAP_MAX, 0)  # so that this one block, of any size, is of the heap
+    libc.mallopt(_MMAP_MAX, 0)  # so that the next block, whatever its size, comes from the heap
     start = libc.malloc(reserve)
     libc.mallopt(_MMAP_MAX, _MMAP_MAX_DEFAULT)
-    if start:  # a limit on addresses (`ulimit -v`) may refuse it; memory is kept all the same
+    if start:  # null under a limit on addresses (`ulimit -v`); freed memory is kept all the same
         aligned = -(-start // _HUGE_PAGE) * _HUGE_PAGE
         libc.madvise(aligned, max(start + reserve - aligned, 0), _MADV_HUGEPAGE)
         libc.free(start)

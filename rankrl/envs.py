@@ -1,4 +1,4 @@
-"""The environment `rankrl/RankSelection-v0` under its public name; it lives in `rankrl.plan_search.envs`."""
+"""Re-export the environment `rankrl/RankSelection-v0` of `rankrl.plan_search.envs` under its public name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words around numbers."""
+"""Define the errors that users can cause and cure, and format counts with their nouns."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FolderInUseError(StorageError):
 
 
 class DefectError(Exception):
-    """A result of ours is damaged, whatever the user did; the message says what to report."""
+    """A result is damaged by a defect of this package; the message says what to report."""
 
 
 class RunStoppedError(RankrlError):

@@ -1,4 +1,4 @@
-"""`rankrl.compress` for a network in an ONNX file: to a smaller or faster file."""
+"""Compress a network in an ONNX file to a smaller or faster file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileSource:
-    """A network in an ONNX file, what it is used on, and how it is judged."""
+    """A network in an ONNX file, its inputs and its score."""
 
     path: Path
     inputs: Inputs = field(repr=False)
@@ -69,7 +69,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class FileSearch:
-    """What a search over a network in an ONNX file begins with."""
+    """A prepared ONNX file with the candidates and the request of its search."""
 
     request: Request
     network: GraphNetwork
@@ -78,7 +78,7 @@ class FileSearch:
 
     @classmethod
     def of(cls, source: FileSource, request: Request) -> FileSearch:
-        """Read a network, refuse what cannot work, and rewrite what is slow under a budget in time."""
+        """Read a network, check the request, and under a latency budget rewrite slow nodes."""
         request.check()
         check_options(request)
         file = source.read(request, scored=source.heldout if _chooses(source, request) else 0.0)
@@ -92,11 +92,11 @@ class FileSearch:
         return begun if request.goal.budget.latency is None else begun._rewritten(request.goal.budget.latency)
 
     def session(self) -> SearchSession:
-        """Calibrate and return the session; nothing is fitted yet."""
+        """Calibrate the layers and return the search session; nothing is fitted yet."""
         return opened_session(self.network, self.candidates, self.request)
 
     def _rewritten(self, latency: float) -> FileSearch:
-        """Return the same with the network rewritten where that alone is faster, and ranks that suit it."""
+        """Return the search with nodes rewritten where that alone is faster, and ranks that suit them."""
         request, network = self.request, self.network
         file, timing = network.file, request.timing
         candidates = _of_file(request.timed_candidates(), file)
@@ -147,7 +147,7 @@ def compress_file(
 
 
 def compress_file_in(source: FileSource, folder: Path | None, request: Request, target: Path) -> Compression:
-    """Compress a file; where the target is a folder, with plan, numbers and report there."""
+    """Compress a file; if the target is a folder, write plan, metrics and report there, too."""
     request = request.timed_in(request.cache, folder)
     if folder is None or target != folder:
         return compress_file(source, target, request, folder=folder)
@@ -176,7 +176,7 @@ def write_file_kit(source: FileSource, request: Request, folder: Path) -> Writte
 
 
 def apply_to_file(source: FileSource, plan: CompressionPlan, target: Path, request: Request) -> Compression:
-    """Carry out a plan on a network in an ONNX file; see `rankrl.apply_plan`."""
+    """Apply a plan to a network in an ONNX file; see `rankrl.apply_plan`."""
     _check_target(target, source.path)
     check_runtimes(request.timing)
     file = source.read(request)
@@ -194,7 +194,7 @@ def apply_to_file(source: FileSource, plan: CompressionPlan, target: Path, reque
 
 
 def check_options(request: Request) -> None:
-    """Refuse what only PyTorch modules can do."""
+    """Refuse options that only PyTorch modules support."""
     options = request.decomposition
     check_formats(options.choices)
     if options.channels:
@@ -209,21 +209,21 @@ def _check_target(target: Path, path: Path) -> None:
 
 
 def _chooses(source: FileSource, request: Request) -> bool:
-    """Tell whether plans are compared on inputs; a rule's plan within a budget that is counted is one."""
+    """Tell whether plans are compared on inputs; a heuristic within a budget of counts has a single plan."""
     budget = request.goal.budget
     several = bool({"latency", "bytes"} & set(budget.fractions)) or budget.drop is not None
     return source.score is None and (several or request.selector not in list_heuristics())
 
 
 def _of_file(candidates: CandidateOptions, file: PreparedFile) -> CandidateOptions:
-    """Return the candidates without what a file in half precision cannot hold."""
+    """Return the candidates without integer precisions if the file computes in half precision."""
     if not file.network.half.computes:
         return candidates
     return replace(candidates, precisions=without_integers(candidates.precisions, file.network.source))
 
 
 def _network(file: PreparedFile, source: FileSource, request: Request) -> GraphNetwork:
-    """Return the network as searches see it; times are taken of batches that the file can take."""
+    """Return the network as searches see it, timed with batches that the file accepts."""
     feed = file.feed(request.timing.batch)
     timing = replace(request.timing, batch=file.network.axes.size(feed))
     options = request.decomposition
@@ -245,7 +245,7 @@ def _finished(
     sensitivities: Mapping[str, torch.Tensor],
     search: SearchResult | None = None,
 ) -> Compression:
-    """Carry out a plan, write the file and compare it with the original."""
+    """Apply a plan, write the file and compare it with the original."""
     if network.file.several:
         plan = replace(plan, metadata={**plan.metadata, METADATA: to_metadata(network.file.several)})
     compressed = network.finished(plan, sensitivities)

@@ -1,4 +1,4 @@
-"""Write files atomically, and list those that a run wrote."""
+"""Write files atomically; list, set aside and remove the files of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decomposition import errors
 from decomposition.files import cannot_write, replacing, watching_writes
 from rankrl.errors import ConfigError, StorageError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
@@ -38,7 +38,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Give a temporary path to a library that insists on writing to a path itself.
+    """Yield a temporary path for a library that writes to a path itself.
 
     The temporary name lies in the folder of `path` and keeps its suffix. When the block ends normally the
     temporary file is flushed to the disk and renamed to `path`, with the mode of any new file; when it
@@ -56,12 +56,12 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def storage_errors() -> Iterator[None]:
-    """Turn what the system refuses while files are written into our error, as a block or as a decorator."""
+    """Turn errors of the operating system while writing into `StorageError`; a block or a decorator."""
     try:
         yield
     except errors.StorageError as error:
         raise StorageError(str(error)) from error
-    except (OSError, SafetensorError) as error:  # in a temporary folder, most likely
+    except (OSError, SafetensorError) as error:  # most likely of a temporary folder
         full = isinstance(error, OSError) and error.errno in _FULL
         if not full and "No space left" not in str(error):
             raise
@@ -88,12 +88,12 @@ _FILES = (
     *("episodes.csv", "search.safetensors", "candidates.json", "tpe.sqlite3", "dense.safetensors"),
     *("policy.safetensors", "optimizer_step.onnx", "compare.csv", "compare.md"),
 )
-# Beside those of `_FILES`, names in these are known only when they are written.
+# File names in these folders, unlike those of `_FILES`, are known only when they are written.
 _FOLDERS = ("state", "plots", "searches", "kit", ".hydra", "tensorboard", "tracking", "wandb")
 
 
 def written_files(folder: Path) -> frozenset[str] | None:
-    """What runs wrote into a folder, names of directories with a slash; None for a run without a list."""
+    """List the names that runs wrote into a folder, directories with a slash; None without a list."""
     try:
         names = json.loads((folder / FILE_LIST).read_text(encoding="utf-8"))["files"]
         return frozenset(name for name in names if _is_own(name))
@@ -105,7 +105,7 @@ def written_files(folder: Path) -> frozenset[str] | None:
 
 @contextmanager
 def recording(folder: Path) -> Iterator[None]:
-    """List what is written into a folder within the block, each file before it is there."""
+    """Record the files written into a folder within the block, each before it exists."""
     root, lock = Path(os.path.abspath(folder)), Lock()
 
     def list_file(path: Path) -> None:
@@ -127,7 +127,7 @@ def recording(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def recording_entries(folder: Path, name: str) -> Iterator[None]:
-    """List what a library puts below one name into a folder within the block, under names of its own."""
+    """Record the files that a library writes below one name in a folder, under names of its own."""
     before = set(_entries(folder / name))
     yield
     known, new = written_files(folder), [each for each in _entries(folder / name) if each not in before]
@@ -145,7 +145,7 @@ def check_own(folder: Path) -> None:
 
 
 def remove_written(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Remove what runs wrote into a folder, by default all of it, and the directories that are empty then."""
+    """Remove the files that runs wrote into a folder, by default all, and directories that are empty then."""
     if names is None:
         names = [] if written_files(folder) is None else [*_listed(folder), FILE_LIST]
     for name in names:
@@ -158,7 +158,7 @@ def remove_written(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Set a run's files aside, and no others; those of one that has not ended itself are removed."""
+    """Set aside the files of a finished run, and no others; the files of an unfinished run are removed."""
     if written_files(folder) is None:
         raise ConfigError(
             f"{folder} holds a run whose list of files, {folder / FILE_LIST}, is missing or damaged; without "
@@ -177,7 +177,7 @@ def set_aside(folder: Path) -> None:
 
 
 def bring_back(folder: Path) -> bool:
-    """Bring back what was set aside, in the place of a run that got nowhere; tell if there was anything."""
+    """Restore the files set aside, in place of a run without results; tell whether there were any."""
     aside = folder / PREVIOUS
     names = _listed(aside)
     if METRICS not in names or not (aside / METRICS).is_file():
@@ -190,13 +190,13 @@ def bring_back(folder: Path) -> bool:
 
 
 def remove_previous(folder: Path) -> None:
-    """Remove what was set aside, once the run that replaces it has ended."""
+    """Remove the files set aside, once the run that replaces them has ended."""
     remove_written(folder / PREVIOUS)
     _remove_empty(folder / PREVIOUS, folder)
 
 
 def _listed(folder: Path) -> list[str]:
-    """What runs wrote into a folder, the mark that one has ended first: a part is never taken for a run."""
+    """List the files of runs, `metrics.json` first, so that a part is never taken for a finished run."""
     return sorted(written_files(folder) or (), key=lambda name: (name != METRICS, name))
 
 
@@ -213,7 +213,7 @@ def _move(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def _remove_empty(directory: Path, root: Path) -> None:
-    """Remove a directory that is empty, and those above it up to the root."""
+    """Remove an empty directory, and its empty parents up to the root."""
     with suppress(OSError):
         while directory != root:
             directory.rmdir()
@@ -225,7 +225,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _is_own(name: str) -> bool:
-    """Tell a name that runs write from those of others, and from what would lead out of the folder."""
+    """Tell whether runs write a file of this name, and the name stays within the folder."""
     first, *rest = name.split("/")
     return first in (_FOLDERS if rest else _FILES) and ".." not in rest
 

@@ -1,4 +1,4 @@
-"""`rankrl.compress` for a PyTorch module: to a smaller network, its file and a report."""
+"""Compress a PyTorch module: search, refit, fine-tune, and write the network, its file and a report."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ another)."""
 
 @dataclass(frozen=True)
 class FineTuner:
-    """How a compressed network is fine-tuned."""
+    """Settings of the fine-tuning of a compressed network."""
 
     how: FineTuning | None = None
     loss: Loss | None = None
@@ -87,14 +87,14 @@ class FineTuner:
 
     @property
     def recipe(self) -> TrainingRecipe | None:
-        """How to train, or None where a function does, or nobody."""
+        """The training recipe; None without fine-tuning or if a user's function trains."""
         if isinstance(self.how, int):
             share = 0.0 if self.teacher is None else DISTILLATION
             return TrainingRecipe(epochs=self.how, distillation=share)
         return self.how if isinstance(self.how, TrainingRecipe) else None
 
     def teacher_of(self, dense: nn.Module) -> nn.Module:
-        """Return a copy of the teacher on the dense network's device; that network where there is none."""
+        """Return a copy of the teacher on the dense network's device; without a teacher the dense network."""
         teacher = dense if self.teacher is None else together(self.teacher)
         return in_float32(teacher, keep_double=True).to(model_device(dense)).eval()
 
@@ -141,7 +141,7 @@ def compress_module(
     drop = request.goal.budget.drop
     unseen = None if tested is None else HeldoutScore(dense, tested, "test")
     if drop is not None and unseen is None and score is None:
-        held, certifying = held.parted(0.5, request.seed)  # what certifies a loss has chosen nothing
+        held, certifying = held.parted(0.5, request.seed)  # inputs that certify a loss choose no plan
         unseen = HeldoutScore(dense, certifying, "unseen held-out")
     measure = HeldoutScore(dense, held)
     if score is None and measure.by_class and tested is None:
@@ -184,7 +184,7 @@ def compress_module(
     if tuner.how is not None:
         tuned, epochs = _tuned(copied(compressed), dense, tuner, fitted, network.judge, request.progress)
     last = compressed if tuned is None else tuned
-    run.remove_results()  # of the same call before: files of two never stand side by side
+    run.remove_results()  # of an earlier same call, so that files of two calls never mix
     search.plan.save(run.plan)
     save_compressed(last, search.plan, run.model, dense=dense)
     budget = request.goal.budget
@@ -233,7 +233,7 @@ def write_module_kit(
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Return a network whose layers are plain ones."""
+    """Rewrite attention, transposed convolutions and computed weights as plain layers."""
     return plain_transposed(plain_attention(plain_weights(model))).eval()
 
 
@@ -246,7 +246,7 @@ def calibration_batches(inputs: Inputs, model: nn.Module) -> list[Inputs]:
 def _teacher_score(
     tuner: FineTuner, dense: nn.Module, held: Sample, measure: HeldoutScore
 ) -> dict[str, float]:
-    """Return what metrics.json says of a teacher: its score on the held-out inputs, which is logged first."""
+    """Log the teacher's score on the held-out inputs, and return it for metrics.json."""
     teacher = tuner.teacher_of(dense)
     check_outputs(teacher, dense, held.inputs)
     score = measure(teacher)
@@ -270,7 +270,7 @@ def _tuned(
         assert callable(tuner.how)
         returned = tuner.how(network.train())
         tuned = returned if isinstance(returned, nn.Module) else network
-        # A Trainer of Lightning's leaves it on the CPU, and may leave it in another type.
+        # Lightning's Trainer leaves the network on the CPU, possibly in another type.
         return back_in(tuned.to(model_device(dense)), types).eval(), ()
     steps = recipe.epochs * steps_of_an_epoch(len(fitted), recipe.batch_size)
     with progress_bar("fine-tune", total=steps, progress=progress) as bar:
@@ -278,7 +278,7 @@ def _tuned(
         def show(state: TrainingProgress) -> None:
             bar.update(state.step, best=state.best_accuracy)
 
-        # Steps of a small rate are lost in types of few digits.
+        # Steps with a small learning rate vanish in 16-bit types.
         trained = in_float32(network, keep_double=True)
         result = train_on(
             trained,

@@ -1,8 +1,8 @@
-"""The types of options, from the signatures of what takes them, and values checked against them.
+"""Read the types of options from function signatures, and check values against them.
 
 Options of a dataset, a network, a selector, ... come from YAML or a command line as plain values: null, truth
-values, numbers, text, lists and mappings. What an option may be, the annotation of the parameter that it
-becomes says; nothing is written down twice.
+values, numbers, text, lists and mappings. The annotation of the parameter that takes an option is the only
+definition of its type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rankrl.errors import ConfigError, did_you_mean
 OptionTypes = Mapping[str, Any]
 """Annotations by the name of the option."""
 
-_LARGEST = 2**63 - 1
+_LARGEST = 2**63 - 1  # of signed integers in 64 bits
 _LONGEST_SHOWN = 60
 _PLAIN = (bool, int, float, str)
 _LISTS = (list, tuple, Sequence, Collection)
@@ -63,7 +63,7 @@ def check_options(owner: str, group: str, values: Mapping[str, Any], allowed: Op
 
 
 def check_option(name: str, value: Any, wanted: Any) -> None:
-    """Refuse a value that is not of an option's type, and everything that is NaN or infinite."""
+    """Refuse a value that is not of an option's type, NaN and infinities."""
     if any(not math.isfinite(number) for number in _floats(value)):
         raise ConfigError(f"{name} must be finite, got {shown(value)}; {_allowed(wanted)}")
     if any(abs(number) > _LARGEST for number in _integers(value)):
@@ -127,7 +127,7 @@ def _plural(wanted: Any) -> str:
 
 
 def _members(wanted: Any) -> tuple[Any, ...]:
-    """Return the members of a union that a plain value can be, or the annotation alone."""
+    """Return the members of a union that plain values can have, or the annotation alone."""
     if typing.get_origin(wanted) not in (typing.Union, types.UnionType):
         return (wanted,)
     return tuple(each for each in typing.get_args(wanted) if each is Path or _is_plain(each))
@@ -207,7 +207,7 @@ def _allowed(wanted: Any) -> str:
 
 
 def _quoting(value: Any, wanted: Any) -> str:
-    """Say how a number or truth value is given as text."""
+    """Say how to quote a number or truth value that is meant as text."""
     if str not in _members(wanted) or isinstance(value, str | Mapping | list | tuple) or value is None:
         return ""
     return f" If that is meant as text, quote it twice: \"'{shown(value)}'\"."
@@ -315,7 +315,7 @@ def _described(wanted: Any) -> str:
 
 
 def _remedy(name: str, value: Any, wanted: Collection[Any]) -> str:
-    """Return what to write, if it can be told."""
+    """Suggest a value of the wanted type, if one follows from the value given."""
     for each in wanted:
         if is_dataclass(each) and isinstance(value, Mapping):
             fields = ", ".join(f"{key}={entry!r}" for key, entry in value.items())

@@ -1,4 +1,4 @@
-"""Progress of long work, by `decomposition`, whose own functions show theirs, and seconds in the log."""
+"""Re-export the progress bars of `decomposition`, and log the seconds that a block takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other packages are told of this one when it is imported, before anything of it is needed."""
+"""Register the environment with Gymnasium and the operations with `decomposition`, on import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENVIRONMENT_ID = "rankrl/RankSelection-v0"
 
 
 class RankSelectionSpec(EnvSpec):
-    """Gymnasium's record of how the environment is made, of which JSON holds no network."""
+    """Gymnasium's spec of the environment; refuses to write a network as JSON."""
 
     def to_json(self) -> str:
         """Write the record as JSON."""

@@ -1,4 +1,4 @@
-"""What a call asks for, in one object that goes along whole."""
+"""Hold the arguments of one compress or search call, and open its search session."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """What may become of a network's layers, what plans keep to, and who chooses."""
+    """Decomposition options, goal and selector of one compress or search call."""
 
     goal: SearchGoal
     decomposition: DecompositionOptions
@@ -40,7 +40,7 @@ class Request:
 
     @property
     def timing(self) -> LatencyOptions:
-        """How time is measured."""
+        """Options of the timing."""
         return self.goal.timing
 
     @property
@@ -49,7 +49,7 @@ class Request:
         return None if self.cache is None else self.cache / "fits"
 
     def check(self) -> None:
-        """Refuse what can be refused before anything is read."""
+        """Check the arguments that need neither network nor inputs."""
         if self.goal.needs_budget:
             raise ConfigError(
                 "give a budget: params=0.4 keeps at most 40 % of the parameters; macs=, bytes=, latency= "
@@ -59,24 +59,24 @@ class Request:
         check_selector(self.selector, self.selector_options, self.goal.setting(self.candidates()))
 
     def candidates(self) -> CandidateOptions:
-        """Return which candidates layers get, ranks of any size where none is asked for."""
+        """Return the candidates of the layers, with ranks of any size unless the options restrict them."""
         return CandidateOptions.of(
             self.decomposition, self.goal.budget, reduce_range=self.timing.reduce_range
         )
 
     def timed_candidates(self) -> CandidateOptions:
-        """Return which candidates layers get, ranks that suit the processor under a budget in time."""
+        """Return the candidates of the layers; under a latency budget with ranks that suit the processor."""
         candidates = self.candidates()
         if self.goal.budget.latency is None or self.decomposition.rank_multiple is not None:
             return candidates
         return replace(candidates, multiple=suited_multiple(self.timing))
 
     def timed_in(self, cache: Path | None, folder: Path | None) -> Request:
-        """Return the same with times kept in a cache, or without one in the folder of the search."""
+        """Return the same request with times kept in the cache, or without one in the search's folder."""
         return replace(self, goal=replace(self.goal, timing=self.timing.kept_in(cache, folder)))
 
     def record(self, network: str) -> dict[str, Any]:
-        """Return what a search depends on besides the data and the score, which its own state tells apart."""
+        """Return the arguments that a search depends on; data and score are in the search's own state."""
         goal = self.goal
         return {
             "task": COMPRESS,
@@ -94,7 +94,7 @@ class Request:
 def write_kit(
     network: PricedNetwork, candidates: CandidateOptions, request: Request, folder: Path
 ) -> WrittenKit:
-    """Write all that a budget in time would time of a network into a folder, for another device."""
+    """Write the files of a network that a latency budget times into a folder, for another device."""
     library = network.library(candidates, cache=request.fits, seed=request.seed)
     sites = [library.unfitted(name, limit=candidates.candidates) for name in library.specs]
     kit = LatencyBudget(network, sites, 1.0, request.timing, library).kit.write(folder)
@@ -105,7 +105,7 @@ def write_kit(
 def opened_session(
     network: SearchableNetwork, candidates: CandidateOptions, request: Request
 ) -> SearchSession:
-    """Calibrate a network's layers and return the session of a search; nothing is fitted yet."""
+    """Calibrate a network's layers and return the search session; nothing is fitted yet."""
     library = network.library(candidates, cache=request.fits, seed=request.seed)
     limit = candidates.candidates
     return SearchSession(network, library, request.goal, candidates=limit, progress=request.progress)

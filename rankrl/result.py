@@ -1,4 +1,4 @@
-"""What is known of a compressed network: the same words for modules and files."""
+"""Export, verify, time and score a compressed network, and write its metrics; modules and files alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What a compressed network costs, and how good it is."""
+    """Costs and score of a compressed network."""
 
     before: Mapping[str, int]
     after: Mapping[str, int]
@@ -40,7 +40,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredNetwork(Measurement):
-    """A compressed network and what is known of it without its file."""
+    """A compressed network, its measurements and its plan, without an ONNX file."""
 
     plan: CompressionPlan
     layers: tuple[LayerRow, ...] = field(repr=False)
@@ -63,7 +63,7 @@ class MeasuredNetwork(Measurement):
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(MeasuredNetwork):
-    """A compressed network as an ONNX file and what is known of it.
+    """A compressed network as an ONNX file, with its measurements.
 
     Attributes:
         path: The file.
@@ -112,14 +112,14 @@ class ModuleCompression(Compression):
 
 
 def shallow(known: Any) -> dict[str, Any]:
-    """Return a dataclass's fields by name, to make one of a class that extends it."""
+    """Return a dataclass's fields by name, as arguments of a class that extends it."""
     return {each.name: getattr(known, each.name) for each in fields(known)}
 
 
 def missed_latency(budget: float | None, times: LatencyComparison) -> str | None:
-    """Return what to tell a reader if a finished file misses its budget in time, else None."""
+    """Return the message that a finished file misses its latency budget, else None."""
     kept = 1 / times.ratio
-    if budget is None or 1 / times.ratio_high <= budget:  # within what the timing can tell
+    if budget is None or 1 / times.ratio_high <= budget:  # within the interval of the timing
         return None
     return (
         f"budget.latency={budget} is missed: the finished file keeps {kept:.3f} of the original's time. "
@@ -128,7 +128,7 @@ def missed_latency(budget: float | None, times: LatencyComparison) -> str | None
 
 
 def summary(result: Compression) -> dict[str, Any]:
-    """Return what metrics.json says of a compressed network."""
+    """Return the entries of metrics.json for a compressed network."""
     times = result.latency
     return {
         "baseline": {**result.before, "score": result.baseline_score, "agreement": 1.0},
@@ -179,14 +179,14 @@ def summary(result: Compression) -> dict[str, Any]:
 
 
 def certificate_numbers(result: MeasuredNetwork) -> dict[str, Any]:
-    """Return what metrics.json says of the loss of score: `certificate`, or why there is none."""
+    """Return the entries of metrics.json on the loss of score: `certificate`, or why there is none."""
     if result.certificate is not None:
         return {"certificate": result.certificate.to_dict()}
     return {} if result.uncertified is None else {"uncertified": result.uncertified}
 
 
 def run_numbers(result: Compression) -> dict[str, Any]:
-    """Return what the metrics.json of a call from Python says of a compressed network."""
+    """Return the entries of metrics.json for a call from Python."""
     numbers = summary(result)
     if isinstance(result, ModuleCompression):
         last = numbers["compressed"]
@@ -209,7 +209,7 @@ def run_numbers(result: Compression) -> dict[str, Any]:
 def write_run(
     run: RunFolder, result: Compression, request: Request, model: str, numbers: Mapping[str, Any]
 ) -> None:
-    """Write the report and, last, the numbers of a call from Python; log what its reader must know."""
+    """Write the report and, last, the metrics of a call from Python; log the warnings."""
     metrics = {
         "task": "compress",
         "model": model,
@@ -245,7 +245,7 @@ def _plan_alone(plan: CompressionPlan, measurement: Measurement) -> Mapping[str,
 
 
 def measurement(network: Network, plan: CompressionPlan, compressed: Any, tuned: Any = None) -> Measurement:
-    """Return what a compressed network costs and is worth; `finish` explains the arguments."""
+    """Measure the costs and the score of a compressed network; for the arguments see `finish`."""
     last = compressed if tuned is None else tuned
     with logged_seconds(log, "the original's score"):
         baseline_score = network.score(None)
@@ -270,7 +270,7 @@ def judged(
     tuned: Any = None,
     budget: BudgetOptions = _NO_BUDGET,
 ) -> MeasuredNetwork:
-    """Return all that is known of a compressed network without its file; `finish` explains the arguments."""
+    """Add plan, layer errors and certificate to a measurement; for the arguments see `finish`."""
     last = compressed if tuned is None else tuned
     drop = budget.drop
     certificate = _certified(network, last, drop)
@@ -297,7 +297,7 @@ def finish(
     budget: BudgetOptions = _NO_BUDGET,
     notes: Notes = _plan_alone,
 ) -> Compression:
-    """Measure a compressed network and write it as a file, verified and timed."""
+    """Measure a compressed network, export it, verify the file and time it."""
     last = compressed if tuned is None else tuned
     measured = measurement(network, plan, compressed, tuned)
     with logged_seconds(log, "the file, verified and timed"):
@@ -333,7 +333,7 @@ def finish(
 
 
 def _certified(network: Network, compressed: Any, drop: float | None) -> Certificate | None:
-    """Return what the inputs that chose nothing say of the loss, or None where they do not tell."""
+    """Certify the loss of score on inputs that chose nothing; None without comparable scores of each."""
     after = network.values(compressed)
     before = None if after is None else network.values(None)
     if after is None or before is None:

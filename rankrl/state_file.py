@@ -1,7 +1,6 @@
-"""State files: tensors and plain values in one .safetensors file, so that nothing is ever pickled.
+"""Read and write state files: tensors and plain values in one .safetensors file, without pickle.
 
-The values are JSON in the file's metadata. One file, replaced atomically, is never half of one state and
-half of the next.
+The values are JSON in the file's metadata. A single file, replaced atomically, never mixes two states.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def write_state(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str,
 
 
 def check_setup(path: Path, what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on from a state with another setup than its own."""
+    """Refuse a state that was written with another setup."""
     for key, value in json.loads(json.dumps(now)).items():
         if before.get(key) != value:
             raise CheckpointError(
@@ -37,7 +36,7 @@ def check_setup(path: Path, what: str, before: Mapping[str, Any], now: Mapping[s
 
 
 def damaged_state(path: Path, what: str, error: Exception) -> CheckpointError:
-    """The refusal of a state that cannot be read: whoever finds none begins that part anew."""
+    """Return the error for an unreadable state; it advises to remove the file, so that this part restarts."""
     reason = f"{type(error).__name__}: {error}"
     return CheckpointError(
         f"{path} is damaged or no {what} ({reason}); remove that file: the same call, or `rankrl resume=`, "

@@ -1,4 +1,4 @@
-"""The decorator of the functions that users call."""
+"""Define the decorator of the functions that users call."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Calibration: what the inputs of layers, and the network's outputs, say about weights."""
+"""Estimate second moments of layer inputs and sensitivities of layer outputs from calibration data."""

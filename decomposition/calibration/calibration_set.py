@@ -1,4 +1,4 @@
-"""Calibration inputs, and checks that they suit the network."""
+"""Read calibration inputs into batches, and check that the network accepts them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def labelled_batches(
 
 @dataclass(frozen=True)
 class _Forward:
-    """What the forward of a model takes."""
+    """Number of positional inputs (least, most) and parameter names of a forward; None allows any name."""
 
     least: int = 1
     most: float = 1
@@ -87,7 +87,7 @@ class _Forward:
 
 
 def _batches(data: Any, forward: _Forward) -> Iterable[Any]:
-    """Return the batches of a set as they are."""
+    """Return the batches of a calibration set as given, labels included."""
     if isinstance(data, torch.Tensor | Mapping | Positional) or _is_one_batch(data, forward):
         return [data]
     if isinstance(data, Dataset):
@@ -134,7 +134,7 @@ def _is_one_batch(data: Any, forward: _Forward) -> bool:
 
 
 def _collated(dataset: Dataset[Any]) -> Iterator[Any]:
-    """Yield the items of a dataset in batches."""
+    """Collate the items of a dataset into batches."""
     every: Iterable[Any] = (
         dataset if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, _range(dataset))
     )
@@ -160,7 +160,7 @@ def _range(dataset: Dataset[Any]) -> range:
 
 
 def _parted(batch: Any, forward: _Forward) -> tuple[Inputs, Any | None]:
-    """Return the inputs of a batch, and its labels if it has any; see `calibration_batches`."""
+    """Split a batch into inputs and labels (None if it has none)."""
     if isinstance(batch, torch.Tensor | Positional):
         return as_inputs(batch), None
     if isinstance(batch, Mapping):
@@ -192,7 +192,7 @@ def _parted(batch: Any, forward: _Forward) -> tuple[Inputs, Any | None]:
 
 
 def _parted_by_name(batch: Mapping[str, Any], forward: _Forward) -> tuple[Inputs, Any | None]:
-    """Return the inputs of a dict, and its labels unless the forward takes an input of that name."""
+    """Split a dict into inputs and labels; a name that the forward takes is an input."""
     labels = {name: batch[name] for name in LABELS if name in batch and name not in (forward.names or LABELS)}
     inputs = {name: value for name, value in batch.items() if name not in labels}
     if not inputs:
@@ -224,7 +224,7 @@ _TRIED = 64  # inputs with gaps that are run at once
 def checked_batches(
     calibration: CalibrationInputs, model: nn.Module, layers: Collection[str] = ()
 ) -> list[Inputs]:
-    """Return a calibration set as a list of batches that a model takes."""
+    """Return a calibration set as batches without labels, checked against the model."""
     batches = accepted(model, calibration_batches(calibration, model))
     if sum(map(count_inputs, batches)) == 0:
         shapes = ", ".join(str(tuple(tensor.shape)) for batch in batches[:1] for tensor in tensors_of(batch))
@@ -266,7 +266,7 @@ def accepted(
         if _failure(model, mapped(change, few)) is None:
             return [mapped(change, batch) for batch in batches]
     whole = on_device(batches[0])
-    if _failure(model, whole) is None:  # it takes batches of this size alone
+    if _failure(model, whole) is None:  # the model takes batches of this size alone
         return list(batches)
     raise refusal(model, whole, error, what) from error
 
@@ -274,7 +274,7 @@ def accepted(
 def refusal(
     model: nn.Module, inputs: Inputs, error: Exception, what: str = "the calibration set"
 ) -> DecompositionError:
-    """The error for inputs that a model fails on: where it fails, what it takes there, and what to do."""
+    """Make the error for inputs that a model fails on: the layer, its expected input, and the remedy."""
     few = rows(inputs, slice(2))
     where = _failing_layer(model, few) or _failing_layer(model, inputs)
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -337,7 +337,7 @@ def check_finite(
 
 
 def remedy_for_gaps(seeing: Iterable[str], *, masked: bool) -> str:
-    """Return what to do about NaN or infinite values: the end of a message that says where they are."""
+    """Return the advice on NaN or infinite inputs, as the end of an error message."""
     if not masked:
         return "; leave such inputs out, or check how they are normalised"
     return (
@@ -351,7 +351,7 @@ def _finite(x: torch.Tensor) -> bool:
 
 
 def _failure(model: nn.Module, inputs: Inputs) -> Exception | None:
-    """Return what a model raises on inputs, or an error if its first layer takes the batch for one input."""
+    """Return the exception of a model on inputs; an error too if a layer takes the batch for one input."""
 
     def check(layer: nn.Module, args: tuple[Any, ...]) -> None:
         single = isinstance(layer, _CONVOLUTIONS) and args and args[0].ndim == layer.weight.ndim - 1
@@ -372,7 +372,7 @@ def _failure(model: nn.Module, inputs: Inputs) -> Exception | None:
 
 
 def _remedy(model: nn.Module, inputs: Inputs) -> str:
-    """Try what the model takes instead, and return the advice."""
+    """Try floats, a batch axis and channels first in turn; return advice for the first that runs."""
     few = rows(inputs, slice(2))
     whole = [x for x in tensors_of(inputs) if not (x.is_floating_point() or x.is_complex())]
 
@@ -390,7 +390,7 @@ def _remedy(model: nn.Module, inputs: Inputs) -> str:
 
 
 def _in_order(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the usual order of memory, even if a single channel makes its strides ambiguous."""
+    """Return a contiguous copy; with a single channel, strides alone do not tell the memory format."""
     return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
 
 
@@ -399,7 +399,7 @@ def _as_float(x: torch.Tensor) -> torch.Tensor:
 
 
 def _failing_layer(model: nn.Module, inputs: Inputs) -> str:
-    """Return the layer within which a model fails and what it takes, for a message."""
+    """Describe the layer in which a model fails and its expected input, for a message."""
     running: list[tuple[str, nn.Module, str]] = []
 
     def begin(name: str) -> Callable[..., None]:
@@ -419,7 +419,7 @@ def _failing_layer(model: nn.Module, inputs: Inputs) -> str:
     try:
         with evaluation_mode(model):
             run_model(model, inputs)
-    except Exception:  # as before; it is known
+    except Exception:  # the failure reported already
         if running:
             name, layer, got = running[-1]
             takes = _taken(layer)
@@ -432,7 +432,7 @@ def _failing_layer(model: nn.Module, inputs: Inputs) -> str:
 
 
 def _taken(layer: nn.Module) -> str:
-    """Return what one of torch's layers takes, or nothing if that is not known."""
+    """Describe the input of one of torch's layers; empty if it is not known."""
     kind = next((f" in {_name(p)}" for p in layer.parameters() if p.is_floating_point()), "")
     if isinstance(layer, nn.Embedding):
         return f"whole numbers from 0 to {layer.num_embeddings - 1}"

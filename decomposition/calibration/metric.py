@@ -1,4 +1,4 @@
-"""Second moments of inputs and sensitivities of outputs: the metric in which layers are fitted."""
+"""Compute with the metric of fits (input moments, output sensitivities), and select input channels in it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RowFactor:
-    """The matrix F'F + r I.
-
-    Shapes: rows (n, D).
-    """
+    """The matrix F'F + r I of D columns, F = `rows` (n, D), r = `ridge`; cheaper than whole if n < D."""
 
     rows: torch.Tensor
     ridge: float = 0.0
@@ -29,11 +26,12 @@ WIDEST = 8192
 """Columns of the largest matrix of second moments that is made, in float64 half a GiB, of which a fit holds
 several. Wider layers are known by rows of so many numbers together, and no sensitivity matrix is larger."""
 
+# From here on computing half of a product of rows pays for its smaller pieces.
 _COLUMNS_TO_HALVE = 256
 # Numbers of patches that are copied at a time, in float64 or without their mean.
 _COPIED = 2**24
-# Shares of a matrix's mean power that are added to its diagonal, one after the other, until it has a root:
-# rounding takes the first ones, the last is what compensated rounding adds to every matrix.
+# Shares of a matrix's mean power to add to its diagonal, tried in turn until it has a Cholesky factor: the
+# first ones cure rounding errors; the last equals the damping of compensated rounding.
 _JITTERS = (0.0, 1e-12, 1e-9, 1e-6, 1e-4, 1e-2)
 
 Metric = torch.Tensor | RowFactor
@@ -41,7 +39,7 @@ Metric = torch.Tensor | RowFactor
 
 
 def most_rows(columns: int, wanted: int) -> int:
-    """Return how many rows of so many columns are looked at, of those wanted."""
+    """Limit the rows of a layer so that they hold at most `WIDEST`^2 numbers if it is wider than that."""
     return wanted if columns <= WIDEST else max(1, min(wanted, WIDEST**2 // columns))
 
 
@@ -94,14 +92,14 @@ def covariance(
 
 
 def _parts(rows: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split rows so that a part of those of `like`, as many, has `_COPIED` numbers at most."""
+    """Split rows into parts for which as many rows of `like` hold `_COPIED` numbers at most."""
     return rows.split(max(1, _COPIED // like.shape[1]))
 
 
 def cholesky(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the lower triangular root of a symmetric matrix, or of several, that rounding may have spoilt.
+    """Return the lower Cholesky factor of a symmetric matrix, or of a batch of them.
 
-    What it lacks to be positive is added to its diagonal, with a warning.
+    If rounding has made it indefinite, the least of `_JITTERS` that helps is added, with a warning.
     """
     power = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -123,7 +121,7 @@ def cholesky(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def columns(metric: Metric) -> int:
-    """Return D."""
+    """Return the size D of the metric."""
     return metric.rows.shape[1] if isinstance(metric, RowFactor) else metric.shape[1]
 
 
@@ -136,7 +134,7 @@ def times(rows: torch.Tensor, metric: Metric) -> torch.Tensor:
 
 
 def powers(rows: torch.Tensor, metric: Metric | None) -> torch.Tensor:
-    """Return row' metric row for rows (m, D), shape (m,); plain squared lengths without a metric."""
+    """Return row' metric row for rows (m, D), shape (m,); the squared norms without a metric."""
     return ((rows if metric is None else times(rows, metric)) * rows).sum(1)
 
 
@@ -185,13 +183,13 @@ def shrunk(metric: Metric, share: float) -> Metric:
 
 
 def shrunk_rows(metric: RowFactor, share: float) -> RowFactor:
-    """Do what `shrunk` does, for rows."""
+    """Shrink a metric that is kept as rows; see `shrunk`."""
     ridge = share * trace(metric) / columns(metric)
     return RowFactor(metric.rows * (1 - share) ** 0.5, metric.ridge * (1 - share) + ridge)
 
 
 def shrunk_matrix(metric: torch.Tensor, share: float) -> torch.Tensor:
-    """Do what `shrunk` does, for a matrix."""
+    """Shrink a metric that is kept as a matrix; see `shrunk`."""
     mixed = metric * (1 - share)
     mixed.diagonal().add_(share * trace(metric) / columns(metric))
     return mixed
@@ -221,11 +219,12 @@ def channel_moments(metric: Metric, channels: int, kernel: int) -> torch.Tensor:
     return torch.einsum("ikjk->ij", metric.reshape(channels, kernel, channels, kernel)) / kernel
 
 
+# Numbers that are copied into padded blocks at a time: bounds the memory.
 _BLOCK = 2**24
 
 
 class Spread:
-    """Sums that tell how much the inputs' shares of a second-moment matrix differ."""
+    """Variance of second moments between inputs, which determines how far they are shrunk."""
 
     def __init__(self) -> None:
         self._rows = 0
@@ -233,22 +232,19 @@ class Spread:
         self._squares = 0.0
 
     def add(self, rows: torch.Tensor, labels: torch.Tensor, mean: torch.Tensor | None = None) -> None:
-        """Add patches.
-
-        Shapes: rows (n, D), mean (D,).
-        """
+        """Add patches `rows` (n, D); `labels` (n,) tell the input of each, and `mean` (D,) is subtracted."""
         counts = labels.cpu().bincount().to(labels.device)
         self._rows += len(rows)
         self._squared_rows += float(counts.double().square().sum())
         self._squares += _squared_norms(rows, labels, counts, mean)
 
     def shrinkage(self, metric: Metric, scale: float | None = None) -> float:
-        """Return the proportion of the identity, from 0 to 1 (b^2 / d^2 in the paper)."""
+        """Return the weight of the identity, from 0 to 1 (b^2 / d^2 of Ledoit & Wolf 2004)."""
         scale = 1 / self._rows if scale is None else scale
         size = squared_norm(metric)
         distance = size - trace(metric) ** 2 / columns(metric)
         variance = self._squares * scale**2 - size * self._squared_rows / self._rows**2
-        if not distance > 0:  # the identity already
+        if not distance > 0:  # the metric is a multiple of the identity already
             return 0.0
         return min(max(variance / distance, 0.0), 1.0)
 
@@ -256,17 +252,14 @@ class Spread:
 def shrinkage(
     rows: torch.Tensor, labels: torch.Tensor, metric: Metric, mean: torch.Tensor | None = None
 ) -> float:
-    """Return the proportion of the identity for the matrix E[x x'] of some patches, from 0 to 1.
-
-    Shapes: rows (n, D), metric (D, D), mean (D,).
-    """
+    """Return the weight of the identity, 0 to 1, in the shrunk E[x x'] (`metric`) of patches (n, D)."""
     spread = Spread()
     spread.add(rows, labels, mean)
     return spread.shrinkage(metric)
 
 
 def labels_or_single(labels: torch.Tensor, inputs: int) -> torch.Tensor:
-    """Return the labels; with a single input, each patch counts as an input of its own."""
+    """Return the labels; of a single input, count each patch as one: a spread needs two."""
     return labels if inputs > 1 else torch.arange(len(labels), device=labels.device)
 
 
@@ -305,12 +298,13 @@ _FLOOR = 0.01
 
 
 def floored(sensitivity: torch.Tensor) -> torch.Tensor:
-    """Return a sensitivity (out, out) with its small eigenvalues raised, positive definite.
+    """Raise the small eigenvalues of a sensitivity (out, out), which makes it positive definite.
 
-    Rounding may leave negative eigenvalues; those larger than what is added count as zero.
+    Negative eigenvalues, which rounding leaves, count as zero if the raise does not cover them.
     """
     matrix = (sensitivity.double() + sensitivity.double().T) / 2
     raised = matrix.clone()
+    # The clamp makes a sensitivity of zeros positive, too.
     raised.diagonal().add_((_FLOOR * matrix.diagonal().mean()).clamp_min(1e-300))
     if torch.linalg.cholesky_ex(raised).info.item():
         root = symmetric_root(sensitivity)
@@ -334,15 +328,15 @@ def triangular_root(matrix: torch.Tensor) -> torch.Tensor:
     return cholesky(matrix).T
 
 
-# Share of the inputs' mean power that no combination of other channels is taken to explain.
+# Ridge, as a share of the inputs' mean power: keeps the moments of dependent channels invertible.
 _RIDGE = 1e-3
-# One in so many of the remaining channels goes at a time, before the weight is solved for anew.
+# Of the remaining channels one in so many is removed before each new solution for the weight.
 _AT_A_TIME = 32
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A layer that reads only some of its input channels."""
+    """Input channels that a layer reads, its weight on them, and the relative output error."""
 
     reads: tuple[int, ...]
     weight: torch.Tensor
@@ -351,7 +345,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Narrowing:
-    """How many input channels a layer may read, and which layer then loses the others."""
+    """Numbers of input channels that a layer may read; `producer` is the layer that loses the others."""
 
     producer: str
     counts: tuple[int, ...]
@@ -402,7 +396,8 @@ def _losses(weight: torch.Tensor, precision: torch.Tensor, g: torch.Tensor, chan
     kernel = weight.shape[1] // channels
     blocks = precision.reshape(channels, kernel, channels, kernel)
     own = blocks[torch.arange(channels), :, torch.arange(channels)]
-    own = own + (own.diagonal(dim1=1, dim2=2).sum(1) == 0)[:, None, None] * torch.eye(kernel)  # those gone
+    # Blocks of removed channels are zero; an identity makes them solvable.
+    own = own + (own.diagonal(dim1=1, dim2=2).sum(1) == 0)[:, None, None] * torch.eye(kernel)
     parts = weight.reshape(-1, channels, kernel).transpose(0, 1)
     weighted = (g @ weight).reshape(-1, channels, kernel).transpose(0, 1)
     products: torch.Tensor = weighted.transpose(1, 2) @ parts

@@ -69,7 +69,7 @@ def reestimate_batch_norm(model: nn.Module, calibration: CalibrationInputs) -> N
 
 
 def _weighing(norm: BatchNorm) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    """Return a hook that makes a batch norm's statistics the average over all of its inputs."""
+    """Return a hook that averages a batch norm's statistics over batches, weighted by their sizes."""
     seen = 0
 
     def weigh(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -91,7 +91,7 @@ UNREACHED = "none of the calibration inputs reaches it"
 
 
 def warn_unreached(names: Sequence[str]) -> None:
-    """Name the layers that stay dense because no calibration input reaches them."""
+    """Log which layers stay dense because no calibration input reaches them."""
     if names:
         log.warning(
             "%s: none of the calibration inputs gets there, so these layers stay dense; give inputs that "
@@ -141,7 +141,7 @@ class InputMoments:
 
 
 def settled(moments: dict[str, InputMoments]) -> dict[str, InputMoments]:
-    """Return moments that are shrunk already, so that fits in them need no second copy of the matrices."""
+    """Shrink moments once, so that fits in them need no second copy of the matrices."""
     shrunken = {}
     for name in list(moments):
         each = moments.pop(name)
@@ -152,7 +152,7 @@ def settled(moments: dict[str, InputMoments]) -> dict[str, InputMoments]:
 
 
 class MomentAccumulator:
-    """Sums of patches and of their products about the first ones' mean, in float64; the patches while few."""
+    """Running sums of patches and their products, float64, centred on the first batch; raw patches if few."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -172,7 +172,7 @@ class MomentAccumulator:
         patches = patches.float()
         if self._count == 0:
             self._sum = torch.zeros(patches.shape[1], dtype=torch.float64)
-            self._centre = patches.mean(0)  # stands in for the mean of all, which is not known yet
+            self._centre = patches.mean(0)  # any centre near the mean prevents cancellation
         self._spread.add(patches, labels, self._centre)
         self._sum += mean_of(patches) * len(patches)
         self._count += patches.shape[0]
@@ -255,7 +255,7 @@ def collect_moments(
 
     def watch(name: str, module: DecomposableModule, calls: int) -> torch.utils.hooks.RemovableHandle:
         def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            if inputs[0].numel() == 0:  # an expert that was chosen for no input, a past of no steps
+            if inputs[0].numel() == 0:  # such as an expert that no input is routed to, or an empty cache
                 return
             most = most_rows(module.weight[0].numel(), max_patches)
             share = max(1, most // len(batches) // calls)

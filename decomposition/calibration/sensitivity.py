@@ -1,4 +1,4 @@
-"""How strongly the network's output reacts to each layer's output: the other half of fitting to the data.
+"""Estimate the sensitivity of the network's output to each layer's output (Gauss-Newton, as in K-FAC).
 
 An error e in a layer's output changes the network's output y by J e. To second order the loss grows with
 E|J e|^2 = tr(G E[e e']), G = E[J' J] summed over positions: the Gauss-Newton matrix of a squared error on
@@ -90,8 +90,8 @@ def collect_sensitivities(
     spreads: dict[str, Spread] = {}
     generator = torch.Generator().manual_seed(seed)
     inputs = 0
-    reached: dict[str, int] = {}  # output channels
-    current: list[Inputs] = []  # the batch that is sent through
+    reached: dict[str, int] = {}  # output channels by layer name
+    current: list[Inputs] = []  # the batch that is running
 
     def watch(name: str, linear: bool) -> torch.utils.hooks.RemovableHandle:
         def add(gradient: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def collect_sensitivities(
             )
 
         def hook(_: nn.Module, __: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-            if not output.requires_grad and not output.is_inference():  # gradients stop in front of the layer
+            if not output.requires_grad and not output.is_inference():  # no gradient would reach the layer
                 output = output.detach().requires_grad_().clone()
             if output.requires_grad:
                 output.register_hook(add)
@@ -160,7 +160,7 @@ def collect_sensitivities(
 
 
 def _size(images: Inputs) -> int:
-    """Return how many inputs are sent through at a time."""
+    """Return the batch size of the backward pass."""
     return max(1, min(_BATCH, _ELEMENTS // max(1, numbers_in_one(images))))
 
 
@@ -172,11 +172,11 @@ def _measured(
     weights: Sequence[torch.Tensor],
     generator: torch.Generator,
 ) -> dict[str, torch.Tensor]:
-    """Measure by perturbing them how layers count behind which gradients stop although their outputs matter.
+    """Estimate, by perturbation, the sensitivity of layers that matter but receive no gradient.
 
-    With random signs s of numbers, E|f(y + h s e_c) - f(y)|^2 / h^2 is G_cc summed over positions, and what
-    an error of that size does where f is no smooth function, as behind a rounding. Signs differ from channel
-    to channel, too: an argmax does not notice what all of them share.
+    With random signs s of numbers, E|f(y + h s e_c) - f(y)|^2 / h^2 is G_cc summed over positions, or, if f
+    is not smooth (behind a rounding), the effect of an error of size h. Signs differ between channels, too:
+    an argmax ignores a shift that all channels share.
     """
     if not silent:
         return {}
@@ -215,7 +215,7 @@ def _measured(
         return torch.cat(numbers) if numbers else torch.zeros(0)
 
     known = run()
-    if not torch.equal(known, run()):  # it draws random numbers, which would be taken for a reaction
+    if not torch.equal(known, run()):  # random outputs would count as reactions
         return {}
 
     def effect(name: str, moved: torch.Tensor) -> float:
@@ -245,12 +245,12 @@ def _measured(
 
 
 def _watched(x: torch.Tensor) -> torch.Tensor:
-    """Return an input that gradients are sent back to."""
+    """Return an input that requires gradients."""
     return x.detach().requires_grad_(x.is_floating_point())
 
 
 def _unit_weights(model: nn.Module, batches: Sequence[Inputs]) -> list[torch.Tensor]:
-    """Return what every tensor in a model's output is multiplied by so that all quantities count alike.
+    """Return the weight of every tensor in a model's output at which all quantities count alike.
 
     The largest weight is 1, which leaves a single tensor of one unit as it is.
     """
@@ -271,7 +271,7 @@ def _unit_weights(model: nn.Module, batches: Sequence[Inputs]) -> list[torch.Ten
 
 
 def _send_back(outputs: object, weights: Sequence[torch.Tensor], generator: torch.Generator) -> None:
-    """Send a random direction back from every differentiable tensor in a model's output, in its units."""
+    """Backpropagate a random direction from every differentiable output tensor, scaled by its weight."""
     pairs = zip(tensors_in(outputs), weights, strict=True)
     reached = [(_logits(y), weight) for y, weight in pairs if y.requires_grad]
     directions = [
@@ -283,7 +283,7 @@ def _send_back(outputs: object, weights: Sequence[torch.Tensor], generator: torc
 
 
 def _logits(y: torch.Tensor) -> torch.Tensor:
-    """Return the logits of rows of class probabilities, which hardly move where they are near 1."""
+    """Return the logits of rows of class probabilities, whose own gradients vanish near 1."""
     if y.ndim != 2 or y.shape[1] < 2 or bool((y < 0).any()):
         return y
     if float((y.detach().sum(1) - 1).abs().max()) > _SUM_TOLERANCE:

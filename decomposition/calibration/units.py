@@ -1,18 +1,18 @@
-"""Channels of one output that hold different quantities, as boxes in pixels beside probabilities.
+"""Group the channels of an output by unit, such as boxes in pixels beside probabilities.
 
-A squared error over all numbers of such an output is that of the largest quantity. Channels are grouped here,
-from what the network answers, so that every group has an error relative to its own variance.
+A squared error over all numbers of such an output is dominated by the largest quantity. Channels are grouped
+by the statistics of the outputs, so that every group has an error relative to its own variance.
 
-Two things tell channels apart: probabilities lie between 0 and 1, and deviations over the inputs differ by
+Two criteria separate channels: probabilities lie between 0 and 1, and deviations over the inputs differ by
 `_GAP` or more with none in between. Channels of a feature map differ by as much, so that a group counts only
 
-- where it is told everywhere: at nine in ten of the other positions (anchors, pixels) it is the larger, too;
+- where it separates everywhere: at nine in ten other positions (anchors, pixels) it is the larger, too;
 - where it is a range of channels, or a few kinds of ranges repeat, as (x, y, confidence) does;
 - and, of the smaller deviations, where it has a sixteenth of the channels: fewer are unused ones; fewer
   probabilities are the first or the last channels.
 
-The few numbers of a row, as of a regression, are told by their deviations alone. There are at most `_MOST`
-groups. Channels that do not vary join the group of the size nearest to theirs.
+The few numbers of a row, as of a regression, are separated by their deviations alone. There are at most
+`_MOST` groups. Channels that do not vary join the group of the size nearest to theirs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ELEMENTS = 2**22
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What is known of every number of an output over N inputs; arrays have the shape of one answer."""
+    """Statistics of every output number over `count` inputs; arrays have the shape of one output."""
 
     count: int
     mean: Array
@@ -54,9 +54,9 @@ class Answers:
 
     @classmethod
     def of(cls, batches: Iterable[Array]) -> Answers:
-        """Go through answers of one shape, inputs on the first axis."""
+        """Accumulate the statistics of outputs of one shape, inputs on the first axis."""
         count, mean, lost, low, high, active = 0, *[np.zeros(())] * 5
-        for part in in_parts(batches):  # moments about the means of parts, which do not cancel
+        for part in in_parts(batches):  # moments about each part's mean, to avoid cancellation
             known, new = part.mean(0), len(part)
             least, most = part.min(0), part.max(0)
             active = active + np.count_nonzero(part, axis=0)
@@ -90,14 +90,14 @@ class Answers:
 
 
 def known_answers(batches: Iterable[Array]) -> Answers:
-    """Return what is known of answers, of all numbers together where they have other sizes."""
+    """Return the statistics of outputs; if their shapes differ, of all numbers together."""
     answers = [np.atleast_1d(each) for each in batches]
     alike = len({each.shape[1:] for each in answers}) <= 1
     return Answers.of(answers if alike else map(np.ravel, answers))
 
 
 def in_parts(batches: Iterable[Array]) -> Iterable[Array]:
-    """Yield the inputs of batches, a few at a time, float64."""
+    """Yield the inputs of batches a few at a time, in float64."""
     for batch in batches:
         step = max(1, _ELEMENTS // max(1, batch[:1].size))
         for start in range(0, len(batch), step):
@@ -106,7 +106,7 @@ def in_parts(batches: Iterable[Array]) -> Iterable[Array]:
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Groups of an output's channels that have a unit each."""
+    """Groups of an output's channels, one unit each, and the variance of each (`spreads`)."""
 
     axis: int
     groups: tuple[Array, ...]
@@ -125,7 +125,7 @@ class Units:
         return found
 
     def weights(self, dimensions: int) -> Array:
-        """Return what numbers are multiplied by so that all groups count alike.
+        """Return the factor of each channel at which all groups count alike.
 
         Their mean square is then the mean over the groups of mean square / spread. Numbers have as many axes
         as `dimensions` says, inputs on the first.
@@ -138,7 +138,7 @@ class Units:
 
 
 def output_weight(answers: Answers, units: Units | None) -> Array:
-    """Return what an output is multiplied by so that it counts as others do, and its quantities alike."""
+    """Return the factors that give an output's quantities, and the output among others, equal weight."""
     if units is not None:
         return units.weights(1 + answers.mean.ndim)
     square = float(answers.square.mean()) if answers.mean.size else 0.0
@@ -203,7 +203,7 @@ def _by_kind(low: Array, high: Array) -> Array:
 
 
 def _by_scale(variance: Array, active: Array, labels: Array, few: bool) -> Array:
-    """Part groups of channels by their variance, (channels, positions); return the group of each."""
+    """Split groups of channels by variance (channels, positions); return the group of each channel."""
     pending = list(range(labels.max() + 1))
     while pending and labels.max() + 1 < _MOST:
         label = pending.pop()
@@ -215,7 +215,7 @@ def _by_scale(variance: Array, active: Array, labels: Array, few: bool) -> Array
 
 
 def _cut(variance: Array, active: Array, labels: Array, label: int, few: bool) -> Array | None:
-    """Part a group at its largest gap that tells quantities apart; None without one.
+    """Split a group at its largest gap in variance that separates quantities; None without one.
 
     Channels that a ReLU leaves at 0 for most inputs are measured where they are not.
     """

@@ -1,1 +1,1 @@
-"""Choosing: budgets, costs, times, and the rules that choose a plan within them."""
+"""Choose compression plans within budgets in parameters, MACs, bytes and time."""

@@ -1,4 +1,4 @@
-"""Allocate a budget over layers: Lagrangian relaxation, exact chains, exchanges."""
+"""Allocate a budget over layers: Lagrangian relaxation, dynamic programming on chains, exchanges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIXTURES = 8
 
 
 class CostTable:
-    """Costs of all candidates as arrays, padded to the longest site, and the cheapest way through them."""
+    """Costs of all candidates as arrays padded to the longest site, and the minimisation over them."""
 
     def __init__(self, sites: Sequence[CandidateSet], budget: Budget) -> None:
         width = max(map(len, sites))
@@ -33,14 +33,14 @@ class CostTable:
         self._couplings = [_Coupling.of(sites, budget, site, width) for site in range(len(sites) - 1)]
 
     def shares(self, mixture: np.ndarray) -> np.ndarray:
-        """Return the costs as shares of their budgets' totals, mixed."""
+        """Return the costs as shares of their budgets' totals, as a mixture of two budgets."""
         mixed: np.ndarray = np.tensordot(mixture, self._shares, axes=1)
         return mixed
 
     def used(self, choices: np.ndarray) -> np.ndarray:
-        """Return each budget's share that the choices (weightings, sites) use, shape (weightings, limits).
+        """Return the share of each budget that choices (weightings, sites) use, shape (weightings, limits).
 
-        It is at most 1 where a budget is kept.
+        It is at most 1 if the budget is kept.
         """
         rows = np.arange(len(self.losses))
         shares = []
@@ -56,7 +56,7 @@ class CostTable:
         return np.stack(shares, axis=1)
 
     def least(self, values: np.ndarray, prices: np.ndarray) -> np.ndarray:
-        """Return the choices with the least sum of values and shared costs of neighbours.
+        """Minimise the sum of the candidates' values and the priced costs that neighbours share.
 
         Uncoupled sites are independent; the best way through a chain of coupled sites is found exactly by
         dynamic programming (Viterbi 1967).
@@ -65,7 +65,7 @@ class CostTable:
         if all(coupling is None for coupling in self._couplings):
             return values.argmin(2)
         count = values.shape[1]
-        # The sum of the best way to each candidate, and where it came from for each kind of the next site's.
+        # Viterbi: the least sum up to each candidate, and its predecessor for each kind of the next site's.
         total, origins = values[:, 0], []
         for site, coupling in enumerate(self._couplings):
             if coupling is None:
@@ -86,7 +86,7 @@ class CostTable:
 
 @dataclass(frozen=True)
 class _Coupling:
-    """Shared costs of a site's candidates and the next site's, of which there are few kinds."""
+    """Costs shared by candidates of two neighbouring sites; the next site's are grouped by equal costs."""
 
     costs: np.ndarray
     shares: np.ndarray
@@ -94,7 +94,7 @@ class _Coupling:
 
     @classmethod
     def of(cls, sites: Sequence[CandidateSet], budget: Budget, site: int, width: int) -> _Coupling | None:
-        """Return the coupling of a site and the next, `None` where there is none."""
+        """Return the coupling of a site and the next; `None` if their costs are independent."""
         couplings = [limit.coupling(sites, site) for limit in budget.limits]
         if all(coupling is None for coupling in couplings):
             return None
@@ -109,15 +109,15 @@ class _Coupling:
         return cls(costs, costs / totals[:, None, None], padded)
 
     def paid(self, limit: int, here: np.ndarray, behind: np.ndarray) -> np.ndarray:
-        """Return the shared cost of choices of the site and of the next one, shape (weightings,)."""
+        """Return the cost shared by the chosen candidates of both sites, shape (weightings,)."""
         paid: np.ndarray = self.costs[limit][here, self.kinds[behind]]
         return paid
 
     def priced(self, prices: np.ndarray) -> np.ndarray:
-        """Return the shares, priced (weightings, limits) and added up; shape (weightings, width, kinds)."""
+        """Return the shared costs at the prices (weightings, limits); shape (weightings, width, kinds)."""
         forbidden = np.isinf(self.shares)
         priced = np.tensordot(prices, np.where(forbidden, 0.0, self.shares), axes=1)
-        priced[:, forbidden.any(0)] = np.inf  # whatever the price is
+        priced[:, forbidden.any(0)] = np.inf  # infeasible even at a price of 0
         return priced
 
 
@@ -157,7 +157,7 @@ def cheapest_choices(sites: Sequence[CandidateSet], budget: Budget) -> np.ndarra
 
 
 def least_fraction(sites: Sequence[CandidateSet], budget: Budget) -> float:
-    """Return the smallest fraction that any plan can reach, without regard to a second budget."""
+    """Return the smallest fraction of the first budget that any plan can reach."""
     alone = replace(budget, also=None)
     return budget.spent(sites, cheapest_choices(sites, alone)) / budget.total
 
@@ -188,8 +188,9 @@ def check_reachable(sites: Sequence[CandidateSet], budget: Budget) -> None:
         )
 
 
-# The logarithm of lambda is bisected between these; losses are at most 1 and costs shares of the total.
+# Bounds of the bisected log lambda: losses are scaled to at most 1, costs to shares of the total.
 _STEPS_DOWN, _STEPS_UP = 60.0, 30.0
+# 40 halvings resolve log lambda to 1e-10; 20, for many weightings at once, to 1e-4.
 _BISECTIONS = 40
 _QUICK_BISECTIONS = 20
 _LEAST_GAIN = 1e-9
@@ -256,12 +257,12 @@ def _relaxed(
     bisections: int,
     finish: Callable[[np.ndarray, np.ndarray], np.ndarray] = lambda choices, _: choices,
 ) -> np.ndarray:
-    """Return argmin of sum_l exp(w_l) loss_l + lambda cost with the least lambda that keeps the budget.
+    """Minimise the Lagrangian sum_l exp(w_l) loss_l + lambda cost, with the least lambda in budget.
 
-    With two budgets the cost is a mixture, so that neither budget is left unused.
+    With two budgets the cost is their mixture, so that neither is left unused.
     """
     table = CostTable(sites, budget)
-    # A common factor changes nothing, and it keeps exp and lambda within the range of floats.
+    # A common factor does not change the argmin; it keeps exp and lambda within the range of floats.
     largest = max(float(table.losses[~table.absent].max()), 1e-300)
     relative = log_weights - log_weights.max(1, keepdims=True)
     weighted = np.exp(relative)[:, :, None] * (table.losses / largest)
@@ -329,7 +330,7 @@ def _exchanged(
 def _best_exchange(
     choices: np.ndarray, losses: Sequence[np.ndarray], sites: Sequence[CandidateSet], budget: Budget
 ) -> np.ndarray | None:
-    """Return the choices with two sites changed, one of which loses less, or None where no two gain."""
+    """Return the choices with the best pair of sites exchanged, or None if no exchange gains."""
     left = budget.left(sites, choices)
     extras = [budget.extra(sites, choices, site) for site in range(len(sites))]
     gains = [loss[choice] - loss for loss, choice in zip(losses, choices, strict=True)]
@@ -358,14 +359,14 @@ def _best_exchange(
             return None
         better, (other, candidate) = choices.copy(), partner[index]
         better[site_of[index]], better[other] = candidate_of[index], candidate
-        if budget.kept(sites, better):  # what neighbours cost together is not the sum of both
+        if budget.kept(sites, better):  # costs shared by neighbours do not add up over single changes
             return better
     return None
 
 
 def _undominated(extra: np.ndarray, gain: np.ndarray) -> np.ndarray:
-    """Tell which candidates gain more than all that cost no more; of equal ones, which comes first."""
-    cheaper = (extra[:, :, None] <= extra[:, None, :]).all(0)  # the first one than the second
+    """Mark the Pareto-optimal candidates (more gain than any that cost no more; the first of equals)."""
+    cheaper = (extra[:, :, None] <= extra[:, None, :]).all(0)  # entry (i, j): i costs no more than j
     better = cheaper & (gain[:, None] >= gain)
     ties = better & better.T
     better &= ~ties | np.triu(np.ones_like(ties), 1)

@@ -1,4 +1,4 @@
-"""Budgets in parameters, MACs, bytes and time, and tables of measured times."""
+"""Count costs against budgets in parameters, MACs, bytes and time, and tabulate measured times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decomposition.network.layers import FLOAT_BYTES
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of the whole model's cost may be kept.
+    """A bound on the whole model's cost, as a fraction of the dense model's.
 
     Attributes:
         fraction: Kept fraction in (0, 1].
@@ -78,7 +78,7 @@ class Budget:
 
     @classmethod
     def of_total(cls, total: float, sites: Sequence[CandidateSet], measure: str, fraction: float) -> Budget:
-        """Return a budget of a whole model that is known to cost so much.
+        """Return a budget of a whole model whose dense cost is known.
 
         Args:
             total: What the dense model costs.
@@ -99,7 +99,7 @@ class Budget:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """What the budgets count."""
+        """Measures of the budgets: `params`, `macs`, `bytes` or `latency`."""
         return tuple(limit.measure for limit in self.limits)
 
     @property
@@ -113,7 +113,7 @@ class Budget:
         return together or any(bool(limit.borders) for limit in self.limits)
 
     def coupling(self, sites: Sequence[CandidateSet], site: int) -> np.ndarray | None:
-        """Return what candidates of a site and of the next one cost together beyond their own costs.
+        """Return the cost that candidates of a site and of the next one share, beyond their own costs.
 
         This is the border between integers and floating point, less what the site saves because the next one
         does not read all of its outputs. It is infinite if the two do not go together: one layer of a block
@@ -148,14 +148,14 @@ class Budget:
         return self.fixed + own + self.crossed(sites, choices) - saved(sites, choices, self.measure)
 
     def crossed(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> float:
-        """Return what the borders between integers and floating point cost under the choices."""
+        """Return the cost of the borders between integers and floating point under the choices."""
         if not self.borders:
             return 0.0
         integer = np.array([site.integer[int(j)] for site, j in zip(sites, choices, strict=True)])
         return float((integer[1:] != integer[:-1]) @ np.asarray(self.borders))
 
     def left(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return what the choices leave of each budget; negative where they exceed it.
+        """Return the slack of each budget under the choices; negative where they exceed it.
 
         Returns:
             Shape (limits,), each in the unit of its measure.
@@ -167,7 +167,7 @@ class Budget:
         return all(limit.spent(sites, choices) <= limit.fraction * limit.total for limit in self.limits)
 
     def extra(self, sites: Sequence[CandidateSet], choices: np.ndarray, site: int) -> np.ndarray:
-        """Return what each candidate of a site would cost beyond the present choice.
+        """Return the extra cost of each candidate of a site over the present choice.
 
         Args:
             sites: The candidates of every site.
@@ -190,7 +190,7 @@ class Budget:
         return extra
 
     def price(self, extra: np.ndarray, mixture: Sequence[float] | np.ndarray | None = None) -> np.ndarray:
-        """Return one number for each column of what `extra` returns, in the unit of the first budget.
+        """Reduce the extra costs over several budgets to one price each, in the unit of the first budget.
 
         Args:
             extra: Shape (limits, candidates).
@@ -299,7 +299,7 @@ class LatencyTable:
         return table.timed(faster)
 
     def timed(self, sites: Sequence[CandidateSet]) -> list[CandidateSet]:
-        """Return the sites with measured times, all candidates of them."""
+        """Return the sites with the measured times of all candidates."""
         attached = []
         for site in sites:
             times = self.sites[site.name]

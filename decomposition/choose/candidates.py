@@ -1,4 +1,4 @@
-"""Candidates of each layer with their costs and losses, and the plan that choices stand for."""
+"""Hold the candidates of each layer with costs and losses, and turn choices among them into a plan."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def inputs(self) -> int | None:
-        """How many input channels the layer reads; `None` for all of them."""
+        """Number of input channels that the layer reads; `None` for all of them."""
         return None if self.reads is None else len(self.reads)
 
     @property
@@ -80,7 +80,7 @@ class Candidate:
         return "; ".join([*reads, *map(str, self.operations)]) or "dense"
 
     def content(self) -> list[dict[str, Any]]:
-        """Return what is done, as plain values for JSON."""
+        """Return the operations as plain values for JSON."""
         reads = [] if self.reads is None else [{"reads": list(self.reads)}]
         neighbours = [{"hands_on": "integers"}] if self.hands_on_integers else []
         return [*reads, *(operation.to_dict() for operation in self.operations), *neighbours]
@@ -147,7 +147,7 @@ class CandidateSet:
 
     @cached_property
     def losses(self) -> np.ndarray:
-        """What each candidate costs the network's output: importance * error^2; shape (candidates,)."""
+        """Squared output error of each candidate, importance * error^2; shape (candidates,)."""
         return self.importance * self.errors**2
 
     @cached_property
@@ -185,12 +185,12 @@ class CandidateSet:
 
     @cached_property
     def integer(self) -> np.ndarray:
-        """Which candidates take and give integers, boolean; shape (candidates,)."""
+        """Whether each candidate takes and gives integers, boolean; shape (candidates,)."""
         return np.array([candidate.integer for candidate in self.candidates])
 
     @cached_property
     def levels(self) -> np.ndarray:
-        """Which number of input channels each candidate reads, 0 for all; shape (candidates,)."""
+        """Level of the input channels that each candidate reads, 0 for all; shape (candidates,)."""
         return np.array([candidate.level for candidate in self.candidates])
 
     @cached_property
@@ -205,9 +205,9 @@ class CandidateSet:
 
     @cached_property
     def leaving(self) -> np.ndarray:
-        """How each candidate leaves the network, shape (candidates,).
+        """Code of each candidate's removal, shape (candidates,).
 
-        0 where the site stays, 1 where it hands on floating point and 2 where it hands on integers.
+        0 if the site stays, 1 if it leaves and passes floating point through, 2 if it passes integers.
         """
         return np.array(
             [
@@ -228,7 +228,7 @@ class CandidateSet:
         return any(candidate.narrower for candidate in self.candidates)
 
     def saved(self, measure: str) -> np.ndarray:
-        """Return what each candidate saves if the next site reads fewer channels.
+        """Return the cost that each candidate saves if the next site reads fewer channels.
 
         Returns:
             Shape (candidates, levels of the next site), 0 in the first column, where it reads all; minus
@@ -259,7 +259,7 @@ class CandidateSet:
         return len(kinds) > 1
 
     def efficient(self, *measures: str) -> CandidateSet:
-        """Return the candidates that no other candidate beats in cost and error, in ascending order of cost.
+        """Return the Pareto-optimal candidates in cost and error, in ascending order of cost.
 
         A set of one generator stays as it is: its candidates are a grid already. Only candidates that stand
         in the same relation to their neighbours are compared: they read equally many channels, the site
@@ -299,7 +299,7 @@ def in_one_block(here: CandidateSet, behind: CandidateSet) -> bool:
 
 
 def saved(sites: Sequence[CandidateSet], choices: Iterable[int], measure: str) -> float:
-    """Return what sites save because their successors do not read all of their outputs."""
+    """Return the cost that sites save because their successors do not read all of their outputs."""
     return sum(
         float(site.saved(measure)[int(choice), behind.levels[int(next_choice)]])
         for (site, choice), (behind, next_choice) in pairwise(zip(sites, choices, strict=True))
@@ -308,7 +308,7 @@ def saved(sites: Sequence[CandidateSet], choices: Iterable[int], measure: str) -
 
 
 def _in(cost: Cost, measure: str) -> float | None:
-    """Return a cost in a measure."""
+    """Return one measure of a cost; None if it was not measured."""
     value: float | None = cost.time if measure == "latency" else getattr(cost, measure)
     return value
 

@@ -1,4 +1,4 @@
-"""One-shot rank heuristics: uniform, energy, VBMF, greedy."""
+"""Choose ranks in one shot by a heuristic: uniform, energy, VBMF or greedy."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from decomposition.progress import Progress, progress_bar
 from decomposition.public_calls import public_call
 from decomposition.registry import Registry
 
+# Points of the logarithmic grid, dense enough to bracket each local minimum of the free energy.
 _GRID = 200
 
 
 @dataclass(frozen=True)
 class MatrixRank:
-    """What EVBMF finds in a matrix.
+    """Rank and noise variance of a matrix, as estimated by EVBMF.
 
     Attributes:
         rank: Components that stand out of the noise, 0 or more.
@@ -87,7 +88,7 @@ def _threshold_tau(alpha: float) -> float:
         return math.log1p(z) / z - 0.5
 
     guess = 2.5129 * math.sqrt(alpha)
-    from scipy.optimize import brentq  # takes a third of a second
+    from scipy.optimize import brentq  # importing it takes a third of a second
 
     return float(brentq(lambda tau: phi(tau) + phi(tau / alpha), guess / 4, guess * 4))
 
@@ -95,7 +96,7 @@ def _threshold_tau(alpha: float) -> float:
 def _noise_variance(squares: np.ndarray, long: int, alpha: float, threshold: float) -> float:
     """Minimise the free energy over the noise variance, between the bounds within which it must lie.
 
-    Shapes: squares (L,).
+    `squares` (L,) are the squared singular values, descending.
     """
     short = len(squares)
     upper = float(squares.mean()) / long
@@ -218,7 +219,7 @@ def vbmf(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> 
 
 @register_heuristic("greedy", "the least loss at the network's output (Lagrangian allocation)")
 def greedy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
-    """Minimise the sum of what the layers' errors cost the network's output within the budget."""
+    """Minimise the sum of the layers' squared errors at the network's output within the budget."""
     return allocate(sites, budget)
 
 

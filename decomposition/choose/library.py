@@ -46,7 +46,7 @@ from decomposition.public_calls import public_call
 
 @dataclass
 class FitCache:
-    """What was computed of a network's layers."""
+    """Fits, input selections and rounded cores of a network's layers, in memory."""
 
     fits: dict[tuple[str, Factorise], Fit] = field(default_factory=dict)
     selections: dict[tuple[str, int], Selection] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class FitCache:
     )
 
     def of(self, name: str) -> FitCache:
-        """Return what was computed of one layer."""
+        """Return the entries of one layer."""
         return FitCache(
             {key: fit for key, fit in self.fits.items() if key[0] == name},
             {key: selection for key, selection in self.selections.items() if key[0] == name},
@@ -63,7 +63,7 @@ class FitCache:
         )
 
     def beyond(self, other: FitCache) -> FitCache:
-        """Return what another one does not hold."""
+        """Return the entries that `other` lacks."""
         return FitCache(
             {key: fit for key, fit in self.fits.items() if key not in other.fits},
             {key: selection for key, selection in self.selections.items() if key not in other.selections},
@@ -71,18 +71,18 @@ class FitCache:
         )
 
     def update(self, other: FitCache) -> None:
-        """Take everything over that another one holds."""
+        """Add the entries of `other`."""
         self.fits.update(other.fits)
         self.selections.update(other.selections)
         self.rounded.update(other.rounded)
 
 
-# Part of the keys of fits on disk: raised when the same problem gets other cores than before.
+# Part of the keys of fits on disk: raised whenever a change of the code changes the cores.
 _VERSION = 5
 
 
 class LayerFits:
-    """Fits of a network's layers to what the network makes of their outputs."""
+    """Fits of a network's layers in the metric of their inputs and output sensitivities."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class LayerFits:
         )
 
     def forget(self) -> None:
-        """Free what the last layer's fits have in common, which is large."""
+        """Free the decompositions that the last layer's fits share, which are large."""
         self._fitter = None
 
     def fit(self, name: str, operation: Factorise) -> Fit:
@@ -142,7 +142,7 @@ class LayerFits:
                     self.sensitivities.get(name),
                     like=self._fitter[1] if self._fitter is not None and self._fitter[0][0] == name else None,
                 )
-                self._fitter = (key, fitter)  # the last one's memory is free before this one takes its own
+                self._fitter = (key, fitter)  # frees the last fitter before this one allocates
             return self._fitter[1].fit(operation.ranks, self.options)
         except DecompositionError as error:
             raise DecompositionError(f"layer {name!r}: {error}") from error
@@ -153,7 +153,7 @@ class LayerFits:
         return None if sensitivity is None else symmetric_root(sensitivity)
 
     def _key(self, name: str, operation: Factorise) -> str:
-        """Hash everything that a fit of this layer depends on but its ranks."""
+        """Hash everything but the ranks that a fit of this layer depends on."""
         key = (name, operation.format, operation.factors)
         if key not in self._keys:
             modes = operation.modes(self.specs[name])
@@ -170,20 +170,20 @@ class LayerFits:
         return self._keys[key]
 
     def lost(self, name: str, weight: torch.Tensor) -> float:
-        """Return the share of its output's power that a layer loses with this weight."""
+        """Return the squared relative output error of a layer with this weight."""
         rows = self.weights[name].flatten(1)
         whole = self.power(name, rows)
         return max(0.0, self.power(name, rows - weight.flatten(1))) / whole if whole > 0 else 0.0
 
     def power(self, name: str, rows: torch.Tensor) -> float:
-        """Return the power at the network's output of a change (out, columns) of a layer's weight."""
+        """Return tr(G V S V') of a change V (out, columns) of a layer's weight: its effect on the output."""
         metric, sensitivity = self.metrics[name], self.sensitivities.get(name)
         weighed = rows if metric is None else times(rows, metric)
         weighed = weighed if sensitivity is None else floored(sensitivity) @ weighed
         return float((weighed * rows).sum())
 
     def importance(self, name: str) -> float:
-        """Return what the network's output loses when all of a layer's output is lost: E[y' G y].
+        """Return E[y' G y] of a layer's output y: the squared output error if all of y is lost.
 
         It makes the squared errors of different layers comparable; 1 without moments or a sensitivity.
         """
@@ -193,7 +193,7 @@ class LayerFits:
 
 
 def largest_first(specs: Mapping[str, LayerSpec]) -> list[str]:
-    """Return the layers, the most work first: processes that share them finish soonest in this order."""
+    """Sort layers by work, largest first: processes that share them then finish soonest."""
 
     def work(name: str) -> int:
         spec = specs[name]
@@ -222,7 +222,7 @@ def fit_side_by_side(
 
 
 def _fit_part(job: tuple[FitLibrary, CandidateSet | int]) -> tuple[FitCache, CandidateSet]:
-    """Fit a library's only layer, in a process of its own: these candidates, or at most so many a format."""
+    """Fit a library's only layer in a worker: given candidates, or a limit of them per format."""
     part, site_or_limit = job
     (name,) = part.specs
     before = part.cache.of(name)
@@ -428,12 +428,12 @@ class FitLibrary:
                 cores = layer.cores()
             else:
                 cores = [cast(DecomposableModule, layer).weight]
-            # In float32: there is one for every candidate in integers.
+            # In float32 to save memory: there is one for every candidate in integers.
             rounded[key] = tuple(core.detach().clone() for core in cores)
         return tuple(core.double() for core in rounded[key])
 
     def cached(self, sites: Iterable[CandidateSet]) -> FitCache:
-        """Return what makes up the weights of these sites' candidates, computing what is missing."""
+        """Return the cache entries of these sites' candidates, computing those that are missing."""
         cache = FitCache()
         for site in sites:
             for candidate in site.candidates:
@@ -450,7 +450,7 @@ class FitLibrary:
         return cache
 
     def _noise(self, name: str, operation: Factorise) -> float:
-        """Return the factor by which the squared rounding noise between the stages grows up to the output."""
+        """Return the amplification of squared rounding noise from between the stages to the output."""
         modes = operation.modes(self.specs[name])
         cores = self.fit(name, operation).cores
         tensors = 1 if modes.kernel == 1 else 2
@@ -464,7 +464,7 @@ class FitLibrary:
         """
         operations, reads = candidate.operations, candidate.reads
         if candidate.removed is not None:
-            # Nothing remains of the block's sum, whatever its other layers compute.
+            # Removing a block loses its whole summand: its last layer bears the error, the others none.
             return 1.0 if self.lister.removals[name].last else 0.0
         factors = [operation for operation in operations if isinstance(operation, Factorise)]
         if any(isinstance(operation, Quantise) for operation in operations):

@@ -1,4 +1,4 @@
-"""List candidates: ranks of every format, precisions, channels."""
+"""List candidates of each layer: ranks of every format, precisions, input channels and removals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from decomposition.operations.factorise import factors_of
 from decomposition.operations.quantise import DYNAMIC, PRECISIONS, Quantise, computes_in_integers
 from decomposition.plan.plan import total_cost
 
-# Shares of the energy below this are rounding.
+# Shares of the energy below this are rounding errors.
 _NOTHING = 1e-12
 
 
@@ -115,14 +115,14 @@ def _multiples(largest: int, multiple: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Removal:
-    """How a layer can leave the network."""
+    """The operation that removes a layer; `last` marks the last layer of its block."""
 
     operation: Operation
     last: bool
 
 
 def whole_blocks(removals: Mapping[str, Removal], names: Sequence[str]) -> dict[str, Removal]:
-    """Return the removals of blocks whose layers may all change and follow each other."""
+    """Return the removals of blocks all of whose layers may change and are consecutive."""
     counts = Counter(removal.operation for removal in removals.values())
     whole: dict[str, Removal] = {}
     for operation, run in groupby(names, lambda name: removals[name].operation if name in removals else None):
@@ -231,7 +231,7 @@ class CandidateLister:
         )
 
     def left_out(self) -> dict[str, list[str]]:
-        """Return the precisions in which none of the candidates listed so far could be, by format."""
+        """Return, by format, the precisions that none of the candidates listed so far allows."""
         without = sorted(pair for pair, found in self._rounds.items() if found == {False})
         return {name: [pair[1] for pair in without if pair[0] == name] for name, _ in without}
 
@@ -240,7 +240,7 @@ class CandidateLister:
         return self.specs[name].kind in OPAQUE_KINDS
 
     def _formats(self, name: str) -> list[TensorFormat]:
-        """Return the formats that differ in a layer: products of two matrices are taken once.
+        """Return the formats that differ for a layer: equivalent products of two matrices count once.
 
         With a kernel, two matrices lose more than any other format: they are taken where there is no other.
         """
@@ -272,7 +272,7 @@ class CandidateLister:
         ]
 
     def _rounded(self, name: str, candidate: Candidate) -> list[Candidate]:
-        """Return a candidate in every precision, and the dense layer in every precision that changes it."""
+        """Return a candidate in every precision; a dense one only in those that change it."""
         spec, candidates = self.specs[name].narrowed(inputs=candidate.inputs), []
         for precision in self._precisions(name):
             rounding = PRECISIONS[precision]
@@ -296,14 +296,14 @@ class CandidateLister:
         return candidates
 
     def _roundable(self, spec: LayerSpec, candidate: Candidate, rounding: Sequence[Quantise]) -> bool:
-        """Tell whether the layers of a candidate's format can be rounded so."""
+        """Tell whether the stages of a candidate's format support this rounding."""
         factors = [each for each in candidate.operations if isinstance(each, Factorise)]
         forms = [each.tensor_format.form(spec, each.modes(spec), each.ranks) for each in factors]
         integers = any(operation.integer for operation in rounding)
         return all(form.in_integers if integers else form.stored for form in forms)
 
     def _precisions(self, name: str) -> list[str]:
-        """Return what a layer may compute with or be stored in."""
+        """Return the precisions allowed for a layer."""
         if name in self.unrounded:
             return ["float32"]
         if self._only_rounded(name):
@@ -333,7 +333,7 @@ class CandidateLister:
         return [removed] + [replace(removed, hands_on_integers=True)] * integers
 
     def _narrower(self, name: str, candidate: Candidate) -> tuple[Cost | None, ...]:
-        """Return what a candidate costs where the next layer reads only some of its outputs."""
+        """Return a candidate's cost for each number of its outputs that the next layer may read."""
         behind = next(
             (narrowing for narrowing in self.narrowings.values() if narrowing.producer == name), None
         )
@@ -347,7 +347,7 @@ class CandidateLister:
                 for operation in candidate.operations:
                     operation.check(spec)
             except DecompositionError:
-                costs.append(None)  # ranks that the narrower layer has no room for
+                costs.append(None)  # the ranks exceed the narrower layer's maximum
                 continue
             cost = total_cost(candidate.operations, spec)
             gone = self._norm_parameters.get(name, 0) * (self.specs[name].out_channels - count)
@@ -370,7 +370,7 @@ def changing_layers(
 
 
 def within(specs: Sequence[LayerSpec], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a lister's options, with narrowings and removals restricted to those among these layers."""
+    """Restrict the narrowings and removals in a lister's options to these layers."""
     changing = {spec.name for spec in specs}
     narrowings: Mapping[str, Narrowing] = options.get("narrowings") or {}
     return {
@@ -385,7 +385,7 @@ def within(specs: Sequence[LayerSpec], options: Mapping[str, Any]) -> dict[str, 
 
 
 def count_norm_parameters(model: nn.Module, specs: Sequence[LayerSpec]) -> dict[str, int]:
-    """Return the parameters for each channel of the batch norm behind a layer, by the layer's name."""
+    """Count the parameters per channel of the batch norm behind each layer, by layer name."""
     modules = dict(model.named_modules())
     return {
         spec.name: sum(parameter.numel() for parameter in modules[spec.batch_norm].parameters())

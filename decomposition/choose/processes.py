@@ -1,4 +1,4 @@
-"""One function on many jobs, in several processes."""
+"""Run one function on many jobs in several processes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _Result = TypeVar("_Result")
 Spread = Callable[[Callable[[_Job], _Result], Iterable[_Job], str], Iterator[_Result]]
 """Does the work of `in_processes` in the caller's own way; takes the function, the jobs and a description."""
 
-_MOST_DEATHS = 2  # deaths of processes over one job; after that the job itself kills them
+_MOST_DEATHS = 2  # deaths over one job until the job is blamed: the first may be chance
 
 
 @dataclass
 class _Worker(Generic[_Job]):
-    """A process, and the job that it is at."""
+    """A worker process and its current job."""
 
     process: BaseProcess
     job: _Job
@@ -41,10 +41,10 @@ class _Worker(Generic[_Job]):
 def in_processes(
     function: Callable[[_Job], _Result], jobs: Iterable[_Job], workers: int, work: str, *, threads: int = 1
 ) -> Iterator[_Result]:
-    """Yield the results of a function on jobs, in the order in which they are finished.
+    """Yield the results of a function on jobs, in the order of completion.
 
     A job is made when a worker is free for it, so memory holds no more jobs than workers. A new worker takes
-    over the job of a worker that dies. All workers end with the iteration, whatever ends it.
+    over the job of a worker that dies. All workers end with the iteration, also if an exception ends it.
     """
     if workers < 1:
         raise DecompositionError(f"{work} take 1 worker or more, got workers={workers}")
@@ -55,7 +55,7 @@ def in_processes(
     def start(job: _Job, deaths: int = 0) -> None:
         connection, process = idle.pop() if idle else _started(function, threads)
         busy[connection] = _Worker(process, job, deaths)
-        with suppress(BrokenPipeError):  # died already; it is found out where its result is waited for
+        with suppress(BrokenPipeError):  # it died; noticed when its result is awaited
             connection.send(job)
 
     try:
@@ -116,7 +116,7 @@ def _serve(function: Callable[[Any], Any], connection: Connection, threads: int)
             answer: tuple[Any, Exception | None]
             try:
                 answer = (function(job), None)
-            except Exception as error:  # it is raised again where the result is waited for
+            except Exception as error:  # raised again in the parent process
                 error.add_note("".join(traceback.format_exc()))
                 answer = (None, error)
             connection.send(answer)

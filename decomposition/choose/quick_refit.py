@@ -1,4 +1,4 @@
-"""The sequential refit in a fraction of its time, to score many plans of one network after their refit.
+"""Refit a network to many plans in turn, each in a fraction of the time of a full sequential refit.
 
 `decomposition.fit` fits every layer of one plan to the inputs that reach it. Many plans of one network
 have much in common: the dense layers' outputs on the calibration inputs, how far moments are shrunk, and each
@@ -52,7 +52,7 @@ MAX_PATCHES = 8_192
 
 @dataclass(frozen=True)
 class _Dense:
-    """What a layer of the dense network says about the calibration inputs."""
+    """A dense layer with its outputs on the calibration patches, their mean, and the shrinkage."""
 
     layer: DecomposableModule
     weight: torch.Tensor
@@ -62,7 +62,7 @@ class _Dense:
 
 
 class QuickRefit:
-    """Lets a network take on one plan after the other, every layer fitted to the inputs that reach it.
+    """Applies one plan after the other to a network, every layer fitted to the inputs that reach it.
 
     Weights are written into the dense network; a factorised layer becomes the dense weight that it equals.
     Rounding of activations is not simulated. The result of a plan does not depend on earlier plans.
@@ -89,7 +89,7 @@ class QuickRefit:
         self._pass(self._observe, self._remember_mean)
 
     def take(self, operations: Mapping[str, Sequence[Operation]]) -> None:
-        """Take on a plan."""
+        """Apply a plan, given as operations by layer name."""
         for name, layer_operations in operations.items():
             strange = [
                 operation.kind
@@ -106,7 +106,7 @@ class QuickRefit:
 
         def fit(name: str, x: torch.Tensor) -> None:
             nonlocal changed
-            if name in self._dense and name not in done:  # the first of several calls decides
+            if name in self._dense and name not in done:  # of several calls of a layer, the first is fitted
                 done.add(name)
                 changed = changed or bool(operations.get(name))
                 if changed:
@@ -119,7 +119,7 @@ class QuickRefit:
     def _pass(
         self, at_layer: Callable[[str, torch.Tensor], None], at_norm: Callable[[int, torch.Tensor], None]
     ) -> None:
-        """Run the network on the calibration inputs, doing something before each layer and batch norm."""
+        """Run the network on the calibration inputs with a function before each layer and batch norm."""
 
         def before(act: Callable[[Any, torch.Tensor], None], what: str | int) -> Callable[..., None]:
             def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -146,7 +146,7 @@ class QuickRefit:
     def _patches(
         self, name: str, layer: DecomposableModule, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return patches of a layer's input, always at the same positions, and which input each is from."""
+        """Sample patches of a layer's input, always at the same positions, with the input of each."""
         generator = torch.Generator().manual_seed(self._seeds[name])
         most = most_rows(layer.weight[0].numel(), MAX_PATCHES)
         (patches,), labels = sample_labelled_patches(layer, [x], most, generator)
@@ -154,7 +154,7 @@ class QuickRefit:
         return patches.float(), labels_or_single(labels_of_batch(labels, len(x), inputs), inputs)
 
     def _observe(self, name: str, x: torch.Tensor) -> None:
-        """Remember a dense layer's outputs."""
+        """Record a dense layer's outputs and shrinkage."""
         layer = self._modules[name]
         if name in self._dense or not is_decomposable_module(layer):
             return
@@ -171,7 +171,7 @@ class QuickRefit:
         self._dense[name] = _Dense(copied(layer), weight, outputs, weight @ mean, share)
 
     def _fit(self, name: str, operations: Sequence[Operation], x: torch.Tensor) -> None:
-        """Give a layer the best weight for the inputs that arrive."""
+        """Fit a layer to the inputs that arrive, under its operations."""
         dense, spec, layer = self._dense[name], self._library.specs[name], self._modules[name]
         patches, _ = self._patches(name, dense.layer, x)
         mean = mean_of(patches)
@@ -197,14 +197,14 @@ class QuickRefit:
             bias.copy_(dense.layer.bias + shift.to(bias))
 
     def _restore(self, name: str) -> None:
-        """Give a layer that its own inputs reach its own weight."""
+        """Restore the dense weight of a layer whose inputs are unchanged."""
         dense, layer = self._dense[name].layer, self._modules[name]
         layer.load_state_dict(dense.state_dict())
 
     def _problem(
         self, dense: _Dense, patches: torch.Tensor, mean: torch.Tensor, *, centred: bool
     ) -> tuple[torch.Tensor, Metric]:
-        """Return the best weight for the patches that arrive, and their metric."""
+        """Return the regression target for the patches that arrive, and their metric."""
         known = dense.outputs_mean, mean, dense.share
         if worth_factoring(*patches.shape):
             return target_and_row_metric(dense.weight, dense.outputs, patches, *known, centred=centred)

@@ -1,1 +1,1 @@
-"""Fits: weights written as small cores, and layers brought to answer as the dense ones do."""
+"""Fit cores to weights, refit layers to the inputs they receive, and round weights to integers."""

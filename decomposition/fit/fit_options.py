@@ -1,4 +1,4 @@
-"""How much work a fit may do."""
+"""Define the options that limit the work of a fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decomposition.errors import DecompositionError
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How much work a fit may do.
+    """Limits on the work of a fit.
 
     Attributes:
         iterations: L-BFGS iterations from the best start, 0 or more; it stops earlier when converged. With

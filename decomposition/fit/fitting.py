@@ -28,19 +28,19 @@ from decomposition.formats import Cores, Ranks, TensorFormat
 from decomposition.network.modes import WeightModes
 from decomposition.public_calls import public_call
 
-# Terms larger than this, relative to what they add up to, cancel one another and are lost in float32.
+# Terms that are larger than this, relative to their sum, cancel and lose too many digits in float32.
 LARGEST_AMPLIFICATION = 30.0
 _FIRST_BOUNDING_PENALTY = 1e-10
 _LAST_BOUNDING_PENALTY = 1e-2
-# The share of the start's squared error that a minimisation leaves, for CP: .4 to .8 over the layers of three
+# Share of the start's squared error that a minimisation leaves, for CP: 0.4 to 0.8 over the layers of three
 # networks.
 _LEFT_AT_THE_END = 0.5
-# Where less than this share is left, the size of the terms counted for too much.
+# If less than this share is left, the penalty was too large in proportion, and is lowered.
 _MUCH_CLOSER = 0.1
 
 
 def best_cores(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
-    """Return the best end of all starts, by error alone unless all of its terms cancel."""
+    """Minimise from all starts and return the best cores; if terms cancel, penalise their size."""
     iterations = options.iterations
     stop = Stop(options.tolerance, options.patience, options.enough**2)
     starts = _starting_points(problem, ranks, options)
@@ -60,7 +60,7 @@ def best_cores(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Core
 def _race(
     problem: LeastSquares, starts: Sequence[Cores], iterations: int, stop: Stop, penalty: float
 ) -> Cores:
-    """Minimise from all starts, of several only from those that a short run finds worth it."""
+    """Minimise from all starts; of several, continue only the best quarter (at least two) of short runs."""
     if len(starts) > 1:
         count = max(2, len(starts) // 4)
         starts = _ends(problem, starts, min(iterations, 30), stop, penalty)[:count]
@@ -70,8 +70,8 @@ def _race(
 def _ends(
     problem: LeastSquares, starts: Sequence[Cores], iterations: int, stop: Stop, penalty: float
 ) -> list[Cores]:
-    """Minimise from the starts in turn, up to one that leaves nothing to gain; the best end comes first."""
-    if len(starts) == 1:  # of a large weight the error takes as long as a step
+    """Minimise from the starts until one reaches the wanted error; return the results, best first."""
+    if len(starts) == 1:  # for a large weight, computing the error takes as long as a step
         return [problem.minimise(starts[0], iterations, stop, penalty)]
     ends: list[tuple[float, Cores]] = []
     for start in starts:
@@ -83,12 +83,12 @@ def _ends(
 
 
 def _steady(problem: LeastSquares, starts: Sequence[Cores], options: FitOptions, stop: Stop) -> Cores:
-    """Minimise the size of the terms besides the error, in proportion to it: close fits stay close."""
+    """Minimise error plus size of terms, in proportion to the error so that close fits stay close."""
     (best, *_), squared = starts, float(problem.squared_error(starts[0]))
     while squared > max(stop.squared_error, LEAST_PENALTY):
         before = squared
         penalty = max(options.stability * _LEFT_AT_THE_END * before, LEAST_PENALTY)
-        # A second aim takes longer to reach.
+        # The penalty slows convergence.
         best = _race(problem, starts, options.iterations * 3 // 2, stop, penalty)
         starts, squared = [best], float(problem.squared_error(best))
         if squared > _MUCH_CLOSER * before:
@@ -97,14 +97,14 @@ def _steady(problem: LeastSquares, starts: Sequence[Cores], options: FitOptions,
 
 
 def bounded_cores(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> Cores:
-    """Return the better of two solutions that have other terms, among those that are bounded."""
+    """Return the better bounded solution of two: algebraic, or fitted with equal output channels."""
     plain = problem.algebraic(ranks)
     solutions = [plain]
-    if problem.root is not None:  # what a sensitivity does not see may grow as it likes
+    if problem.root is not None:  # directions without sensitivity are unbounded
         cores = best_cores(problem.even, ranks, options)
         solutions.append(problem.rescale(problem.even.unscale(cores)))
     bounded = [cores for cores in solutions if problem.amplification(cores) <= LARGEST_AMPLIFICATION]
-    # Of the weight itself the algebraic solution has terms that are no larger than the weight.
+    # The algebraic solution is bounded: its terms are no larger than the weight.
     return min(bounded, key=problem.squared_error, default=plain)
 
 
@@ -116,7 +116,7 @@ def _spread(core: torch.Tensor) -> torch.Tensor:
 def _starting_points(problem: LeastSquares, ranks: Ranks, options: FitOptions) -> list[Cores]:
     algebraic = problem.start(ranks)
     generator = torch.Generator().manual_seed(options.seed)
-    # A zero core has a zero gradient: rank the weight does not fill starts small instead of dead.
+    # A zero core has a zero gradient: ranks beyond the weight's own start small instead of dead.
     noise = 1e-3 if any(bool((core.flatten(1) == 0).any()) for core in algebraic) else 0.0
     starts = [
         [
@@ -135,15 +135,12 @@ def _starting_points(problem: LeastSquares, ranks: Ranks, options: FitOptions) -
 
 
 _EPSILON = torch.finfo(torch.float64).eps
-# Below it a sum of eigenvalues has fewer digits than an error is wanted to.
+# Below this share rounding spoils a sum of eigenvalues, so the error is computed from the residual.
 _ROUNDING = 1e-9
 
 
 class LowRank:
-    """The best approximations V = A Q of a matrix, of every rank.
-
-    Shapes: weight (out, D), metric (D, D).
-    """
+    """Best approximations A Q, of every rank, of a weight (out, D) in a metric (D, D) and a sensitivity."""
 
     def __init__(self, weight: torch.Tensor, metric: Metric | None, sensitivity: torch.Tensor | None) -> None:
         self._weight, self._metric = weight, metric
@@ -183,7 +180,7 @@ class LowRank:
         return torch.maximum(plain, (sizes * outputs).cumsum(0) / energy).sqrt()
 
     def squared_error_in(self, rank: int, other: LowRank) -> float:
-        """Return the squared relative error of a rank as another problem of the same weight counts it."""
+        """Return the squared relative error of a rank in the metric of another problem of the same weight."""
         output, features = self.halves(rank)
         return other._energy(self._weight - output @ features) / other._energy(self._weight)
 
@@ -216,22 +213,23 @@ def _by_inputs(weight: torch.Tensor, metric: Metric | None, sensitivity: torch.T
     else:
         moments = whole(metric)
         factor, failed = torch.linalg.cholesky_ex((moments + moments.T) / 2)
-        if failed.item():  # directions without any energy
+        if failed.item():  # only directions without energy
             values, axes = _descending(moments)
             factor = axes * values.sqrt()
         energies, vectors = _descending(factor.T @ gram @ factor)
         vectors = factor @ vectors
-    # Where there is no energy, both halves vanish but for rounding.
+    # The clamp avoids a division by zero where there is no energy: both halves vanish there anyway.
     vectors = vectors / energies.clamp_min(_EPSILON * energies[0]).sqrt()
     return energies, weight @ vectors, vectors.T @ gram
 
 
 def _descending(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the eigenvalues of a symmetric matrix, in descending order and 0 or more, and its vectors."""
+    """Return the eigenpairs of a positive semidefinite matrix, descending, eigenvalues clamped to 0."""
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     return values.clamp_min(0).flip(0), vectors.flip(1)
 
 
+# Below this width threads wait for one another longer than they compute.
 _COLUMNS_WORTH_THREADS = 1024
 
 
@@ -266,7 +264,7 @@ class Fit:
 
 
 class _TwoMatrices:
-    """The best products of two matrices of every rank, computed when they are asked for."""
+    """Best products of two matrices of every rank, computed lazily."""
 
     def __init__(self, weight: torch.Tensor, metric: Metric | None, sensitivity: torch.Tensor | None) -> None:
         self._weight, self._metric, self._sensitivity = weight, metric, sensitivity
@@ -277,19 +275,19 @@ class _TwoMatrices:
         rows = self._weight
         if self._metric is None or not bool(rows.any()):
             return not bool(rows.any())
-        # One mixture of all rows has no energy only where none has any.
+        # A random mixture of all rows has no energy only if no row has any.
         mixture = torch.randn(1, len(rows), generator=torch.Generator().manual_seed(0)).double() @ rows
         return not float((times(mixture, self._metric) * mixture).sum()) > 0
 
     @cached_property
     def _solutions(self) -> tuple[LowRank, torch.Tensor]:
-        """All ranks' solutions, and how their terms add up."""
+        """Solutions of all ranks, and the norms of their terms."""
         solutions = LowRank(self._weight, self._metric, self._sensitivity)
         return solutions, solutions.terms(self._metric)
 
     @cached_property
     def _bounded_solutions(self) -> list[tuple[LowRank, torch.Tensor]]:
-        """The same, of the weight itself, and of the problem in which all output channels count alike."""
+        """Solutions for the weight alone, and in the metric without sensitivity; their terms grow less."""
         metrics = [None] if self._metric is None else [None, self._metric]
         solutions = [LowRank(self._weight, metric, None) for metric in metrics]
         return [(solution, solution.terms(self._metric)) for solution in solutions]
@@ -300,10 +298,10 @@ class _TwoMatrices:
         solution, squared = best, 0.0
         if _at(terms, rank) <= LARGEST_AMPLIFICATION:
             squared = best.squared_error(rank)
-        else:  # what a sensitivity does not see may grow as it likes
+        else:  # directions without sensitivity are unbounded
             others = self._bounded_solutions
             bounded = [other for other, sizes in others if _at(sizes, rank) <= LARGEST_AMPLIFICATION]
-            # Of the weight itself the solution has terms that are no larger than the weight.
+            # Without a metric the terms are no larger than the weight.
             solution = min(
                 bounded, key=lambda other: other.squared_error_in(rank, best), default=others[0][0]
             )
@@ -312,10 +310,7 @@ class _TwoMatrices:
 
 
 class Fitter:
-    """Fits of one weight in one format, which compute once what all ranks have in common.
-
-    Shapes: metric (D, D).
-    """
+    """Fits of one weight in one format at any ranks, which share one decomposition."""
 
     def __init__(
         self,
@@ -366,7 +361,7 @@ class Fitter:
         return self._matrices.vanish if self._direct else self._problem.vanishes
 
     def _unseen(self, ranks: Ranks, options: FitOptions) -> Cores:
-        """Return cores where the data tell no weights apart: one input, say, or none that is not zero.
+        """Return cores for a layer whose outputs all vanish on the data, which tell no weights apart.
 
         All of them have the same error, and those nearest the weight are right on other data too.
         """
@@ -381,7 +376,7 @@ class Fitter:
 
     def _low_rank(self, ranks: Ranks) -> tuple[Cores, float]:
         first, *_ = self.tensor_format.core_shapes(self.modes, ranks)
-        rank = math.prod(first) // self.modes.out_channels  # A's columns, which is free
+        rank = math.prod(first) // self.modes.out_channels  # the columns of A, the free factor
         output, features, error = self._matrices.of_rank(rank)
         return self.tensor_format.from_halves(output, features, self.modes, ranks), error
 
@@ -433,7 +428,7 @@ def fit_weight(
 
 
 def _at(terms: torch.Tensor, rank: int) -> float:
-    """Return the entry of a rank; those beyond the smaller side add nothing."""
+    """Return the entry of a rank, capped at the smaller side of the matrix."""
     return float(terms[min(rank, len(terms)) - 1])
 
 

@@ -1,4 +1,4 @@
-"""Alternating and damped least squares of cores in a data metric."""
+"""Fit cores by least squares in a data metric: L-BFGS, the output factor eliminated where it is free."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from decomposition.network.modes import WeightModes
 
 @dataclass(frozen=True)
 class Products:
-    """What a weight W and a metric S make of one Q, shape (features, D).
-
-    Shapes: slope (features, D).
-    """
+    """For Q (features, D): `gram` Q S Q', `cross` W S Q' and `slope`, the map from A to A' (A Q - W) S."""
 
     gram: torch.Tensor
     cross: torch.Tensor
@@ -29,10 +26,7 @@ class Products:
 
 
 class Quadratic:
-    """A weight in a metric.
-
-    Shapes: weight (out, D).
-    """
+    """The quadratic form |W - A Q|^2 of a weight W (out, D) in a metric S (D, D)."""
 
     def __init__(
         self, weight: torch.Tensor, metric: Metric | None, target: torch.Tensor | None = None
@@ -47,12 +41,12 @@ class Quadratic:
 
     @cached_property
     def in_float32(self) -> Quadratic:
-        """The same in float32, in which a product takes half as long."""
+        """The quadratic form in float32, in which products take half the time."""
         metric = None if self.metric is None else converted(self.metric, torch.float32)
         return Quadratic(self.weight.float(), metric, self.target.float())
 
     def products(self, features: torch.Tensor) -> Products:
-        """Return the products for Q, in the weight's precision."""
+        """Return the products for Q (features, D), in the weight's precision."""
         cross = self.target @ features.T
         if isinstance(self.metric, RowFactor):
             rows, ridge = self.metric.rows, self.metric.ridge
@@ -81,33 +75,33 @@ LEAST_PENALTY = 1e-14
 _HISTORY = 20
 # Numbers in the steps and gradients that L-BFGS remembers: 1 GiB. Larger problems remember fewer steps.
 _REMEMBERED = 2**27
-# A fit gets all of its iterations while a step takes no more multiply-accumulates than that, this share of
-# them at least; the first ones gain the most.
+# A fit gets all of its iterations up to this many multiply-accumulates a step; beyond, fewer, but at least
+# this share: the first ones gain the most.
 _FULL_STEP = 1e9
 _LEAST_SHARE = 1 / 3
-# A start that knows the inputs is so near that fewer will do.
+# A start in the metric of the inputs is nearer to the minimum: fewer iterations suffice.
 _FULL_STEP_IN_METRIC = 1e8
 _LEAST_SHARE_IN_METRIC = 1 / 15
 # Ranks are chosen by errors to some percent, which the first iterations give.
 _FULL_COARSE_STEP = 2e8
 _LEAST_COARSE_SHARE = 1 / 7
-# Of an error that is wanted to no more than that, products in float32 lose nothing and take half as long.
+# If the error is wanted to no more than this, float32 products suffice and take half the time.
 _COARSE = 1e-4
 _NOTHING_LEFT = 1e-15
-# A squared relative error below that has too few digits left as the difference of sums near 1.
+# Below this the squared relative error, a difference of sums near 1, has lost too many digits.
 _CANCELLED = 1e-8
 
 
 @dataclass(frozen=True)
 class Stop:
-    """When a minimisation may stop before its last iteration."""
+    """Conditions under which a minimisation stops before its last iteration."""
 
     tolerance: float
     patience: int
     squared_error: float = 0.0
 
     def reached(self, squared_error: float) -> bool:
-        """Tell whether a squared error is small enough, or nothing but rounding."""
+        """Tell whether a squared error is small enough, or down to rounding."""
         return squared_error < max(self.squared_error, _NOTHING_LEFT)
 
 
@@ -125,8 +119,8 @@ class LeastSquares:
         self.format, self.modes = tensor_format, modes
         self.original, self.original_metric = weight, metric
         self.free_output = modes.plain
-        # With a free output factor the problem for L W, L' L = G, is one without G: A is turned back at the
-        # end. Other formats keep the weight and carry L through every step.
+        # With a free output factor, L W with L' L = G is a problem without G, and A is transformed back
+        # at the end. Other formats keep W and apply L in every step.
         self.root = None if sensitivity is None else symmetric_root(sensitivity)
         if self.root is not None:
             self.root = self.root / self.root.diagonal().mean()
@@ -155,13 +149,13 @@ class LeastSquares:
 
     @cached_property
     def original_energy(self) -> float:
-        """Energy of the weight itself, whatever the output's sensitivity."""
+        """Energy of the weight itself, without the output's sensitivity."""
         return self.energy if self.root is None else _energy(self.original.flatten(1), self.original_metric)
 
     def squared_error(self, cores: Cores) -> torch.Tensor:
         """E|(W - V) x|^2 / E|W x|^2."""
         output, features = self.format.halves(cores, self.modes)
-        if len(features) < len(self.matrix):  # fewer rows for the metric than the difference has
+        if len(features) < len(self.matrix):  # then A Q has fewer rows to multiply by S than W - A Q
             left, products = self._seen(output), self.quadratic.products(features)
             value = self.whole - 2 * (left * products.cross).sum() + ((left.T @ left) * products.gram).sum()
             if value > _CANCELLED:
@@ -192,7 +186,7 @@ class LeastSquares:
         return self.format.set_output(cores, self.modes, torch.linalg.solve(self.root, output))
 
     def rescale(self, cores: Cores) -> Cores:
-        """Return what `unscale` turns into `cores`."""
+        """Apply the scaling of the weight and of its output channels: the inverse of `unscale`."""
         if self.root is not None and self.free_output:
             output = self.format.halves(cores, self.modes)[0]
             cores = self.format.set_output(cores, self.modes, self.root @ output)
@@ -204,15 +198,15 @@ class LeastSquares:
         return LeastSquares(self.format, self.original, self.modes, self.original_metric)
 
     def algebraic(self, ranks: Ranks) -> Cores:
-        """Return the algebraic solution of the weight itself, which knows neither inputs nor sensitivity."""
+        """Return the algebraic solution for the weight itself, without metric or sensitivity."""
         return self.rescale(self.format.start(self.original, self.modes, ranks))
 
     @cached_property
     def start(self) -> Callable[[Ranks], Cores]:
-        """What returns the first point at given ranks.
+        """The function from ranks to the starting point.
 
-        It is the algebraic solution of the problem's weight; where the largest ranks do not get all of their
-        iterations, that in the metric for a format that has one.
+        That is the algebraic solution for the problem's weight; if the largest ranks do not get all of their
+        iterations, the solution in the metric, for formats that have one.
         """
         return self.format.starter(self.weight, self.modes, self.metric if self._starts_in_metric else None)
 
@@ -227,7 +221,7 @@ class LeastSquares:
         return features * columns * (inputs + features + 3 * self.modes.out_channels)
 
     def affordable(self, cores: Cores, iterations: int, stop: Stop) -> int:
-        """Return how many iterations the size of the problem leaves of those asked for."""
+        """Reduce the number of iterations for large problems."""
         step = self._step(*self.format.halves(cores, self.modes)[1].shape)
         least, full = _LEAST_SHARE, _FULL_STEP
         if self._starts_in_metric:
@@ -256,7 +250,7 @@ class LeastSquares:
             return [*cores[:fixed], *parts]
 
         objective = self._projected if fixed else self._joint
-        # Without a penalty nothing bounds what rounding does to the solution for A.
+        # Float32 only with a penalty, which bounds the effect of rounding on the solution for A.
         coarse = stop.tolerance >= _COARSE and penalty > LEAST_PENALTY and fixed
         quadratic = self.quadratic.in_float32 if coarse else self.quadratic
 
@@ -269,7 +263,7 @@ class LeastSquares:
             return squared + penalty * size, gradient.double().numpy()
 
         initial = torch.cat([core.flatten() for core in cores[fixed:]]).numpy()
-        from scipy.optimize import minimize  # takes a third of a second
+        from scipy.optimize import minimize  # importing it takes a third of a second
 
         with _numpy_blas().limit(limits=1, user_api="blas"):
             minimum = minimize(
@@ -286,12 +280,12 @@ class LeastSquares:
                 },
             )
         result = split(torch.from_numpy(minimum.x))
-        # A penalty that is to keep terms from growing has to hold for the last step too.
+        # A penalty that bounds the terms has to apply to the last solution for A, too.
         held = penalty if penalty > LEAST_PENALTY else 0.0
         return self._with_best_output(result, held) if fixed else result
 
     def _best_output(self, products: Products, penalty: float) -> torch.Tensor:
-        """Solve for A."""
+        """Solve the normal equations for A."""
         gram = products.gram.double()
         gram = (gram + gram.T) / 2
         # The penalty is absolute; the other summand only keeps the factorisation stable.
@@ -359,7 +353,7 @@ def _energy(rows: torch.Tensor, metric: Metric | None) -> float:
 
 @cache
 def _numpy_blas() -> ThreadpoolController:
-    """Return the BLAS of NumPy and SciPy, in which the minimiser works on vectors; torch brings its own.
+    """Return the controller of the BLAS in which SciPy's minimiser works; torch has its own.
 
     From 10,000 numbers on OpenBLAS adds and multiplies vectors in several threads, which wait for one another
     in busy loops: a step of 16 ms took 270 ms of two cores.
@@ -368,7 +362,7 @@ def _numpy_blas() -> ThreadpoolController:
 
 
 class _StopWhenFlat:
-    """Stops the minimiser; at once when the squared error, that of its last step, is small enough."""
+    """Callback that stops the minimiser when the error is small enough or no longer falls."""
 
     def __init__(self, stop: Stop) -> None:
         self.stop, self.patience = stop, stop.patience

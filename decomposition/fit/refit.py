@@ -1,4 +1,4 @@
-"""Sequential refit: every layer is fitted to the inputs it receives in the compressed network."""
+"""Refit layers sequentially, each to the inputs it receives in the compressed network."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Replaced = TypeVar("_Replaced", bound=nn.Module)
 
 
 class StandIn(nn.Module, Generic[_Replaced]):
-    """Replaces a module and forwards its attributes, which the network's own code may read."""
+    """Stands in for a module and forwards its attributes, which the network's own code may read."""
 
     dense: _Replaced
 
@@ -55,11 +55,11 @@ class StandIn(nn.Module, Generic[_Replaced]):
 
 
 class RemovedBlock(nn.Module):
-    """A block for the first half of the batch, nothing for the second."""
+    """Runs a block on the first half of the batch and an identity on the second."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.dense = (block.eval(),)  # in a tuple: its layers and norms are no longer the network's
+        self.dense = (block.eval(),)  # in a tuple, so that its layers and norms are no submodules
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the block on the first half and pass the second half on."""
@@ -68,7 +68,7 @@ class RemovedBlock(nn.Module):
 
 
 class Substituted(StandIn[nn.Module]):
-    """A module for the first half of the batch, another one for the second."""
+    """Runs one module on the first half of the batch and another one on the second."""
 
     def __init__(self, dense: nn.Module, substitute: nn.Module) -> None:
         super().__init__(dense)
@@ -96,7 +96,7 @@ class NormPair(StandIn[BatchNorm]):
             self.shift = arriving.mean(axes) - dense.mean(axes)
         expected, mean = norm(dense), norm.running_mean
         assert mean is not None
-        # Through the norm itself: subclasses may do more than normalise.
+        # Call the norm itself: subclasses may do more than normalise.
         norm.running_mean = mean + self.shift
         try:
             moved = norm(arriving)
@@ -111,7 +111,7 @@ class NormPair(StandIn[BatchNorm]):
         return self.dense
 
 
-# Refits shrink towards the original weight by this fraction of the inputs' mean power at least.
+# Least ridge towards the original weight, as a fraction of the inputs' mean power.
 RIDGE = 1e-3
 
 
@@ -127,10 +127,10 @@ def from_many_patches(
 ) -> tuple[torch.Tensor, Metric]:
     """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
 
-    With the labels of the inputs that patches are from, both are shrunk.
+    Both are shrunk if `labels` tell which input each patch is from.
     """
     moments = covariance(arriving, mean)
-    # W C_xy by way of the outputs W x: they are far fewer than the inputs.
+    # W C_xy from the outputs W x, which have far fewer features than the inputs.
     outputs_mean = weight @ dense_mean
     cross = covariance(arriving, mean, dense @ weight.T.to(dense), outputs_mean).T
     share = 0.0 if labels is None else shrinkage(arriving, labels, moments, mean.to(arriving))
@@ -149,13 +149,14 @@ def target_and_metric(
 ) -> tuple[torch.Tensor, Metric]:
     """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
 
-    Shapes: covariance (D, D), cross (out, D), mean (D,).
+    `covariance` (D, D) and `cross` (out, D) are C_yy and W C_xy around the means; `share` shrinks both.
     """
     metric = shrunk_matrix(covariance, share)
     cross = (1 - share) * cross + share * covariance.diagonal().mean() * weight
     if not centred:
         metric = metric + torch.outer(mean, mean)
         cross = cross + torch.outer(outputs_mean, mean)
+    # The clamp keeps the system solvable if all inputs are zero.
     ridge = RIDGE * metric.diagonal().mean().clamp_min(1e-30)
     regularised = metric.clone()
     regularised.diagonal().add_(ridge)
@@ -172,7 +173,7 @@ def target_and_row_metric(
     *,
     centred: bool,
 ) -> tuple[torch.Tensor, RowFactor]:
-    """Return what `target_and_metric` does, of patches that are fewer than the numbers in one.
+    """Return the result of `target_and_metric` from fewer patches than each has numbers.
 
     With X and Y the patches it is W + (W X' - W Y') (Y Y' + r I)^-1 Y, and nothing is as large as C_yy.
     """
@@ -200,7 +201,7 @@ def from_few_patches(
     *,
     centred: bool,
 ) -> tuple[torch.Tensor, Metric]:
-    """Return the same where patches are fewer than the numbers in one."""
+    """Return the result of `from_many_patches` from fewer patches than each has numbers."""
     share = 0.0
     if labels is not None:
         rows = arriving.double().cpu() - mean
@@ -209,19 +210,16 @@ def from_few_patches(
     return target_and_row_metric(weight, outputs, arriving, weight @ dense_mean, mean, share, centred=centred)
 
 
-# A dense layer has so many free numbers that fewer patches for each input would be learnt by heart.
+# Patches per input that a dense layer needs: its many weights would overfit fewer.
 PATCHES_TO_SOLVE = 4
-# The error that a layer reports is an average; so many patches, evenly spread, give it to a few digits.
+# Patches that a reported error is averaged over: enough for a few digits.
 _PATCHES_FOR_ERROR = 16_384
 _ADVICE = "use sequential=False (decomposition.sequential=false on the command line)"
 
 
 @dataclass(frozen=True)
 class RefitProblem:
-    """What a layer has to reproduce, handed to the function that fits it.
-
-    Shapes: metric (D, D).
-    """
+    """The regression problem of a layer: target weight, metric (D, D), number of patches, and start."""
 
     target: torch.Tensor
     metric: Metric | None
@@ -229,12 +227,12 @@ class RefitProblem:
     start: Sequence[torch.Tensor] | None = None
 
 
-# Returns the new layer with its weight set, and that weight (out, in, kernel) in float64.
+# Returns the fitted layer and its weight (out, in, kernel) in float64.
 Refit = Callable[[RefitProblem], tuple[nn.Module, torch.Tensor]]
 
 
 def solved(layer: DecomposableModule, inputs: int) -> Refit:
-    """Return the refit of a layer that stays dense: the weight that best undoes the errors before it."""
+    """Return the refit of a layer that stays dense: its weight compensates for the errors before it."""
 
     def refit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
         fitted = copied(layer)
@@ -248,7 +246,7 @@ def solved(layer: DecomposableModule, inputs: int) -> Refit:
 
 @dataclass(frozen=True)
 class Refitted:
-    """A layer fitted to what arrives."""
+    """A refitted layer, the shift of its mean output, and its relative output error."""
 
     module: nn.Module
     shift: torch.Tensor
@@ -264,10 +262,10 @@ def refit_to_patches(
     *,
     mean_absorbed: bool,
 ) -> Refitted:
-    """Fit a layer so that on the patches that arrive it does what the dense one does on its own."""
+    """Fit a layer so that its outputs on arriving patches match the dense layer's on the dense patches."""
     weight = weight_of(dense)
     matrix = weight.flatten(1)
-    # Second moments in half precision are no longer positive, or overflow.
+    # In half precision second moments lose definiteness or overflow.
     dense_patches, arriving = (x.float() if x.element_size() < 4 else x for x in (dense_patches, arriving))
     dense_mean, mean = mean_of(dense_patches), mean_of(arriving)
     if len(arriving) > 1:
@@ -276,7 +274,7 @@ def refit_to_patches(
             matrix, dense_patches, arriving, dense_mean, mean, labels, centred=mean_absorbed
         )
         problem = RefitProblem(target.reshape_as(weight), metric, len(arriving))
-    else:  # from a single patch nothing is to be learnt of others
+    else:  # a single patch determines no moments
         problem = RefitProblem(weight, None, len(arriving))
     fitted, new_weight = refit(problem)
     shift = matrix @ dense_mean - new_weight.flatten(1) @ mean
@@ -286,14 +284,15 @@ def refit_to_patches(
     rest = outputs - arriving @ new_weight.flatten(1).T.to(arriving)
     if mean_absorbed:
         rest -= shift.to(rest)
+    # The clamp makes the error of a layer without outputs 0 instead of NaN.
     error = float((rest.square().sum() / outputs.square().sum().clamp_min(1e-300)).sqrt())
     return Refitted(fitted, shift, error)
 
 
 def absorbs_mean(spec: LayerSpec, correct_batch_norm: bool) -> bool:
-    """Whether a change of the layer's mean output can be corrected without new parameters.
+    """Tell whether a change of the layer's mean output can be corrected without new parameters.
 
-    That of a layer that is used several times cannot: each use has another.
+    Not in a layer that is called several times: each call has another mean.
     """
     if len(spec.output_sizes) > 1:
         return False
@@ -375,7 +374,7 @@ def _begins_with(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 class _LayerPair(StandIn[DecomposableModule]):
-    """The dense layer for the first half of the batch, its replacement for the second."""
+    """Runs the dense layer on the first half of the batch and its replacement on the second."""
 
     def __init__(
         self,
@@ -402,12 +401,12 @@ class _LayerPair(StandIn[DecomposableModule]):
         self.error = float("nan")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) % self.batch:  # a multiple: images may have been cut into windows
+        if len(x) % self.batch:  # multiples are fine: images may be cut into windows
             raise DecompositionError(
                 f"layer {self.name!r}: the first axis of its input, shape {tuple(x.shape)}, does not count "
                 f"the batch's {self.batch} inputs, so it cannot be refitted in one pass; {_ADVICE}"
             )
-        if x.numel() == 0:  # nothing to fit to
+        if x.numel() == 0:  # there is nothing to fit to
             return self.dense(x)
         dense_input, arriving = x.chunk(2)
         if self.present is not None:
@@ -420,16 +419,16 @@ class _LayerPair(StandIn[DecomposableModule]):
             )
             inputs = self.batch // 2
             labels = labels_or_single(labels_of_batch(labels, len(arriving), inputs), inputs)
-            # The network masks what is not finite (`decomposition.calibration.input_check`).
+            # The network masks values that are not finite (`decomposition.calibration.calibration_set`).
             finite = (dense_patches.isfinite() & patches.isfinite()).all(1)
             dense_patches, patches, labels = dense_patches[finite], patches[finite], labels[finite]
             self.fitted = self._fit(dense_patches, patches, labels)
             calibrate_ranges(self.fitted, [arriving], inside=self.name)
-        elif bool(arriving.any()):  # each use of a layer has ranges of its own
+        elif bool(arriving.any()):  # each call of a layer has ranges of its own
             calibrate_ranges(self.fitted, [arriving], inside=self.name)
         fitted: nn.Module = self.fitted
         if isinstance(fitted, FactorisedLayer) and not fitted.rounds_between:
-            passed = fitted.apply_dense(arriving)  # it computes the same, here in less time
+            passed = fitted.apply_dense(arriving)  # equivalent, and faster here
         else:
             passed = fitted(arriving)
         return torch.cat([self.dense(dense_input), passed])
@@ -529,6 +528,6 @@ def compensate(
         correct_batch_norm=correct_batch_norm,
         max_patches=max_patches,
         seed=seed,
-        shrink=False,  # the original weights on what is left do not make up for what is gone
+        shrink=False,  # the original weights do not compensate for removed inputs
     )
     return network

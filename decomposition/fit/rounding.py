@@ -1,4 +1,4 @@
-"""Round weights and stages to integers, later numbers making up for the errors of earlier ones."""
+"""Round weights and stages to integers; later weights compensate for the errors of earlier ones (GPTQ)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from decomposition.formats.layers import FactorisedLayer, StagedLayer
 from decomposition.network.modes import WeightModes
 from decomposition.network.rounding import largest_integer, rounded_weight
 
-# Share of the inputs' mean power that is added to each: GPTQ's own choice.
+# Share of the inputs' mean power that is added to the diagonal: GPTQ's own choice.
 _DAMPING = 0.01
-# Columns that are rounded before the columns behind them are moved, all at once.
+# Columns that are rounded before the remaining ones are updated in one product.
 _BLOCK = 128
 
 
@@ -37,7 +37,7 @@ def compensated_weight(weight: torch.Tensor, moments: Metric | None, bits: int) 
     result once more (`decomposition.network.rounding`, or a runtime's quantiser) finds the same
     integers. Columns of zeros stay zero. No row changes its outputs more than plain rounding does.
     """
-    weight = weight.double().cpu()  # where moments are; a GPU would wait at every column
+    weight = weight.double().cpu()  # where the moments are; a GPU would synchronise at every column
     used = weight.abs().sum(0) > 0
     few_rows = isinstance(moments, RowFactor) and weight.shape[1] > WIDEST
     if moments is None or few_rows or not bool(used.any()):
@@ -55,11 +55,13 @@ def _compensated(weight: torch.Tensor, moments: torch.Tensor, bits: int) -> torc
     largest = largest_integer(bits)
     columns = weight.shape[1]
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
+    # Columns with the most power come first: all later ones can compensate for their errors.
     order = diagonal.reshape(-1, columns).mean(0).argsort(descending=True)
     weight, moments = weight[:, order], moments[..., order, :][..., order]
     scale = weight.abs().amax(1) / largest
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     fixed = weight.abs() == weight.abs().amax(1, keepdim=True)
+    # The clamp keeps H invertible if all inputs are zero.
     damping = (_DAMPING * diagonal.mean(-1)).clamp_min(1e-30)
     identity = torch.eye(columns, dtype=moments.dtype)
     damped = moments + damping[..., None, None] * identity
@@ -87,16 +89,18 @@ def _times(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return rows @ matrix if matrix.ndim == 2 else (rows[:, None] @ matrix)[:, 0]
 
 
+# Share of the features' mean power, for a stable solution of the output stage.
 _RIDGE = 1e-6
+# Share of the largest power; unused channels would otherwise be scaled up without bound.
 _SMALLEST_POWER = 1e-6
 
 
 def equalise(layer: StagedLayer, metric: Metric | None) -> None:
-    """Give all channels between two stages the same power, so that one range a tensor suits them all.
+    """Give all channels between two stages the same power, so that one range per tensor suits them all.
 
-    Nothing but the scale of weights changes: what is multiplied into a stage's output channels is taken out
-    of the next one's inputs (cross-layer equalisation, Nagel et al., ICCV 2019, with the data's own second
-    moments in place of the weights' ranges).
+    Nothing but the scale of weights changes: a stage's output channels are divided by a factor that
+    multiplies the next stage's inputs (cross-layer equalisation, Nagel et al., ICCV 2019, with the data's own
+    second moments in place of the weights' ranges).
     """
     if layer.kernel is not None and layer.kernel.in_channels != len(layer.reduce.weight):  # type: ignore[arg-type]
         return  # a bond travels in the batch axis: the kernel applies to fewer channels than there are
@@ -122,7 +126,7 @@ def equalise(layer: StagedLayer, metric: Metric | None) -> None:
 def amplification(
     tensor_format: TensorFormat, cores: Cores, modes: WeightModes, metric: Metric | None
 ) -> float:
-    """Return how much larger the features' contributions to the output are than the output itself.
+    """Return the size of the features' contributions to the output, relative to the output.
 
     It is sqrt(sum_r |A_r|^2 E[(Q_r x)^2] / E|A Q x|^2): the factor by which noise in proportion to each
     feature grows relative to the output. Terms that cancel one another make it large.
@@ -134,7 +138,7 @@ def amplification(
 
 
 def round_features(layer: FactorisedLayer, metric: Metric | None, bits: int) -> None:
-    """Round the stages before the last one, each for the inputs that it gets behind the rounded ones.
+    """Round the stages before the last one, each fitted to its inputs from the rounded stages before it.
 
     Layers that are not made of a stage that mixes channels and a stage that applies the kernel stay as they
     are: their weights are rounded to the nearest integer.
@@ -166,19 +170,19 @@ def round_features(layer: FactorisedLayer, metric: Metric | None, bits: int) -> 
 
 
 def _latent(stage: nn.Module) -> torch.Tensor:
-    """Return a rounded stage's weight before it is rounded."""
+    """Return the unrounded weight of a rounded stage."""
     return stage.parametrizations["weight"].original.detach()  # type: ignore[index, union-attr]
 
 
 def _set_latent(stage: nn.Module, weight: torch.Tensor) -> None:
-    """Set a rounded stage's weight, in any shape of as many elements."""
+    """Set the unrounded weight of a rounded stage, in any shape of as many elements."""
     latent: torch.Tensor = stage.parametrizations["weight"].original  # type: ignore[index, union-attr]
     with torch.no_grad():
         latent.copy_(weight.reshape(latent.shape))
 
 
 def make_up(layer: FactorisedLayer, problem: RefitProblem, bits: int) -> None:
-    """Solve for the output's stage anew, behind the rounded stages before it, and round it.
+    """Solve for the output stage again, given the rounded stages before it, and round it.
 
     Layers without such a stage stay as they are. With rounded features Q the weight is A Q, and
     tr((W - A Q) S (W - A Q)') is least at A = W S Q' (Q S Q')^-1.
@@ -191,7 +195,7 @@ def make_up(layer: FactorisedLayer, problem: RefitProblem, bits: int) -> None:
     weighed = features if problem.metric is None else times(features, problem.metric)
     gram = weighed @ features.T
     ridge = _RIDGE * gram.diagonal().mean().clamp_min(1e-30)
-    # Towards what there is: directions that hardly any input takes stay as they were.
+    # The ridge pulls towards the present output stage: directions without inputs keep their weights.
     right = (target - output @ features) @ weighed.T
     change = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), right.T).T
     rounded = compensated_weight(output + change, gram, bits)

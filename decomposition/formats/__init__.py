@@ -1,4 +1,4 @@
-"""Tensor formats: how a weight is written as a product of small cores."""
+"""Factorise weights in tensor formats: as products of small cores."""
 
 from __future__ import annotations
 

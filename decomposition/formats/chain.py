@@ -1,4 +1,4 @@
-"""Tensor trains and tensor rings: chains of three-way cores, open or closed."""
+"""Factorise weights as tensor trains and tensor rings: open and closed chains of three-way cores."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ChainFormat(TensorFormat):
     def halves(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output core as a matrix and the contraction of input and kernel cores."""
         output, inner = _channels(cores, modes)
-        # Without a kernel no identity is made: of a meta tensor's size torch imports its compiler for one.
+        # Without a kernel no identity is made: for one on the meta device torch would import its compiler.
         features = contract_chain([inner, cores[-1]]) if modes.kernel > 1 else inner
         return (
             output.permute(1, 0, 2).reshape(modes.out_channels, -1),
@@ -75,7 +75,7 @@ class ChainFormat(TensorFormat):
         )
 
     def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
-        """Replace the (single) output core."""
+        """Replace the output core; there is one, as modes are plain."""
         left, _, right = cores[0].shape
         return [output.reshape(modes.out_channels, left, right).permute(1, 0, 2).contiguous(), *cores[1:]]
 
@@ -97,7 +97,7 @@ class ChainFormat(TensorFormat):
     def from_halves(
         self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
     ) -> Cores:
-        """Read A and Q as the output's and the input's core."""
+        """Reshape A and Q to the output and the input core."""
         left, right = self.bonds(modes, ranks)[:2]
         inner = features.reshape(left, right, modes.in_channels).permute(1, 2, 0)
         return [output.reshape(-1, left, right).permute(1, 0, 2).contiguous(), inner.contiguous()]
@@ -105,17 +105,17 @@ class ChainFormat(TensorFormat):
     def build(
         self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
     ) -> FactorisedLayer:
-        """Make the cheapest of the executions of `stage_macs`; plain layers where every core is a stage."""
+        """Make the cheapest execution of `stage_macs`, of plain layers if every core is a stage."""
         kind = _ChainLayer if self.staged(spec, modes, ranks) else ContractedLayer
         return kind(dense, self, modes, ranks, self.execution(spec, modes, ranks))
 
     def staged(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> bool:
-        """Tell whether every core is a stage."""
+        """Tell whether the layer executes every core as a stage."""
         execution = self.execution(spec, modes, ranks)
         return modes.plain and (execution == "chain" or (modes.kernel == 1 and execution == "half"))
 
     def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
-        """Count the stages' output channels, or the cores' first axes."""
+        """Count the output channels of the stages, or the first axes of the cores."""
         if not self.staged(spec, modes, ranks):
             return super().rows(spec, modes, ranks)
         shapes = self.core_shapes(modes, ranks)
@@ -189,7 +189,7 @@ def _modes_for(sizes: tuple[int, ...], channels: int) -> int:
 
 
 def _channels(cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contract the cores of the outputs to one (a, out, b), those of the inputs to one (b, in, c)."""
+    """Contract the output cores to one (a, out, b) and the input cores to one (b, in, c)."""
     split = len(modes.out)
     return contract_chain(cores[:split]), contract_chain(cores[split : split + len(modes.inp)])
 
@@ -211,7 +211,7 @@ class _ChainLayer(StagedLayer):
 
     @property
     def trains_contracted(self) -> bool:
-        """Always: the backward pass of small convolutions on a large batch axis takes longer than dense."""
+        """Always: the backward pass of small convolutions on a large batch axis is slower than dense."""
         return True
 
     def make_kernel(self, **like: Any) -> nn.Module:
@@ -219,7 +219,7 @@ class _ChainLayer(StagedLayer):
         return self.geometry.layer(c, a, bias=False, **like)
 
     def plain_layers(self) -> dict[str, DecomposableModule]:
-        """None: bonds travel in the batch axis, and without a kernel it is two matrices like others."""
+        """Return none: bonds are in the batch axis, which a row of plain layers cannot express."""
         return {}
 
     def apply_kernel(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""CP (CANDECOMP/PARAFAC): a sum of rank-one terms (Lebedev et al., ICLR 2015, with a joint kernel mode)."""
+"""Factorise weights by CP (CANDECOMP/PARAFAC), a sum of rank-one terms, with a joint kernel mode.
+
+After Lebedev et al., ICLR 2015, who keep the kernel's axes apart.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, 
 from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.modes import WeightModes
 
-# Terms smaller than that, relative to the largest, are treated as if they were that large.
+# Least relative size of a term, so that small terms do not scale their factors to nothing.
 _SMALLEST_TERM = 1e-2
 
 
@@ -68,7 +71,7 @@ class CP(TensorFormat):
     def starter(
         self, weight: torch.Tensor, modes: WeightModes, metric: Metric | None = None
     ) -> Callable[[Ranks], Cores]:
-        """Decompose the weight's slices once and return what takes the leading pairs of any rank."""
+        """Decompose the weight's slices once; return the function that starts any rank from them."""
         matrix = weight.reshape(modes.out_channels, -1)
         if modes.kernel == 1:
             vectors = leading_left_vectors(matrix, self.max_ranks(modes)[0])
@@ -92,7 +95,7 @@ class CP(TensorFormat):
         return start
 
     def _filled(self, cores: Cores, weight: torch.Tensor, rank: int) -> Cores:
-        """Add terms where all slices have fewer singular pairs than that: they start small and random."""
+        """Add small random terms if the slices have fewer singular pairs than the rank."""
         missing = rank - cores[0].shape[1]
         if missing <= 0:
             return cores
@@ -111,7 +114,7 @@ class CP(TensorFormat):
         return [output, features.T]
 
     def conditioned(self, cores: Cores) -> Cores:
-        """Give B and C the terms' sizes, down to a hundredth of the largest.
+        """Scale the columns of B and C to the terms' sizes, at least a hundredth of the largest.
 
         The curvature over a column of B is |A[:, r]|^2 |C[:, r]|^2: it is the same for all terms when both
         inner factors are as long as the term, while A, which is eliminated, takes what is left.
@@ -124,7 +127,7 @@ class CP(TensorFormat):
         return [output / sizes.square(), inner * sizes, kernel * sizes]
 
     def normalised(self, cores: Cores) -> Cores:
-        """Give the columns of B and C the norm 1."""
+        """Scale the columns of B and C to norm 1."""
         if len(cores) < 3:
             return cores
         output, inner, kernel = cores

@@ -1,4 +1,4 @@
-"""Factorised layers: modules that hold cores, and compute in stages or with the contracted weight."""
+"""Implement factorised layers, which compute stage by stage or with the contracted weight."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class FactorisedLayer(nn.Module):
         for name in _DESCRIPTION:
             if hasattr(dense, name):
                 setattr(self, name, getattr(dense, name))
-        # torch's fast path for Transformer layers reads `weight` instead of calling the layers inside, and so
-        # would multiply with the contracted weight; it keeps away from layers with hooks.
+        # torch's fast path for Transformer layers would read `weight`, the contracted one, instead of calling
+        # the layer; it is not taken for layers with hooks.
         self.register_forward_pre_hook(_keep_fast_path_away)
 
     @abstractmethod
@@ -76,24 +76,24 @@ class FactorisedLayer(nn.Module):
 
     @property
     def staged(self) -> bool:
-        """Whether convolutions and linear layers hold all of its parameters, so that each can be rounded."""
+        """Whether all parameters are in convolutions and linear layers, so that each can be rounded."""
         held = {id(each) for part in _plain_parts(self).values() for each in part.parameters()}
         return all(id(parameter) in held for parameter in self.parameters())
 
     def weight_holders(self) -> list[nn.Module]:
-        """Return the modules whose weights are stored in integers; none where that cannot be."""
+        """Return the modules whose weights can be stored in integers; none if that is impossible."""
         return list(_plain_parts(self).values()) if self.staged else []
 
     def plain_layers(self) -> dict[str, DecomposableModule]:
-        """Return the convolutions and linear layers that, in a row, compute the same, by name.
+        """Return the convolutions and linear layers whose sequence equals this layer, by name.
 
-        None where there are no such: the layer cannot be nodes of an ONNX graph then. By default those that
-        it is made of, in the order in which they were assigned.
+        Without any the layer cannot be nodes of an ONNX graph. By default they are its own modules, in the
+        order of assignment.
         """
         return _plain_parts(self) if self.staged else {}
 
     def two_layers(self, output: torch.Tensor, features: torch.Tensor) -> dict[str, DecomposableModule]:
-        """Make layers of their own of Q (features, in * kernel) and A (out, features)."""
+        """Make two layers from Q (features, in * kernel) and A (out, features)."""
         geometry, rank = self.geometry, len(features)
         like: dict[str, Any] = {"device": output.device, "dtype": output.dtype}
         first = geometry.layer(geometry.in_channels, rank, bias=False, **like)
@@ -139,12 +139,12 @@ class FactorisedLayer(nn.Module):
             self.bias.requires_grad_(bias.requires_grad)
 
     def decay_shares(self) -> dict[nn.Parameter, float]:
-        """Return what share of the weight's decay each core takes; with all of it, each would add its own."""
+        """Return each core's share of the weight's decay; the full decay on each would multiply it."""
         cores = [parameter for parameter in self.parameters() if parameter is not self.bias]
         return dict.fromkeys(cores, 1 / len(self.cores()))
 
     def balance(self) -> None:
-        """Size the cores so that one learning rate suits them all; the weight that they equal stays."""
+        """Scale the cores so that one learning rate suits them all; the contracted weight stays the same."""
         with torch.no_grad():
             self.set_cores(self.tensor_format.balanced([core.detach().double() for core in self.cores()]))
 
@@ -207,7 +207,7 @@ class FactorisedLayer(nn.Module):
 
 
 def plain_layers(module: nn.Module) -> dict[str, DecomposableModule]:
-    """Return the convolutions and linear layers that a layer, dense or factorised, is made of, by name."""
+    """Return the convolutions and linear layers that a dense or factorised layer consists of, by name."""
     if isinstance(module, FactorisedLayer):
         return module.plain_layers()
     return _plain_parts(module)
@@ -218,17 +218,17 @@ def _plain_parts(module: nn.Module) -> dict[str, DecomposableModule]:
 
 
 def _keep_fast_path_away(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Do nothing, as a hook: `nn.TransformerEncoderLayer` calls its layers one by one where one has hooks."""
+    """No-op hook: `nn.TransformerEncoderLayer` calls its layers one by one if one of them has hooks."""
 
 
 def full_precision(x: torch.Tensor) -> AbstractContextManager[None]:
-    """Contract cores in their own precision: more exact than under autocast, and faster for small cores."""
+    """Disable autocast, so that cores contract in their own precision: more exact, faster if small."""
     active = torch.is_autocast_enabled(x.device.type)
     return torch.autocast(x.device.type, enabled=False) if active else nullcontext()
 
 
 class ContractedLayer(FactorisedLayer):
-    """Cores that are contracted to fewer and larger weights at every forward pass.
+    """A layer that contracts its cores to fewer, larger weights in every forward pass.
 
     Used if this takes fewer multiply-accumulates than one stage for each core, and for tensorised modes,
     whose cores are no layers. The parameters are the cores.
@@ -249,7 +249,7 @@ class ContractedLayer(FactorisedLayer):
             for shape in tensor_format.core_shapes(modes, ranks)
         )
         for core in self.core_list:
-            if not core.is_meta:  # there torch would load its compiler first, which takes a second
+            if not core.is_meta:  # on meta torch would first load its compiler, which takes a second
                 nn.init.normal_(core)
         self.bias_parameter = (
             nn.Parameter(reference.new_zeros(modes.out_channels)) if self.geometry.bias else None
@@ -274,7 +274,7 @@ class ContractedLayer(FactorisedLayer):
         return [self.core_list]
 
     def plain_layers(self) -> dict[str, DecomposableModule]:
-        """Return Q and A as layers where they hold as many numbers as the cores, as two matrices do."""
+        """Return Q and A as layers if they hold no more numbers than the cores (formats of two matrices)."""
         if self.execution != "half" or not self.modes.plain:
             return {}
         with torch.no_grad():
@@ -314,7 +314,7 @@ From training steps of convolutions of 16 channels at 32 x 32 to 256 at 8 x 8 in
 
 
 class StagedLayer(FactorisedLayer):
-    """Plain layers in a row: mix channels, apply the kernel, mix channels.
+    """A sequence of plain layers: mix channels, apply the kernel, mix channels.
 
     Without a kernel (linear layers, 1x1 convolutions) the middle stage is left out and the first carries
     stride and padding.
@@ -359,7 +359,7 @@ class StagedLayer(FactorisedLayer):
         return x if self.kernel is None else self.kernel(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the stages in a row, or in training the dense weight where that takes less time."""
+        """Run the stages in sequence; in training the dense weight, if that is faster."""
         if self.training and not self.rounds_between and self.trains_contracted:
             return self.apply_dense(x)
         x = self.reduce(x)
@@ -375,7 +375,7 @@ class StagedLayer(FactorisedLayer):
         """
         if self.kernel is None:
             return False
-        entering = math.prod(self.geometry.stride)  # positions of the input for one of the output
+        entering = math.prod(self.geometry.stride)  # input positions per output position
         dense = self.modes.out_channels * self.modes.columns + _MACS_PER_VALUE * (
             entering * self.geometry.in_channels + self.geometry.out_channels
         )

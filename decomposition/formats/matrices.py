@@ -1,4 +1,4 @@
-"""Formats of two matrices: spatial SVD, and the pivoting factorisation PIFA (arXiv:2501.19090)."""
+"""Factorise weights into two matrices: spatial SVD and pivoting factorisation (PIFA, arXiv:2501.19090)."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class PivotedLayer(FactorisedLayer):
         return self.two_layers(*self.cores())
 
     def decay_shares(self) -> dict[nn.Parameter, float]:
-        """Let B decay alone: A has rows that cannot, and their product decays as B does."""
+        """Let B alone decay: A has fixed identity rows, and the product decays as B does."""
         weight: nn.Parameter = self.features.weight  # type: ignore[assignment]
         return {weight: 1.0, self.mixing: 0.0}
 
@@ -261,7 +261,7 @@ class PivotedLayer(FactorisedLayer):
         return [self.output_half(), weight.flatten(1)]
 
     def set_cores(self, cores: Cores) -> None:
-        """Write the product of two cores in this form.
+        """Set the layer to the product of two cores.
 
         Gaussian elimination of the product's rows chooses those of the identity, so that no row of A outgrows
         them much, and needs no inverse where the product's rank is less than r.
@@ -269,7 +269,7 @@ class PivotedLayer(FactorisedLayer):
         output, features = (core.double() for core in cores)
         rank = self.ranks[0]
         with full_precision(output):
-            # B = R' Q', Q' with orthonormal rows: the rows of A R' are to one another what those of A B are.
+            # B = R' Q', Q' with orthonormal rows: eliminating A R' selects the same rows as eliminating A B.
             factors, swaps, _ = torch.linalg.lu_factor_ex(output @ torch.linalg.qr(features.T).R.T)
             first = _eliminated(swaps.tolist(), len(output))
             lower = factors[:rank].T
@@ -281,7 +281,7 @@ class PivotedLayer(FactorisedLayer):
 
 
 def _eliminated(swaps: list[int], rows: int) -> list[int]:
-    """Return the rows in the order in which LAPACK eliminated them; it says what it swapped, from 1 on."""
+    """Return the rows in LAPACK's order of elimination, from its list of swaps (counted from 1)."""
     order = list(range(rows))
     for row, other in enumerate(swaps):
         order[row], order[other - 1] = order[other - 1], order[row]

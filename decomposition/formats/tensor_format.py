@@ -1,4 +1,4 @@
-"""The base class of tensor formats, their registry, and the algebra of cores."""
+"""Define the base class of tensor formats, their registry, and the algebra of cores."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ Ranks = tuple[int, ...]
 
 
 class LayerForm(NamedTuple):
-    """What can be done with a layer of a format."""
+    """Whether a layer can compute in integers, store integers, and become nodes of an ONNX graph."""
 
     in_integers: bool
     stored: bool
@@ -173,17 +173,17 @@ class TensorFormat(ABC):
         return self.start(weight, modes, ranks)
 
     def conditioned(self, cores: Cores) -> Cores:
-        """Return cores of the same weight from which minimising over all but the output's is faster."""
+        """Rescale cores so that minimising over all but the output's core converges faster."""
         return cores
 
     def normalised(self, cores: Cores) -> Cores:
-        """Return cores of the same weight, sized as the format's cores customarily are."""
+        """Rescale cores to the format's customary norms; the weight stays the same."""
         return cores
 
     def balanced(self, cores: Cores) -> Cores:
-        """Return cores of the same weight that all have the same root mean square.
+        """Rescale cores to the same root mean square; the weight stays the same.
 
-        So one learning rate suits them all.
+        One learning rate then suits them all.
         """
         cores = self.normalised(cores)
         scales = [core.square().mean().sqrt() for core in cores]
@@ -200,7 +200,7 @@ class TensorFormat(ABC):
 
     @abstractmethod
     def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
-        """Return MACs for one model input of each way to execute the layer, by the name of the way."""
+        """Return the MACs for one model input of each way to execute the layer, by its name."""
 
     def modes(self, spec: LayerSpec, *, tensorised: bool = False) -> WeightModes:
         """Return the modes in which this format reads the layer's weight.
@@ -237,7 +237,7 @@ class TensorFormat(ABC):
         return max(self.max_ranks(modes))
 
     def expand(self, modes: WeightModes, rank: int) -> Ranks:
-        """Turn one rank for the whole layer into one a bond, each capped at what its bond can use."""
+        """Expand one rank for the whole layer to one per bond, each capped at its bond's maximum."""
         return tuple(min(rank, largest) for largest in self.max_ranks(modes))
 
     def check_ranks(self, modes: WeightModes, ranks: Ranks | int, layer: str) -> Ranks:
@@ -287,7 +287,7 @@ class TensorFormat(ABC):
         return sum(math.prod(shape) for shape in self.core_shapes(modes, ranks))
 
     def form(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> LayerForm:
-        """Find from the layer that `build` makes what can be done with it.
+        """Derive the form of a layer from the one that `build` makes.
 
         Layers of the same modes and execution are of one form: one of them is made, on the meta device.
         """

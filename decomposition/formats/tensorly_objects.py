@@ -1,4 +1,4 @@
-"""Reading tensorly's objects, and the tuples and lists that it takes for them; writing in its backend."""
+"""Read tensorly's objects, and the tuples and lists that it takes for them; write in its backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class TensorlyObject:
-    """What an object of tensorly holds, float64 on the CPU."""
+    """Content of a tensorly object, float64 on the CPU; `head` is the weights of CP or the core of Tucker."""
 
     kind: Kind
     head: torch.Tensor | None
@@ -29,7 +29,7 @@ class TensorlyObject:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Shape of the tensor that it stands for."""
+        """Shape of the tensor that it represents."""
         if self.kind in ("tensor_train", "tensor_ring"):
             return tuple(core.shape[1] for core in self.factors)
         whole = () if self.kind == "cp" or self.head is None else tuple(self.head.shape[len(self.factors) :])
@@ -37,7 +37,7 @@ class TensorlyObject:
 
 
 def read_tensorly(tensor: Any) -> TensorlyObject:
-    """Read an object of tensorly, in any of its backends, or what it takes for one."""
+    """Read an object of tensorly in any of its backends, or a tuple or list that it accepts for one."""
     from tensorly.cp_tensor import CPTensor
     from tensorly.tr_tensor import TRTensor
     from tensorly.tt_tensor import TTTensor
@@ -54,7 +54,7 @@ def read_tensorly(tensor: Any) -> TensorlyObject:
         head, rest = tensor
         if isinstance(
             head, CPTensor | TuckerTensor | TTTensor | TRTensor | list | tuple
-        ):  # routines may add their errors
+        ):  # tensorly may return (tensor, errors)
             return read_tensorly(head)
         return _checked(_matrices("cp" if head is None or np.ndim(head) == 1 else "tucker", head, rest))
     cores = _arrays(tensor)
@@ -77,7 +77,7 @@ def check_sizes(tensor: TensorlyObject, modes: WeightModes) -> None:
 
 
 def wrong_sizes(tensor: TensorlyObject, allowed: Sequence[tuple[int, ...]]) -> DecompositionError:
-    """Return the error of a tensor that has not the weight's shape."""
+    """Make the error for a tensor whose shape differs from the weight's."""
     shapes = " or ".join(str(shape) for shape in dict.fromkeys(allowed))
     return DecompositionError(
         f"tensorly's {tensor.kind} stands for a tensor of shape {tensor.sizes}, the layer's weight is "
@@ -86,7 +86,7 @@ def wrong_sizes(tensor: TensorlyObject, allowed: Sequence[tuple[int, ...]]) -> D
 
 
 def in_tensorly_backend(tensor: torch.Tensor) -> Any:
-    """Return a tensor as tensorly's present backend has them; a copy."""
+    """Copy a tensor into tensorly's present backend."""
     import tensorly
 
     if tensorly.get_backend() == "pytorch":
@@ -120,7 +120,7 @@ def _as_torch(value: Any) -> torch.Tensor:
 
 
 def _checked(tensor: TensorlyObject) -> TensorlyObject:
-    """Check that the parts belong together, which a tuple or list does not promise."""
+    """Check that the shapes of the parts agree, which a tuple or list does not guarantee."""
     shapes = [tuple(factor.shape) for factor in tensor.factors]
     if tensor.kind in ("tensor_train", "tensor_ring"):
         left, right = [shape[0] for shape in shapes], [shape[2] for shape in shapes]
@@ -131,7 +131,7 @@ def _checked(tensor: TensorlyObject) -> TensorlyObject:
         good = len(ranks) == 1 and None not in ranks
     else:
         core = () if tensor.head is None else tuple(tensor.head.shape)
-        # Without all factors it is partial_tucker's: the first modes, channels, have them.
+        # With two factors it is from partial_tucker: they belong to the first modes, the channels.
         good = len(shapes) in (2, len(core)) and len(shapes) <= len(core)
         good = good and all(shape[1:] == (rank,) for shape, rank in zip(shapes, core, strict=False))
     if not good:

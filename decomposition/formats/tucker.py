@@ -1,4 +1,4 @@
-"""Tucker-2: the two channel modes are compressed, the kernel is left whole (Kim et al., ICLR 2016)."""
+"""Factorise weights by Tucker-2: channel modes compressed, the kernel left whole (Kim et al., ICLR 2016)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, 
 from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.modes import WeightModes
 
+# Sweeps from the truncated HOSVD, which is near the optimum already.
 _HOOI_SWEEPS = 10
 
 
@@ -71,7 +72,7 @@ class Tucker(TensorFormat):
     def starter(
         self, weight: torch.Tensor, modes: WeightModes, metric: Metric | None = None
     ) -> Callable[[Ranks], Cores]:
-        """Decompose the weight's unfoldings once and return what goes on from there for any ranks."""
+        """Decompose the weight's unfoldings once; return the function that starts any ranks from them."""
         if metric is not None and modes.kernel > 1:
             return _InMetric(weight, modes, metric).start
         if modes.kernel == 1:
@@ -212,6 +213,7 @@ class _InMetric:
 
     def _by_moments(self, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         gram, cross = self.moments[:columns, :columns].clone(), self.cross[:, :columns]
+        # Moments of few or dependent inputs are singular.
         gram.diagonal().add_(1e-10 * gram.diagonal().mean() + 1e-300)
         factor = cholesky(gram)
         white = torch.linalg.solve_triangular(factor, cross.T, upper=False)
@@ -219,7 +221,7 @@ class _InMetric:
         return output, torch.linalg.solve_triangular(factor.T, white @ output, upper=True).T
 
     def _by_rows(self, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Solve for the same where rows are fewer than columns, by way of their products with one another."""
+        """Solve the reduced-rank regression from the Gram matrix of the rows, fewer than the columns."""
         rows, weight = self.rows.rows[:, :columns], self.weight[:, :columns]
         ridge = self.rows.ridge + 1e-10 * float(rows.square().sum()) / columns + 1e-300
         gram = rows @ rows.T

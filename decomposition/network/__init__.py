@@ -1,1 +1,1 @@
-"""Networks: their layers, what goes in and comes out, and copies that are changed."""
+"""Inspect networks (layers, cost, inputs, outputs), rewrite their layers, and simulate integers in them."""

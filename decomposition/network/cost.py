@@ -1,4 +1,4 @@
-"""The one definition of model cost: parameters and multiply-accumulates (MACs)."""
+"""Count parameters and multiply-accumulates (MACs): the one definition of model cost."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def count_macs(model: nn.Module, input_shape: ExampleInputs) -> int:
     """
     model = unwrapped(model)
     example, counter = example_batch(model, input_shape), _Counter()
-    # Nothing is compiled unless that part of torch is loaded, which takes a second.
+    # Nothing is compiled unless torch._dynamo is loaded; loading it would take a second.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with evaluation_mode(model), _recurrence_in_steps(model), eager, counter:
         run_model(model, example)
@@ -86,7 +86,7 @@ class _Counter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would load it, which takes a second
+        return False  # skipping torch.compile would load it, which takes a second
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -95,7 +95,7 @@ class _Counter(TorchDispatchMode):
         operator = getattr(func, "overloadpacket", None)
         counted = operator is torch.ops.aten.convolution or operator in _PRODUCTS
         if operator is not None and not counted:
-            with self:  # of others that it is made of, in inference mode
+            with self:  # count the operations it decomposes into, in inference mode
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -112,12 +112,12 @@ class _Counter(TorchDispatchMode):
 
 @contextmanager
 def _recurrence_in_steps(model: nn.Module) -> Iterator[None]:
-    """Let recurrent layers multiply matrices, which is counted, instead of calling a library's kernel."""
+    """Make recurrent layers multiply matrices, which are counted, instead of calling a library's kernel."""
     if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
         yield
         return
     with warnings.catch_warnings():
-        # Setting flags warns of what they do on a GPU.
+        # Setting the flags warns about their effect on a GPU.
         warnings.filterwarnings("ignore", message=".*oneDNN.*")
         with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
             yield

@@ -1,4 +1,4 @@
-"""Inputs and outputs of networks: shapes, examples, and nested structures of tensors."""
+"""Describe, make and split inputs of networks, and collect the tensors in their outputs."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ InputShape = tuple[int, ...] | InputSpec
 
 
 def shape_to_json(shape: InputShape) -> Any:
-    """Return what is known of a model's inputs as plain values for JSON."""
+    """Return the shape or specification of a model's inputs as plain values for JSON."""
     return shape.to_json() if isinstance(shape, InputSpec) else list(shape)
 
 
@@ -125,7 +125,7 @@ Place = tuple[str | int, ...]
 
 
 def leaves(output: Any) -> Iterator[tuple[Place, Any]]:
-    """Yield everything in a model's output that holds nothing else, in order, each with its place.
+    """Yield the leaves of a model's output in order, each with its place.
 
     The search goes into mappings, lists, tuples (named ones by their fields), dataclasses, and everything
     that is registered with torch as a pytree.
@@ -143,7 +143,7 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
 
 
 def _parts(output: Any) -> list[tuple[str | int | None, Any]]:
-    """Return what an output holds by key, field or position; itself under None if it holds nothing."""
+    """Return the children of an output by key, field or position; a leaf is its own, under None."""
     if isinstance(output, torch.Tensor):
         return [(None, output)]
     if isinstance(output, Mapping):
@@ -174,7 +174,7 @@ ExampleInputs = Sequence[int] | InputSpec | torch.Tensor | Sequence[torch.Tensor
 
 
 def input_shape_of(example: ExampleInputs) -> InputShape:
-    """Return what is known of a model's inputs, from an example or from what is known already."""
+    """Return the shape or specification of a model's inputs from an example, a shape or a specification."""
     if isinstance(example, InputSpec):
         return example
     if isinstance(example, torch.Tensor):
@@ -199,7 +199,7 @@ def input_shape_of(example: ExampleInputs) -> InputShape:
 
 
 def holds_tensors(example: ExampleInputs) -> bool:
-    """Tell whether an example is a batch of inputs, and not what is known of them."""
+    """Tell whether an example is a batch of inputs rather than a shape or a specification."""
     if isinstance(example, torch.Tensor | Mapping):
         return True
     return not isinstance(example, InputSpec) and any(isinstance(value, torch.Tensor) for value in example)
@@ -225,7 +225,7 @@ def example_batch(model: nn.Module, example: ExampleInputs, batch_size: int = 1)
 
 
 def _reference(model: nn.Module) -> torch.Tensor:
-    """Return a tensor of the type and on the device of a model's inputs.
+    """Return a tensor of the type and device that a model's inputs have.
 
     The first of torch's own layers decides: it takes the type of its own parameters. Parameters of a user's
     modules (position embeddings, say) may be of another type.
@@ -319,7 +319,7 @@ def tensors_of(inputs: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 def mapped(function: Callable[..., torch.Tensor], inputs: Inputs, *others: Inputs) -> Inputs:
-    """Apply a function to the tensors of a batch, together with those of other batches like it."""
+    """Apply a function to the tensors of a batch, paired with those of further batches of its kind."""
     tensors = [function(*row) for row in zip(*map(tensors_of, (inputs, *others)), strict=True)]
     if isinstance(inputs, torch.Tensor):
         return tensors[0]
@@ -337,12 +337,12 @@ def numbers_in_one(inputs: Inputs) -> int:
 
 
 def rows(inputs: Inputs, index: slice | torch.Tensor) -> Inputs:
-    """Return some inputs of a batch."""
+    """Select inputs of a batch by index."""
     return mapped(lambda x: x[index], inputs)
 
 
 def split(inputs: Inputs, size: int) -> list[Inputs]:
-    """Split a batch into parts of `size` inputs; the last part holds what is left."""
+    """Split a batch into parts of `size` inputs; the last part holds the remainder."""
     if isinstance(inputs, torch.Tensor):
         return list(inputs.split(size))
     return [rows(inputs, slice(first, first + size)) for first in range(0, count_inputs(inputs), size)]

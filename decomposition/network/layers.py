@@ -53,7 +53,7 @@ class Opaque:
 
 
 def opaque(module: OpaqueModule) -> Opaque:
-    """Describe such a module."""
+    """Describe an opaque module: recurrent or attention."""
     params = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     name = type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
@@ -84,7 +84,7 @@ def opaque(module: OpaqueModule) -> Opaque:
 
 
 def macs_of_call(module: OpaqueModule, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many positions a call multiplies with the weights, and its multiply-accumulates."""
+    """Return the positions at which a call multiplies with the weights, and its multiply-accumulates."""
     if isinstance(module, nn.MultiheadAttention):
         names = ("query", "key", "value")
         arguments = dict(zip(names, inputs, strict=False)) | {n: keywords[n] for n in names if n in keywords}
@@ -158,7 +158,7 @@ class LayerTrace:
         try:
             with evaluation_mode(self.model), _FunctionalUses(self):
                 run_model(self.model, batch)
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # user code may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             inputs, advice = (
                 f"an input of shape {shape}",
@@ -175,7 +175,7 @@ class LayerTrace:
 
     def _record_call(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         tensors = [tensor for tensor in (*inputs[:1], output) if isinstance(tensor, torch.Tensor)]
-        if isinstance(module, ListedModule) and len(tensors) == 2:  # a subclass may take and return others
+        if isinstance(module, ListedModule) and len(tensors) == 2:  # a subclass may have another signature
             self.reached[module] = None
             self.calls.setdefault(module, []).append((inputs[0].shape, output.shape))
             self._outputs.append((output, module))
@@ -229,7 +229,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Storage:
-    """How a file keeps the parameters of a layer."""
+    """Storage of a layer's parameters in a file."""
 
     weight: int = FLOAT_BYTES
     bias: int = FLOAT_BYTES
@@ -238,7 +238,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What is known of one layer at the model's real input size.
+    """Shapes and costs of one layer at the model's real input size.
 
     Layers are convolutions, linear layers, recurrent layers, and the projections inside
     `nn.MultiheadAttention` on queries, keys and values. No format replaces the latter two; their in and out
@@ -295,7 +295,7 @@ class LayerSpec:
         return (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
     def bytes_of(self, params: int) -> int:
-        """Return what weights of so many parameters and the bias take in a file, together."""
+        """Return the bytes in a file of `params` weights and the layer's bias."""
         bias = self.out_channels if self.bias else 0
         return self.storage.weight * (params - bias) + self.storage.bias * bias
 
@@ -348,7 +348,7 @@ def inspect_layers(model: nn.Module, input_shape: ExampleInputs) -> list[LayerSp
     reached = trace.reached
     unreached = [m for m in trace.names if isinstance(m, ListedModule | OpaqueModule) and m not in reached]
     layers = (*reached, *unreached)
-    # Any module may share it: the weight of a language model's last layer is often that of its embedding.
+    # Embeddings count too: the last layer of a language model often shares its weight with one.
     owners = Counter(
         id(parameter)
         for module in model.modules()
@@ -379,7 +379,7 @@ def compressible_layers(model: nn.Module, input_shape: ExampleInputs) -> list[La
 
 
 def skipping(specs: Sequence[LayerSpec], skip: Sequence[str], only: Sequence[str] = ()) -> list[LayerSpec]:
-    """Return the layers, refusing those that are to stay as they are."""
+    """Return the layers with a refusal on those that are to stay dense."""
     skipped, allowed = _matching("skip", specs, skip), _matching("only", specs, only)
 
     def refused(spec: LayerSpec) -> LayerSpec:

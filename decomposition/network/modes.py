@@ -1,4 +1,4 @@
-"""How a layer's weight is read as a tensor: plain modes, or channel counts split into small factors."""
+"""Read a layer's weight as a tensor: in plain modes, or with channel counts split into small factors."""
 
 from __future__ import annotations
 

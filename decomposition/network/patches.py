@@ -1,4 +1,4 @@
-"""Patches of inputs that a convolution reads, and their geometry."""
+"""Sample the input patches that a convolution reads, and describe its geometry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decomposition.network.layers import DecomposableModule
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything of a Conv1d, Conv2d or Linear but its weight and bias values."""
+    """Channels, kernel, stride, padding and dilation of a Conv1d, Conv2d or Linear."""
 
     out_channels: int
     in_channels: int
@@ -48,7 +48,7 @@ class Geometry:
         return len(self.kernel_size)
 
     def along(self, axis: int) -> Geometry:
-        """Return the sliding along one spatial axis alone: size 1, stride 1, no padding along the others.
+        """Restrict the geometry to one spatial axis: kernel 1, stride 1, no padding along the others.
 
         Convolving along one axis after the other equals convolving along all at once for every padding mode,
         as long as nothing is added in between.
@@ -152,7 +152,7 @@ def patch_view(module: nn.Conv1d | nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
 def sample_labelled_patches(
     module: DecomposableModule, inputs: list[torch.Tensor], count: int, generator: torch.Generator
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Draw the same random patches from several inputs of one layer, and tell where they are from."""
+    """Draw the same random patches from several inputs of one layer, with the input each is from."""
     linear = isinstance(module, nn.Linear)
     views = [
         x.reshape(-1, x.shape[-1])
@@ -168,12 +168,12 @@ def sample_labelled_patches(
         columns = math.prod(views[0].shape[len(positions) :])
         return [view.reshape(total, columns) for view in views], labels
     drawn = torch.randint(total, (count,), generator=generator).to(views[0].device)
-    order = drawn.argsort()  # neighbours share lines of the cache, so they are read one after the other
+    order = drawn.argsort()  # reading neighbours in order shares cache lines
     index, places = torch.unravel_index(drawn[order], positions), order.argsort()
     patches = [view[index].reshape(count, -1).index_select(0, places) for view in views]
     return patches, drawn // patches_per_input
 
 
 def labels_of_batch(labels: torch.Tensor, axis: int, batch: int) -> torch.Tensor:
-    """Return which input each patch is from."""
+    """Return the index of the input that each patch is from."""
     return labels // (axis // batch) if axis and axis % batch == 0 else labels

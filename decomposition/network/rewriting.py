@@ -78,7 +78,7 @@ _MARK = "_rewrites"
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Layers that were put into an equivalent form, so that plans may change them.
+    """Layers that were rewritten into an equivalent form, which plans may change.
 
     Attributes:
         kind: Name of the function that does it, such as `plain_attention`.
@@ -109,7 +109,7 @@ class Rewrite:
 
 
 def rewritten(network: nn.Module, kind: str, layers: Mapping[str, nn.Module]) -> nn.Module:
-    """Put layers into a network, in place, and note in it that they were rewritten."""
+    """Replace layers in a network, in place, and record the rewrite in it."""
     if not layers:
         return network
     rewrites = (*rewrites_of(network), Rewrite(kind, tuple(layers)))
@@ -125,7 +125,7 @@ def rewritten(network: nn.Module, kind: str, layers: Mapping[str, nn.Module]) ->
 
 
 def rewrites_of(model: nn.Module) -> tuple[Rewrite, ...]:
-    """Return what was rewritten in a network and in its parts, in order."""
+    """Return the recorded rewrites of a network and of its parts, in order."""
     return tuple(
         Rewrite(rewrite.kind, tuple(".".join(filter(None, (name, layer))) for layer in rewrite.layers))
         for name, module in model.named_modules()

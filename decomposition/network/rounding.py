@@ -1,4 +1,4 @@
-"""Simulate 8-bit integers in modules: ranges, rounding, and what stays in floating point."""
+"""Simulate 8-bit integers in modules: ranges, rounding, and the parts that stay in floating point."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from decomposition.public_calls import public_call
 Range = Callable[[torch.Tensor, int], torch.Tensor]
 """Rounds a tensor in the range of a use of a layer."""
 
-# Behind these a convolution's output is still the one tensor that a runtime rounds.
+# Runtimes fuse these into the convolution before them: only their output is rounded.
 _FUSED = {
     *(F.batch_norm, torch.batch_norm, F.relu, torch.relu, torch.relu_),
     *(torch.Tensor.relu, torch.Tensor.relu_),
 }
-# These look at a tensor's description alone (`__get__` stands for its properties, views such as `.T` aside).
+# These read a tensor's metadata alone (`__get__` stands for its properties, except views such as `.T`).
 _LOOKS = {
     *("__get__", "dim", "ndimension", "size", "stride", "numel", "nelement", "__len__"),
     *("is_contiguous", "is_floating_point", "is_complex", "type", "get_device", "element_size"),
@@ -39,9 +39,9 @@ _SUMS = {
 
 
 class _Unrounded(torch.Tensor):
-    """A tensor of integers before it is rounded: the output of an integer layer, or a sum of such.
+    """A tensor that is yet to be rounded to integers: the output of an integer layer, or a sum of such.
 
-    Batch norm and ReLU pass it on, an addition rounds it and what it is added to, everything else rounds it.
+    Batch norm and ReLU keep it unrounded, an addition rounds both summands, all else rounds it.
     """
 
     numbers: torch.Tensor
@@ -62,7 +62,7 @@ class _Unrounded(torch.Tensor):
 
 
 class _Tracing(TorchFunctionMode):
-    """Does what `_Unrounded` does while `torch.export` runs a network on tensors of its own class."""
+    """Acts as `_Unrounded` while `torch.export` runs a network on tensors of its own class."""
 
     def __torch_function__(
         self,
@@ -78,7 +78,7 @@ _TRACES: list[_Tracing] = []
 
 
 def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function on tensors of which some are marked."""
+    """Call a function on tensors some of which are marked as unrounded."""
     name = getattr(func, "__name__", "")
     if name == "__hash__":
         return func(*args)
@@ -105,7 +105,7 @@ def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def marked(x: torch.Tensor, where: Range | None, use: int = 0) -> torch.Tensor:
-    """Mark a tensor as yet to be rounded: in a range, or for a sum in the range of its first consumer."""
+    """Mark a tensor as yet to be rounded, in a range; None (for sums) takes its first consumer's range."""
     if not torch.compiler.is_exporting():
         handle: torch.Tensor = x.as_subclass(_Unrounded)
     elif _TRACES:
@@ -126,7 +126,7 @@ def _mark(handle: Any, numbers: torch.Tensor, where: Range | None, use: int) -> 
 
 
 def taken(x: torch.Tensor, where: Range, use: int = 0) -> torch.Tensor:
-    """Return a tensor as an integer layer takes it, unmarked; its other consumers get the same integers."""
+    """Return the unmarked input of an integer layer; other consumers get it rounded in the same range."""
     if not _is_marked(x):
         x.integer_range = (where, use, _version(x))  # type: ignore[attr-defined]
         return x
@@ -137,7 +137,7 @@ def taken(x: torch.Tensor, where: Range, use: int = 0) -> torch.Tensor:
 
 
 def settled(value: Any) -> Any:
-    """Round what is still unrounded, inside lists and tuples too."""
+    """Round marked tensors, inside lists and tuples too."""
     if _is_marked(value):
         if value.range is not None and not value.settled:
             value.numbers, value.settled = value.range(value.numbers, value.use), True
@@ -168,35 +168,36 @@ def _is_marked(value: Any) -> bool:
 
 
 def _numbers(value: Any) -> Any:
-    """Return the tensor that a marked one stands for, as it is."""
+    """Return the unrounded values of a marked tensor."""
     return value.numbers if _is_marked(value) else value
 
 
 def _version(x: torch.Tensor) -> float:
-    """Return what differs once a tensor was changed in place; NaN, equal to nothing, where that is not known.
+    """Return a tensor's version, which in-place changes raise; NaN, equal to nothing, if unknown.
 
-    It is not of tensors of `torch.inference_mode`, and where `torch.export` traces strictly.
+    It is unknown in `torch.inference_mode`, and where `torch.export` traces strictly.
     """
     return float("nan") if torch.compiler.is_dynamo_compiling() or x.is_inference() else x._version
 
 
 def _integer_range(value: Any) -> tuple[Range, int] | None:
-    """Return in what range an integer layer takes a tensor, unless it was changed since."""
+    """Return the range in which an integer layer takes a tensor, unless it was changed since."""
     where, use, version = getattr(value, "integer_range", (None, 0, 0.0))
     return None if where is None or version != _version(value) else (where, use)
 
 
 def _is_integer(value: Any) -> bool:
-    """Tell whether a summand is in integers, or is taken in integers by a layer."""
+    """Tell whether a summand is an integer tensor, or also feeds an integer layer."""
     return _is_marked(value) or _integer_range(value) is not None
 
 
 def _rounded(value: Any) -> Any:
-    """Round a summand as well where another layer takes it in integers."""
+    """Round a summand that is marked, or that also feeds an integer layer, in that layer's range."""
     known = None if _is_marked(value) else _integer_range(value)
     return settled(value) if known is None else known[0](value, known[1])
 
 
+# Activations are uint8.
 _LARGEST_ACTIVATION = 255
 _FOLLOWED = 0.05
 """Share of a training batch in the moving average of a range."""
@@ -260,15 +261,15 @@ class _RoundToUint8(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         x, low, high = ctx.saved_tensors
-        if x.is_cuda:  # numbers on the host would have to be waited for
+        if x.is_cuda:  # reading numbers on the host would synchronise
             return gradients[0].masked_fill((x <= low) | (x >= high), 0.0), None, None
         return torch.ops.aten.hardtanh_backward(gradients[0], x, float(low), float(high)), None, None
 
 
 class ActivationRange(nn.Module):
-    """The static range of one tensor a use of a layer; rounds what passes to uint8 in it.
+    """The static range of one tensor for each use of a layer, in which it rounds the tensor to uint8.
 
-    In training mode it follows the tensor, as a moving average of each batch's least and largest value.
+    In training mode the range is a moving average of each batch's least and largest values.
     """
 
     low: torch.Tensor
@@ -293,7 +294,7 @@ class ActivationRange(nn.Module):
         self.high.zero_()
 
     def hold(self, uses: int) -> None:
-        """Make room for the ranges of so many uses; further ones are empty."""
+        """Resize the buffers to this number of uses; new ranges are empty."""
         for name in ("low", "high"):
             old: torch.Tensor = getattr(self, name)
             if old.numel() != uses:
@@ -303,14 +304,14 @@ class ActivationRange(nn.Module):
                 setattr(self, name, new if uses > 1 else new[0])
 
     def next_use(self) -> int:
-        """Tell which use of the layer a call is; further calls than there are ranges count as the last."""
+        """Return the index of this call's range; calls beyond the last range share it."""
         if not self.observing and self.low.ndim == 0:
             return 0
         self.calls += 1
         return self.calls - 1 if self.observing else min(self.calls, len(self.low)) - 1
 
     def forward(self, x: torch.Tensor, use: int = 0) -> torch.Tensor:
-        """Widen the range of a use, or round to it."""
+        """Widen the range of a use if it is being observed; otherwise round to it."""
         if self.observing:
             self.hold(max(use + 1, self.low.numel()))
         low, high = (ends if ends.ndim == 0 else ends[use] for ends in (self.low, self.high))
@@ -321,12 +322,13 @@ class ActivationRange(nn.Module):
                     low.copy_(torch.minimum(low, least))
                     high.copy_(torch.maximum(high, most))
                     return x
+                # A range includes 0, which padding and ReLU need exactly.
                 low.lerp_(least.clamp_max(0.0), _FOLLOWED)
                 high.lerp_(most.clamp_min(0.0), _FOLLOWED)
         exporting = torch.compiler.is_exporting()
         if not exporting and not x.is_cuda:
             return _in_range(x, low, high - low) if bool(high > low) else x
-        # No branch on values: `torch.export` does not know them, and a GPU would be waited for.
+        # No branch on values: `torch.export` cannot trace it, and a GPU would synchronise.
         calibrated = high > low
         width = torch.where(calibrated, high - low, 1.0)
         return torch.where(calibrated, _in_range(x, low, width, exporting=exporting), x)
@@ -336,7 +338,7 @@ class ActivationRange(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def hold_as(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> None:
-        """Make room for as many ranges as are stored under a prefix."""
+        """Resize to the number of ranges that are stored under a prefix."""
         if f"{prefix}low" in tensors:
             self.hold(max(1, tensors[f"{prefix}low"].numel()))
 
@@ -375,7 +377,7 @@ _OUR_HOOKS = (_round_input, _mark_output, _count_anew, *TRACING_HOOKS)
 
 
 def round_whole(model: nn.Module) -> None:
-    """Let a network with integer layers tell their uses apart, and `torch.export` trace it, in place."""
+    """Add hooks that count the uses of integer layers and let `torch.export` trace the network, in place."""
     begin, end = TRACING_HOOKS
     if end not in model._forward_hooks.values():
         model.register_forward_pre_hook(_count_anew)
@@ -384,13 +386,13 @@ def round_whole(model: nn.Module) -> None:
 
 
 def round_weights(module: nn.Module, bits: int, names: Iterable[str] = ("weight",)) -> None:
-    """Make parameters of a module read as rounded (`torch.nn.utils.parametrize`)."""
+    """Parametrise parameters of a module by their rounded values (`torch.nn.utils.parametrize`)."""
     for name in names:
         parametrize.register_parametrization(module, name, RoundedWeight(bits))
 
 
 def round_activations(module: nn.Module) -> None:
-    """Let a convolution or linear layer round its input, and mark its output to be rounded."""
+    """Add hooks with which a convolution or linear layer rounds its input and marks its output."""
     for name in _RANGES:
         where = ActivationRange().to(next(module.parameters()).device)
         module.register_module(name, where.train(module.training))
@@ -413,7 +415,7 @@ def integer_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def rounded_parameters(model: nn.Module) -> dict[str, int]:
-    """Return the bits of every rounded parameter, by the name that it has in the network without rounding."""
+    """Return the bits of every rounded parameter, by its name in the network without rounding."""
     bits_by_name = {}
     for name, module in model.named_modules():
         if parametrize.is_parametrized(module):
@@ -480,7 +482,7 @@ def _observing(model: nn.Module) -> Iterator[None]:
 
 
 def reduce_weight_range(model: nn.Module) -> nn.Module:
-    """Let layers that compute in integers round their weights to `REDUCED_BITS`, in place."""
+    """Set the weights of layers that compute in integers to `REDUCED_BITS`, in place."""
     for layer in integer_layers(model).values():
         for step in layer.modules():
             if isinstance(step, RoundedWeight):

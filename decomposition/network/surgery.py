@@ -18,7 +18,7 @@ from decomposition.errors import DecompositionError
 
 log = logging.getLogger(__name__)
 
-# By name, because importing the classes would import torch's compiler and its distributed packages.
+# By name: importing the classes would import torch's compiler and its distributed packages.
 _WRAPPERS = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
@@ -46,7 +46,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     _check(plain)
     parts = [(name, part) for name, part in plain.named_modules() if _inside(part) is not None]
     if parts or any(_compiled(part) for part in plain.modules()):
-        plain = copied(plain)  # which leaves out what `Module.compile` made
+        plain = copied(plain)  # drops the compiled forward of `Module.compile`
         for name, part in parts:
             wrappers.append(f"{type(part).__name__} ({name})")
             replace_module(plain, plain.get_submodule(name), _peeled(plain.get_submodule(name))[0])
@@ -74,8 +74,8 @@ def _peeled(module: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def _inside(module: nn.Module) -> nn.Module | None:
-    """Return what a wrapper wraps, or None where it is none."""
-    if type(module).__module__.startswith("torch.nn.modules"):  # nearly all of them
+    """Return the module inside a wrapper; None if it is no wrapper."""
+    if type(module).__module__.startswith("torch.nn.modules"):  # fast path: no wrapper
         return None
     attribute = next((_WRAPPERS[name] for name in _classes(module) if name in _WRAPPERS), None)
     return None if attribute is None else getattr(module, attribute)
@@ -86,7 +86,7 @@ def _compiled(module: Any) -> bool:
 
 
 def _check(model: nn.Module) -> None:
-    """Refuse forms of a network that have no layers to work on."""
+    """Refuse networks without layers to change: scripted, exported, quantised or sharded ones."""
     for name, module in model.named_modules():
         what = f"{f'layer {name!r}' if name else 'the network'} is a {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):
@@ -120,7 +120,7 @@ _NAMED = 5
 
 
 def tell_of_lost(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:
-    """Log the hooks and attributes of replaced layers, once for each network."""
+    """Warn of hooks and attributes of replaced layers, once for each network."""
     carried = {name: lost for name, layer in replaced.items() if (lost := _carried(layer))}
     if not carried or model in _TOLD:
         return
@@ -134,7 +134,7 @@ def tell_of_lost(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:
 
 
 def _carried(layer: nn.Module) -> str:
-    """Return what a layer has beyond a fresh layer of its kind, for messages."""
+    """List the hooks and attributes of a layer that a fresh one of its class lacks, for messages."""
     carried = [what for name, what in _HOOKS.items() if vars(layer).get(name)]
     usual = _usual(next(base for base in (*type(layer).__mro__, nn.Module) if base in _SMALL))
     added = [
@@ -221,7 +221,7 @@ def remove_parametrizations(module: nn.Module) -> None:
     torch's own function does not serve: it changes the class, which copies of the module share.
     """
     training = module.training
-    module.eval()  # spectral norm is computed a step further at every call in training
+    module.eval()  # in training every call would advance spectral norm's power iteration
     values = {
         name: (getattr(module, name).detach(), any(p.requires_grad for p in parametrization.parameters()))
         for name, parametrization in module.parametrizations.items()  # type: ignore[union-attr,operator]
@@ -234,7 +234,7 @@ def remove_parametrizations(module: nn.Module) -> None:
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` everywhere in `model` where `old` is, under all its names."""
+    """Replace `old` by `new` in `model` under all its names."""
     places = [
         (parent, attribute)
         for parent in model.modules()

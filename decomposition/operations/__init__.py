@@ -1,6 +1,7 @@
-"""Operations: what a plan does with a layer, as small registered records.
+"""Define the operations of a plan on layers, as small registered records.
 
-`base` says what an operation is; every other module holds one. Other packages register their own.
+`operation` holds the base classes and the registry, every other module one operation. Other packages register
+their own.
 """
 
 from __future__ import annotations

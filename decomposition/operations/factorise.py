@@ -60,11 +60,11 @@ class Factorise(LayerOperation):
         return get_format(self.format)
 
     def modes(self, spec: LayerSpec) -> WeightModes:
-        """Return how the layer's weight is read as a tensor."""
+        """Return the tensor modes of the layer's weight."""
         return modes_from_dict(spec, None if self.factors is None else _as_dict(self.factors))
 
     def check(self, spec: LayerSpec) -> None:
-        """Refuse a layer that cannot be decomposed at all, or not at these ranks.
+        """Refuse a layer that cannot be decomposed, or not at these ranks.
 
         Raises:
             DecompositionError: Naming the layer, the value and what is allowed.

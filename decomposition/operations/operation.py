@@ -1,9 +1,9 @@
-"""What an operation is, and the registry of operations.
+"""Define the base classes of operations on layers, and their registry.
 
-An operation is a frozen dataclass that says what becomes of a layer. It goes to JSON and back, and knows its
-cost, its structure without values (to load, export and time it) and how it is fitted. A plan holds a list of
-them for each layer, applied left to right. Group operations act on several layers at once, so they come
-first, and the others see the network that they leave.
+An operation is a frozen dataclass: one step of a layer's compression. It converts to and from JSON, and gives
+its cost, its structure without values (to load, export and time it) and its fit. A plan holds a list of them
+for each layer, applied left to right. Group operations act on several layers at once, so they come first, and
+the others see the network that they leave.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 BatchNormCorrection = Literal["keep", "mean", "reestimate"]
 FINAL = FitOptions(iterations=200)
+# Inputs in a batch of re-estimation: bounds the memory of activations.
 _STATISTICS_BATCH = 256
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a layer costs.
+    """Cost of a layer.
 
     Attributes:
         params: Parameters, bias included.
@@ -52,7 +53,7 @@ class Cost:
 
 
 def dense_cost(spec: LayerSpec) -> Cost:
-    """Return the cost of a layer as it is."""
+    """Return the cost of the dense layer."""
     whole = spec.storage.whole
     size = spec.bytes_of(spec.params) if whole is None else whole
     return Cost(spec.params, spec.macs, size, rows=spec.out_channels)
@@ -60,7 +61,7 @@ def dense_cost(spec: LayerSpec) -> Cost:
 
 @dataclass(frozen=True)
 class ApplyOptions:
-    """How a plan is applied; see `decomposition.apply_plan`.
+    """Options of `decomposition.apply_plan`.
 
     Attributes:
         sequential: Fit each layer to the inputs that it receives in the compressed network.
@@ -84,13 +85,13 @@ class ApplyOptions:
         """Re-estimate the running statistics of batch norms in place, if there are inputs for it."""
         if self.statistics is not None:
             count = count_inputs(self.statistics)
-            parts = -(-count // _STATISTICS_BATCH)  # of nearly equal size, so that none holds a single input
+            parts = -(-count // _STATISTICS_BATCH)  # nearly equal parts: none holds a single input
             reestimate_batch_norm(model, split(self.statistics, -(-count // max(1, parts))))
 
 
 @dataclass(frozen=True)
 class FittedLayer:
-    """What an operation made of a layer."""
+    """The module that an operation made of a layer, and its weight."""
 
     module: nn.Module
     weight: torch.Tensor
@@ -98,7 +99,7 @@ class FittedLayer:
 
 @dataclass(frozen=True)
 class Operation(ABC):
-    """One step of what a plan does with a layer.
+    """One step of a plan for a layer.
 
     Attributes:
         kind: Name in the registry and in plans.

@@ -111,12 +111,12 @@ class Quantise(LayerOperation):
         bias = spec.out_channels if spec.bias else 0
         bits = 4 if self.weight_bits == 4 else 8
         stored = math.ceil((before.params - bias) * bits / 8)
-        weights = 2 if self.activations == DYNAMIC else 1  # one on the inputs, one on the state
+        weights = 2 if self.activations == DYNAMIC else 1  # one for the inputs, one for the state
         size = stored + FLOAT_BYTES * bias + weights * _SCALE_BYTES * before.rows
         return Cost(before.params, before.macs, size, rows=before.rows)
 
     def structure(self, module: nn.Module, spec: LayerSpec) -> nn.Module:
-        """Return the layer with rounding in place; a dense `module` is copied, any other is changed itself.
+        """Return the layer with rounding added; a dense `module` is copied, any other is changed in place.
 
         Raises:
             DecompositionError: If the layer contracts its cores while it runs, so that no stage can compute
@@ -132,14 +132,14 @@ class Quantise(LayerOperation):
         return module
 
     def round(self, layer: nn.Module) -> None:
-        """Let a convolution, linear layer or list of cores round its weights, and its activations."""
+        """Add rounding of weights, and of activations, to a convolution, linear layer or list of cores."""
         names = [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]
         round_weights(layer, self.weight_bits, names)
         if self.integer:
             round_activations(layer)
 
     def _stages(self, module: nn.Module, spec: LayerSpec) -> list[nn.Module]:
-        """Return the modules inside that hold weights."""
+        """Return the modules that hold the layer's weights."""
         if isinstance(module, FactorisedLayer):
             stages = module.weight_holders()
             if not stages or (self.integer and not module.staged):

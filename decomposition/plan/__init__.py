@@ -1,1 +1,1 @@
-"""Compression plans: what becomes of every layer, as versioned JSON."""
+"""Define, apply, save and load compression plans: the operations on every layer."""

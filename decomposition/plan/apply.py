@@ -1,4 +1,4 @@
-"""Apply a plan to a network."""
+"""Apply a plan to a network, contract its factorised layers, and group its parameters for an optimizer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def contracted(model: nn.Module, only: Collection[str] | None = None) -> nn.Modu
 
 
 def dense_form(model: nn.Module, plan: CompressionPlan) -> nn.Module:
-    """Return a copy of a compressed model with dense layers of the contracted weights in place again."""
+    """Return a copy of a compressed model with its layers contracted to dense ones again."""
     network = copied(unwrapped(model))
     modules = dict(network.named_modules())
     for layer in plan:
@@ -79,7 +79,7 @@ def dense_form(model: nn.Module, plan: CompressionPlan) -> nn.Module:
 
 
 def _dense_layer(module: nn.Module) -> nn.Module:
-    """Return the dense layer that a layer was made of, which operations may have wrapped."""
+    """Return the dense form of a layer, which operations may have wrapped."""
     for part in without_rounding(copied(module)).modules():
         if isinstance(part, FactorisedLayer):
             return part.to_dense().train(module.training)
@@ -98,7 +98,7 @@ Entries = dict[str, tuple[LayerPlan, LayerSpec]]
 
 
 def check_applied(model: nn.Module, compressed: nn.Module, entries: Entries) -> None:
-    """Refuse a result that differs from what the plan says."""
+    """Raise an error if a compressed model deviates from its plan."""
     modules, factorised = dict(compressed.named_modules()), factorised_layers(compressed)
     expected = count_parameters(model)
     for name, (entry, spec) in entries.items():
@@ -138,7 +138,7 @@ def check_applied(model: nn.Module, compressed: nn.Module, entries: Entries) -> 
 
 
 def _inside(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the prefixes of names of modules inside these layers: operations may wrap a layer."""
+    """Return the name prefixes of modules inside these layers; operations may wrap a layer."""
     return tuple(f"{name}." for name in names)
 
 
@@ -284,7 +284,7 @@ def _apply_sequentially(
     options: ApplyOptions,
     bar: ProgressBar,
 ) -> None:
-    """Fit every layer, also those that stay dense, to the inputs that reach it in the compressed network."""
+    """Fit every layer, dense ones too, to the inputs that reach it in the compressed network."""
     modules = dict(model.named_modules())
     correct_mean = options.batch_norm == "mean"
 
@@ -327,7 +327,7 @@ def _apply_apart(
     options: ApplyOptions,
     bar: ProgressBar,
 ) -> None:
-    """Fit every layer to the inputs of the dense network, or to its weight."""
+    """Fit every layer to its inputs in the dense network or, without inputs, to its weight."""
     modules = dict(model.named_modules())
     moments: dict[str, InputMoments] = {}
     if images is not None and entries:
@@ -366,7 +366,7 @@ def fitted_layer(
     sensitivity: torch.Tensor | None,
     options: FitOptions,
 ) -> FittedLayer:
-    """Apply an entry's operations one after the other to a dense layer."""
+    """Apply an entry's operations in sequence to a dense layer."""
     fitted = FittedLayer(dense, problem.target)
     for operation in entry.layer_operations:
         fitted = operation.fit(fitted.module, spec, problem, sensitivity=sensitivity, options=options)

@@ -1,4 +1,4 @@
-"""Compression plans: operations of every layer, as versioned JSON."""
+"""Define compression plans: the operations on every layer, as versioned JSON."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _Kind = TypeVar("_Kind", bound=Operation)
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What becomes of one layer.
+    """A plan's entry for one layer.
 
     Costs are counted from the layer as the plan's group operations leave it.
 
@@ -128,7 +128,7 @@ def total_cost(operations: Sequence[Operation], spec: LayerSpec) -> Cost:
 
 
 def without_growth(layer: LayerPlan, spec: LayerSpec) -> LayerPlan:
-    """Return the entry, with its factorisation replaced by a reason if it saves no parameters."""
+    """Replace an entry's factorisation by a reason if it saves no parameters."""
     factorisation = layer.operation(Factorise)
     if factorisation is None:
         return layer
@@ -177,7 +177,7 @@ def from_entry(entry: Any, source: str) -> LayerPlan:
 
 PLAN_VERSION = 3
 _PLAN_KEYS = {"version", "fingerprint", "input_shape", "chosen_by", "layers"}
-# Strings in JSON hold no line break (it is written as \\n), so this matches lists only.
+# JSON strings hold no line breaks (they are escaped as \\n), so this matches lists only.
 _INTEGERS = re.compile(r"(?<=\[)\n *\d+(?:,\n *\d+)*\n *(?=\])")
 
 RunGroup = Callable[[type[GroupOperation], nn.Module, Mapping[str, GroupOperation]], nn.Module]
@@ -245,7 +245,7 @@ class CompressionPlan:
         if self.preparation:
             content["preparation"] = [rewrite.to_dict() for rewrite in self.preparation]
         content["layers"] = [to_entry(layer) for layer in self.layers]
-        # Ranks and channels belong on one line.
+        # Ranks and channels stay on one line.
         return _INTEGERS.sub(lambda match: " ".join(match[0].split()), json.dumps(content, indent=2)) + "\n"
 
     @classmethod
@@ -303,7 +303,7 @@ class CompressionPlan:
         """
         path = Path(path)
         try:
-            if path.exists() and not path.is_file():  # a pipe or a device may never end
+            if path.exists() and not path.is_file():  # reading a pipe or device may never end
                 raise PlanError(f"the plan {path} cannot be read (no regular file); check the path")
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -333,7 +333,7 @@ class CompressionPlan:
         """Return all layers of a network by name, after checking that it is the plan's; see `check_model`."""
         by_name = {spec.name: spec for spec in specs}
         actual = fingerprint(by_name.values())
-        # Plans that were made before recurrent layers and attention were listed do not name them.
+        # Older plans do not list recurrent layers and attention.
         known = {actual, fingerprint(spec for spec in by_name.values() if spec.kind not in OPAQUE_KINDS)}
         missing = [layer.name for layer in self.layers if layer.name not in by_name]
         if missing:
@@ -406,7 +406,7 @@ class CompressionPlan:
         """
         specs = {spec.name: spec for spec in inspect_layers(model, self.input_shape)}
         layers = {layer.name: layer for layer in self}
-        # This plan does not have the layers that the operations remove.
+        # Layers that the operations remove are not in this plan.
         layers.update(
             {
                 n: LayerPlan(n)

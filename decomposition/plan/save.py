@@ -101,7 +101,7 @@ def load_compressed(
         PlanError: If the file cannot be read, holds no plan, or does not fit the model.
     """
     try:
-        if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may never end
+        if Path(path).exists() and not Path(path).is_file():  # reading a pipe or device may never end
             raise PlanError(f"the compressed model {path} cannot be read (no regular file); check the path")
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
@@ -138,7 +138,7 @@ def load_compressed(
 
 
 def _take_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give a model the floating-point types of a file's tensors; a single type applies to all."""
+    """Cast a model to the floating-point types of a file's tensors; a single type applies to all."""
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(kinds) == 1:
         (kind,) = kinds
@@ -165,13 +165,13 @@ def _check_values(name: str, tensor: torch.Tensor, current: torch.Tensor, *, is_
 
 
 def _loaded_back(model: nn.Module, path: Path, dense: nn.Module | None) -> nn.Module:
-    """Load what was written for `model`, in eval mode, with the plan from the file."""
+    """Load the file that was written for `model`, in eval mode, with the plan from the file."""
     if dense is not None:
         return load_compressed(dense, path)[0].eval()
     with safe_open(path, framework="pt") as file:
         plan = CompressionPlan.from_json(file.metadata()[_PLAN_KEY])
     architecture = dense_form(model, plan)
-    # Group operations have changed the model already; the other entries apply to the rest.
+    # The model has its group operations applied; only the other entries still apply.
     left = plan.after_groups(architecture, lambda kind, network, operations: network)[1]
     return load_compressed(architecture, path, left)[0].eval()
 

@@ -1,4 +1,4 @@
-"""Launchers of sweeps that rankrl brings along; Hydra looks for plugins in the package `hydra_plugins` alone.
+"""Register rankrl's launchers of sweeps; Hydra searches for plugins in the package `hydra_plugins` alone.
 
-Hydra imports this at every start: what launchers do is in `rankrl.runs.sweeps`.
+Hydra imports this at every start, so the code of the launchers is in `rankrl.runs.sweeps`.
 """

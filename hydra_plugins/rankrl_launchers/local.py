@@ -1,4 +1,4 @@
-"""`hydra/launcher=local`; configs/hydra/launcher/local.yaml holds its options."""
+"""Launch local processes with `hydra/launcher=local`; configs/hydra/launcher/local.yaml holds its options."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class LocalLauncher(Launcher):
         self.folder, self.parameters = submitit_folder, parameters
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what the jobs have in common."""
+        """Keep the configuration that the jobs share."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs and return what came of them, in their order."""
+        """Run the jobs and return their results in order."""
         from rankrl.runs.sweeps.launching import SweepJobs
         from rankrl.runs.sweeps.submitit_jobs import run_locally
 

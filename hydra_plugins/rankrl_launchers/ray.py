@@ -1,4 +1,4 @@
-"""`hydra/launcher=ray`; configs/hydra/launcher/ray.yaml holds its options."""
+"""Launch jobs on Ray with `hydra/launcher=ray`; configs/hydra/launcher/ray.yaml holds its options."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RayLauncher(Launcher):
         self.cpus, self.gpus, self.retries, self.init = cpus, gpus, retries, dict(init)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what the jobs have in common."""
+        """Keep the configuration that the jobs share."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs and return what came of them, in their order."""
+        """Run the jobs and return their results in order."""
         from rankrl.runs.sweeps.launching import SweepJobs
         from rankrl.runs.sweeps.ray_jobs import run_on_ray
 

@@ -1,1 +1,1 @@
-"""The command line: `config` says what may be asked for, `tasks` carry it out."""
+"""Run the command line: `config` composes and checks the configuration, `tasks` carry it out."""

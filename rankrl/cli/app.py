@@ -1,4 +1,4 @@
-"""The console command `rankrl`, a Hydra application."""
+"""Run the console command `rankrl`, a Hydra application."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FIRST_RUN = "experiment=first_run"
 USER_ERROR = 2
 BUDGET_MISSED = 3
 COLLAPSED = 4
-INTERRUPTED = 130
+INTERRUPTED = 130  # 128 + SIGINT, as shells do
 log = logging.getLogger(__name__)
 _SWEEP_FOLDER = "hydra.sweep.dir"
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
@@ -105,7 +105,7 @@ def _run_alone(
     overrides: list[str],
     folder: RunFolder,
 ) -> RunNotes:
-    """Run the task in a folder that no other run can get; return what its steps noted."""
+    """Run the task with its folder locked; return the notes of its steps."""
     try:
         if plain["resume"] is None and plain["overwrite"]:
             folder.begin_anew()
@@ -127,16 +127,16 @@ def _run_alone(
 
 
 def _paths(plain: dict[str, Any]) -> dict[str, list[str]]:
-    """The paths that a checked configuration names."""
+    """Return the paths in a checked configuration, by option."""
     load_plugins(plain["plugins"])
     check_values(plain)
     return named_paths(plain)
 
 
 def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
-    """Run the task, tracked; return what its steps noted."""
-    load_plugins(plain["plugins"])  # in the process of a sweep's job
-    check_values(plain)  # what sweepers draw is known only now
+    """Run the task, tracked; return the notes of its steps."""
+    load_plugins(plain["plugins"])  # the job of a sweep may have a process of its own
+    check_values(plain)  # values drawn by a sweeper are known only now
     settings = built(AppConfig, plain)
     check_input_files(plain)
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
@@ -169,7 +169,7 @@ def _for_users(error: Exception, folder: RunFolder) -> Exception | None:
 
 
 def _leave(error: Exception, code: int) -> None:
-    """Print one paragraph and leave."""
+    """Print one paragraph and exit."""
     print(f"rankrl: {' '.join(str(error).split())}", file=sys.stderr)
     raise SystemExit(code)
 
@@ -179,10 +179,10 @@ def _show_finished(folder: Path) -> None:
 
 
 def _show(text: str) -> None:
-    """Print a long text; who reads it may stop in the middle, as `head` does."""
+    """Print a long text; its reader may close the pipe early, as `head` does."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # Python would meet it again when it closes its streams
+    except BrokenPipeError:  # which Python would raise again when it closes its streams
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -190,7 +190,7 @@ _SHORT_FOR = {"export=false": "export.skip=true"}
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
-    """Return what Hydra gets of a command line, once all of it is checked that needs no computing."""
+    """Check a command line as far as possible without computing, and return the arguments for Hydra."""
     helping = not HELP_FLAGS.isdisjoint(arguments)
     arguments = [_SHORT_FOR.get(each, each) for each in readable_arguments(arguments)]
     finished = finished_run(arguments)
@@ -203,7 +203,7 @@ def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
         print(f"rankrl: {' '.join(known)}, as in that run")
     arguments = sweep_arguments([*known, *arguments])
     load_plugins(named_plugins(arguments))
-    store_groups()  # what is registered by now
+    store_groups()  # after the plugins, which register choices
     flags = parsed_flags(arguments)
     if flags.experimental_rerun is not None:
         raise ConfigError(
@@ -223,7 +223,7 @@ def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
         sweep_folder = check_folders(arguments)
     if sweep_folder is None or _sweep_folders(arguments):
         return arguments
-    # By default its name holds the time.
+    # Fixed here, as the default name holds the time.
     return [*readable_arguments([f"{_SWEEP_FOLDER}={sweep_folder}"]), *arguments]
 
 

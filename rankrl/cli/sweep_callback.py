@@ -1,4 +1,4 @@
-"""Hydra's callback around a sweep: before its first job and after its last."""
+"""Watch a sweep as Hydra's callback: identify it, show its progress, print its table and failed jobs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SweepCallback(Callback):
         self._total: int | None = None
 
     def __reduce__(self) -> tuple[type[SweepCallback], tuple[()]]:
-        """Send no thread along with a job."""
+        """Pickle without the watching thread."""
         return SweepCallback, ()
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -49,7 +49,7 @@ class SweepCallback(Callback):
         write_json(folder / SWEEP_FILE, {"id": secrets.token_hex(8)})
         launcher, self._total = str(config.hydra.launcher._target_), number_of_jobs(config)
         if launcher != _IN_THIS_PROCESS:
-            # The processes of joblib write to this terminal themselves.
+            # joblib's processes write to this terminal themselves and would break a live line.
             live = "joblib" not in launcher
             self._watch = SweepWatch(folder, self._total, live=live)
 
@@ -81,7 +81,7 @@ class SweepCallback(Callback):
 
 
 def _show_results(folder: Path) -> None:
-    from rankrl.report import ReportError, results_table  # imports torch
+    from rankrl.report import ReportError, results_table  # late, as it imports torch
 
     try:
         table = results_table(folder)
@@ -92,7 +92,7 @@ def _show_results(folder: Path) -> None:
 
 
 def number_of_jobs(config: DictConfig) -> int | None:
-    """Return how many jobs a sweep has, or None where its sweeper finds them as it goes."""
+    """Return the number of jobs of a sweep, or None if its sweeper chooses them on the way."""
     if str(config.hydra.sweeper._target_) != ALL_COMBINATIONS:
         return None
     params: Any = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}))

@@ -1,4 +1,4 @@
-"""Datasets in memory: `load_dataset` splits them, `batches` augments and normalises them on the device."""
+"""Load datasets into memory: `load_dataset` splits them, `batches` augments and normalises on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets from arrays: digits, .npz files, and inputs of ONNX files."""
+"""Read datasets from arrays: .npz files, scikit-learn's digits, and inputs of ONNX networks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _UNREADABLE = (
 def images_from_arrays(x: NDArray[np.generic], y: NDArray[np.generic], *, where: str) -> Images:
     """Check numpy arrays and turn them into `Images` without copying the pixels.
 
-    Shapes: x (N, H, W, C) and (N, H, W), y (N,).
+    Shapes: x (N, H, W, C) or (N, H, W), y (N,).
     """
     if x.dtype != np.uint8:
         raise DataError(f"{where}: images must be uint8 (0 to 255), got {x.dtype}")
@@ -142,13 +142,13 @@ _TEST_SEED = 0  # the test set is the same in every run, whatever the run's own 
     augmentation=Augmentation(padding=1, flip=False),
 )
 def digits(root: Path) -> SourceFiles:
-    """Return the digits with a fixed, stratified fifth as the test set.
+    """Load scikit-learn's digits with a fixed, stratified fifth as the test set.
 
     Args:
         root: Not used; the images come with scikit-learn.
     """
     del root
-    from sklearn.datasets import load_digits  # takes most of a second, and only this source needs it
+    from sklearn.datasets import load_digits  # a slow import that only this source needs
 
     bunch = load_digits()
     pixels = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # stored as 0 to 16

@@ -1,4 +1,4 @@
-"""Batches for a network: shuffled, augmented and normalised on the device."""
+"""Shuffle, augment and normalise images in batches on the device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ def batches(
     shuffle: bool = False,
     drop_last: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Walk once through the images in batches.
+    """Yield one epoch of batches: normalised images (B, C, H, W), float32, and labels (B,).
 
     All randomness comes from `generator` and is drawn on the CPU before the first batch, so that equal
     generators give equal batches on every device.
-
-    Shapes: returns (B, C, H, W) and (B,).
     """
     if not isinstance(images, Images):
         raise TypeError(
@@ -76,7 +74,7 @@ def _walk(
 
 
 def augmented_copy(images: Images, augmentation: Augmentation, seed: int) -> Images:
-    """Return a copy in which every image is randomly cropped and flipped once."""
+    """Return a copy with every image randomly cropped and flipped once."""
     generator = torch.Generator().manual_seed(seed)
     crops = augmentation.draw(len(images), generator).to(images.x.device)
     x = torch.empty_like(images.x, memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""The training images that layers are fitted on."""
+"""Draw the training images that layers are fitted on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry of data sets, and how training images are split."""
+"""Register and load datasets, and split training images by stratified sampling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rankrl.option_types import parameter_types
 
 
 def stratified_split(labels: Tensor, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw `size` indices so that each class is drawn in proportion to how often it occurs.
+    """Draw `size` indices, from each class in proportion to its frequency; return the rest and the drawn.
 
     Quotas are rounded by largest remainder, so exactly `size` indices are drawn.
 
@@ -36,7 +36,7 @@ def stratified_split(labels: Tensor, size: int, seed: int) -> tuple[Tensor, Tens
     generator = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(len(labels), generator=generator)
     by_class = shuffled[torch.argsort(labels[shuffled], stable=True)]
-    # by_class holds class 0 in random order, then class 1, ...: the first `quota` of each block are drawn.
+    # by_class holds class 0 in random order, then class 1, ...: the first `quota` of each are drawn.
     rank_in_class = torch.arange(len(labels)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     drawn = rank_in_class < quotas.repeat_interleave(counts)
     return by_class[~drawn].sort().values, by_class[drawn].sort().values
@@ -48,7 +48,7 @@ DEFAULT_HELDOUT = 5000
 
 @dataclass(frozen=True, eq=False)
 class SourceFiles:
-    """What a source reads: the training file and the test file, before any split."""
+    """Training and test file of a source, before any split."""
 
     train: Images
     test: Images
@@ -107,7 +107,7 @@ def dataset_source(name: str) -> DatasetSource:
 
 
 def dataset_option_types(name: str) -> dict[str, Any]:
-    """Return the types of the options that a configuration has for a dataset: common ones and its own."""
+    """Return the types of a dataset's options in a configuration: common ones and its own."""
     common = parameter_types(load_dataset, without=("name", "seed", "root"))
     return {**common, **parameter_types(dataset_source(name).read, without=("root",))}
 
@@ -202,7 +202,7 @@ def load_dataset(
 def channel_statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and standard deviation of each channel, for pixels in [0, 1].
 
-    A channel without any variation gets the standard deviation 1, so that it can be divided by.
+    A constant channel gets the standard deviation 1, so that it can be divided by.
     """
     channels = images.x.shape[1]
     levels = torch.arange(256, dtype=torch.float64) / 255
@@ -219,7 +219,7 @@ def channel_statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, 
 
 
 def _check(name: str, files: SourceFiles) -> int:
-    """Return the number of classes of files whose shapes and labels fit each other."""
+    """Check that shapes and labels of the files agree; return the number of classes."""
     train, test = files.train, files.test
     for part, images in (("training", train), ("test", test)):
         if len(images) == 0 or 0 in images.x.shape:

@@ -1,4 +1,4 @@
-"""Pixels of more than 8 bits, in 8: divided by what their type can hold, where that is known."""
+"""Read datasets from folders of image files, decoded, resized, cropped and scaled to 8 bits."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SCALED_TO_16_BITS = ("PNG", "PPM")
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
-    """Return an image whose channels have 8 bits at most: shades of grey of 16 bits or in floats scaled to 8.
+    """Scale greyscale images of 16 bits or floats in [0, 1] to 8 bits; others are returned as they are.
 
-    Pillow's own `convert` cuts such shades off at 255. What has several channels it scales as it opens it.
+    Pillow's own `convert` clips such pixels at 255. Images of several channels it scales when opening them.
     """
     if not image.mode.startswith(("I", "F")):
         return image
@@ -98,7 +98,7 @@ def imagefolder(root: Path, path: str | Path, size: int = 224, resize: int | Non
     classes = sorted(entry.name for entry in (folder / "train").iterdir() if entry.is_dir())
     if len(classes) < 2:
         raise DataError(f"{folder / 'train'} must hold at least two class folders, got {classes}")
-    # `test`, where there is one besides `val`, is the set that nothing was ever tuned on.
+    # `test` is preferred to `val`, on which networks are usually tuned.
     return SourceFiles(
         _read(folder / "train", classes, size, shorter),
         _read(folder / names[-1], classes, size, shorter),
@@ -136,7 +136,7 @@ def _read(folder: Path, classes: list[str], size: int, shorter: int) -> Images:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Return the image files of a folder and of those in it, sorted."""
+    """Return the image files of a folder and its subfolders, sorted."""
     return sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
 
 
@@ -145,7 +145,7 @@ def decode_images(
 ) -> NDArray[np.uint8]:
     """Decode image files, resize them (bilinear, antialiased) and crop the centre.
 
-    Shapes: returns (N, height, width, 3) and (N, height, width, 1).
+    Shapes: returns (N, height, width, 3) for RGB, (N, height, width, 1) for L.
     """
     pixels = np.empty((len(files), height, width, 3 if mode == "RGB" else 1), dtype=np.uint8)
 

@@ -1,4 +1,4 @@
-"""Labelled images: preprocessing, augmentation, and who may read which part."""
+"""Hold labelled images; define their preprocessing, augmentation and split into training and test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Augmentation:
             )
 
     def draw(self, count: int, generator: torch.Generator) -> Crops:
-        """Draw what happens to each of `count` images, from a CPU generator."""
+        """Draw the crops and flips of `count` images from a CPU generator."""
         return Crops(
             top=torch.randint(2 * self.padding + 1, (count,), generator=generator),
             left=torch.randint(2 * self.padding + 1, (count,), generator=generator),
@@ -40,7 +40,7 @@ class Augmentation:
 
 @dataclass(frozen=True, eq=False)
 class Crops:
-    """What happens to each image of a batch.
+    """Offsets of the crop and flips of each image of a batch.
 
     Shapes: top (N,), left (N,), mirrored (N,).
     """
@@ -68,7 +68,7 @@ class Crops:
         rows = self.top[:, None] + torch.arange(height, device=x.device)
         columns = torch.arange(width, device=x.device).expand(count, width)
         columns = torch.where(self.mirrored[:, None], width - 1 - columns, columns) + self.left[:, None]
-        # One gather of whole pixels by their flat index is 2-4 times as fast as indexing with three tensors.
+        # One gather by flat pixel index is 2 to 4 times as fast as indexing with three tensors.
         image = torch.arange(count, device=x.device)[:, None, None]
         pixel = (image * padded.shape[1] + rows[:, :, None]) * padded.shape[2] + columns[:, None, :]
         cropped = padded.reshape(-1, channels).index_select(0, pixel.flatten())
@@ -83,7 +83,7 @@ _COLOURS = ("RGB", None)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images become a network's input: (pixel / 255 - mean) / std, channel by channel."""
+    """Preprocessing of images into a network's input: (pixel / 255 - mean) / std, channel by channel."""
 
     channels: int
     height: int
@@ -116,7 +116,7 @@ class Preprocessing:
 
     @property
     def layout(self) -> str:
-        """The order of the input's axes: bytes come as files and cameras hold them, channels last."""
+        """The order of the input's axes; bytes are channels last, as in files and cameras."""
         return "NHWC" if self.in_graph else "NCHW"
 
     @property
@@ -145,7 +145,7 @@ class Preprocessing:
         return images.permute(0, 3, 1, 2).contiguous().float().mul_(scale).add_(offset)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as values for JSON, for readers that know nothing of rankrl."""
+        """Return a JSON-serialisable dict that is self-contained for readers outside rankrl."""
         return {
             "dtype": self.dtype,
             "layout": self.layout,
@@ -163,7 +163,7 @@ class Preprocessing:
 
     @classmethod
     def from_dict(cls, values: Any) -> Preprocessing:
-        """Read what `to_dict` returned; strict."""
+        """Read a dict of `to_dict`; refuse missing and unknown keys."""
         if not isinstance(values, Mapping):
             raise DataError(f"preprocessing must be an object, got {type(values).__name__}")
         keys = cls(1, 1, 1, (0.0,), (1.0,)).to_dict().keys()
@@ -262,7 +262,7 @@ class Images:
         return self.subset(torch.arange(min(count, len(self))))
 
     def digest(self) -> str:
-        """Return a hash of the images and labels, whatever their order in memory."""
+        """Return a hash of the images and labels, independent of their memory format."""
         hasher = hashlib.sha256(self.x.cpu().contiguous().numpy().tobytes())
         hasher.update(self.y.cpu().numpy().tobytes())
         return hasher.hexdigest()[:16]
@@ -275,8 +275,8 @@ class Images:
 class TestImages:
     """The images of the test set. They choose nothing: only a final report may read them.
 
-    This is deliberately no `Images` and has no `x`: a search, an early stop or any other selection that is
-    handed test images by mistake fails in the type checker and at run time.
+    This is deliberately no `Images` and has no `x`: a search, an early stop or any other selection that gets
+    test images by mistake fails in the type checker and at run time.
     """
 
     __test__ = False  # keeps pytest from collecting the class for its name
@@ -288,7 +288,7 @@ class TestImages:
         return len(self._images)
 
     def for_report(self) -> Images:
-        """Return the images, for a number that is reported and decides nothing."""
+        """Return the images, for reporting a number on which no choice depends."""
         return self._images
 
 

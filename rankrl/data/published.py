@@ -1,4 +1,4 @@
-"""CIFAR-10, CIFAR-100 and MNIST: NAME.npz, torchvision's files, or a download."""
+"""Read CIFAR-10, CIFAR-100 and MNIST from NAME.npz or torchvision's files, or download them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_published(
 
 
 def _remove_if_empty(root: Path) -> None:
-    """Remove a folder in which there are nothing but folders."""
+    """Remove a folder that holds no files, only folders."""
     if not any(path.is_file() for path in root.rglob("*")):
         shutil.rmtree(root, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""A user's own inputs, read into memory and checked before anything is done with them."""
+"""Read a user's inputs and labels into memory, check them, and hold part of them out."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ class Sample:
         return count_inputs(self.inputs)
 
     def scores_classes(self, model: nn.Module) -> bool:
-        """Tell whether a model gives scores of the classes that the labels number."""
+        """Whether labels are classes and the model returns class scores."""
         return self.has_classes and classes_of(model, self.inputs) is not None
 
     def part(self, index: Tensor) -> Sample:
-        """Return some of them."""
+        """Return the inputs and labels at these indices."""
         labels = None if self.labels is None else tree_map(lambda y: y[index], self.labels)
         return Sample(rows(self.inputs, index), labels)
 
     def parted(self, heldout: float, seed: int) -> tuple[Sample, Sample]:
-        """Return what is left and what is held out, a share or a number of inputs, drawn at random."""
+        """Hold out a random share (below 1) or number of inputs; return the rest and the held-out ones."""
         count = len(self)
         if count < 2:
             raise DataError(f"{count} inputs are too few to hold some out; give a few hundred")
@@ -79,7 +79,7 @@ class Sample:
             raise DataError(f"heldout is {heldout}, of {count} inputs; give more inputs, or hold fewer out")
         share = heldout / count if heldout >= 1 else heldout
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        held = min(max(1, round(share * count)), count - 1)
+        held = min(max(1, round(share * count)), count - 1)  # neither part may be empty
         return self.part(order[held:].sort().values), self.part(order[:held].sort().values)
 
     @property
@@ -88,13 +88,13 @@ class Sample:
         return isinstance(self.labels, Tensor) and self.labels.ndim == 1 and not _is_real(self.labels)
 
     def labelled(self) -> Sample:
-        """Return the inputs that have a class, if labels are classes."""
+        """Leave out inputs without a class, if labels are classes."""
         if not self.has_classes or not bool((self.labels == UNLABELLED).any()):
             return self
         return self.part((self.labels != UNLABELLED).nonzero().flatten())
 
     def of_classes(self, classes: int, what: str) -> Sample:
-        """The same sample with class labels as int64; whole numbers in floats count as classes, too."""
+        """Convert class labels to int64 and check their range; whole numbers in floats count as classes."""
         labels = self.labels
         if not isinstance(labels, Tensor) or labels.ndim != 1 or not bool((labels == labels.round()).all()):
             return self
@@ -114,15 +114,12 @@ class Sample:
 
 
 def is_number_of_inputs(heldout: object) -> bool:
-    """Tell whether `heldout` says how many inputs, and not which share of them."""
+    """Whether `heldout` is a number of inputs rather than a share."""
     return isinstance(heldout, int) and not isinstance(heldout, bool) and heldout >= 1
 
 
 def classes_of(model: nn.Module, inputs: Inputs) -> int | None:
-    """Return how many classes a model gives scores of, or None where it returns something else.
-
-    Shapes: model (N, classes).
-    """
+    """Return the number of classes if the model returns scores (N, classes), else None."""
     device = model_device(model)
     with evaluation_mode(model):
         outputs = tensors_in(run_model(model, mapped(lambda x: x.to(device), rows(inputs, slice(1)))))
@@ -143,7 +140,7 @@ def read_samples(
     score_reads_classes: bool,
     loss_reads_classes: bool,
 ) -> tuple[Sample, Sample, Sample | None]:
-    """Return the checked samples for fitting, for holding out and for testing."""
+    """Read and check the samples for fitting, for held-out scores and for the test."""
     sets: dict[str, CalibrationInputs | None] = {"data": data, "heldout": None, "test": test}
     if not isinstance(heldout, int | float):
         sets["heldout"] = heldout

@@ -1,1 +1,1 @@
-"""Kits of files that are timed on other devices, and the tables of times that come back."""
+"""Write kits of files to be timed on other devices, and read the tables of times that they measure."""

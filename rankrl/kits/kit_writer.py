@@ -1,4 +1,4 @@
-"""Write kits: files that another device times and compares."""
+"""Write kits: folders of files, with programs that time and compare them on another device."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Contents = tuple[Sequence[ir.Model], Batch]
 class FileGroup:
     """Files that are timed in turns on the same inputs, an untimed pass of each before every timed one.
 
-    Others have pushed its tensors out of the processor's cache, where those of a network that runs again and
-    again stay.
+    The untimed pass brings a file's tensors back into the processor's cache, from which the other files have
+    pushed them; those of a network that runs again and again stay there.
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class FileGroup:
 
 
 class Stopwatch(Protocol):
-    """What knows how long files take."""
+    """A source of the times of files."""
 
     def times(self, group: FileGroup) -> np.ndarray:
         """Return the median milliseconds of each file, infinity for one that does not run."""
@@ -49,7 +49,7 @@ VERSION = 2
 """Version of kits and of the tables that they measure."""
 KIT_FILE, TIMES_FILE = "kit.json", "times.json"
 _PROGRAMS = ("measure.py", "measure.mjs", "kit.mjs", "index.html", "kit.css")
-_PERIOD = 1021  # a prime: rows of a weight differ
+_PERIOD = 1021  # a prime, so that the rows of a weight differ
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class WrittenKit:
 
 
 class KitWriter:
-    """Writes groups of files into a folder, each file once; a `Stopwatch` that knows no times.
+    """Writes groups of files into a folder, each file once; a `Stopwatch` without times.
 
-    Large weights are replaced by their first numbers, over and over, which leaves hardly anything of a file
-    when it is compressed, and nothing of a network that could be used.
+    Large weights are replaced by their first numbers, repeated: files then compress to a small fraction, and
+    hold no usable network.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, str], *, threads: int, whole: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The table of times that a kit measured on another device."""
+"""Read and check the table of times that a kit measured on another device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TimesFile:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version, left = content["version"], content["left"]
-            # What else a device does shows in its wall time: of that the minimum counts.
+            # Wall time includes other work of the device, so its minimum counts.
             wall = content["machine"]["clock"] == "wall"
             taken = "minimum_ms" if wall else "median_ms"
             times = {name: each[taken] for name, each in content["times"].items()}
@@ -81,7 +81,7 @@ class TimesFile:
         return replace(table, networks=table._timed(networks))
 
     def _timed(self, networks: Sequence[Mapping[str, Any]]) -> list[TimedNetwork]:
-        """Return those of a kit's whole networks that run, if the first one does."""
+        """Return the kit's whole networks that run, if the first one does."""
         first = self.known.get(networks[0]["file"]) if networks else None
         return [
             TimedNetwork(each["title"], each["score"], time, time / first, self._plan(each["plan"]))
@@ -96,7 +96,7 @@ class TimesFile:
 
     @property
     def conditions(self) -> str:
-        """How the times were taken, for the reader."""
+        """Conditions of the measurement, for readers."""
         machine = self.machine
         return (
             f"{machine['runtime']} {machine['version']}, batch {self.about['batch']}, "
@@ -104,7 +104,7 @@ class TimesFile:
         )
 
     def check(self, about: Mapping[str, str], threads: int) -> None:
-        """Refuse a table that was measured of something else."""
+        """Refuse a table of another network, other candidates or options, or another number of threads."""
         for name, value in about.items():
             if self.about.get(name) != value:
                 raise ConfigError(
@@ -120,7 +120,7 @@ class TimesFile:
             )
 
     def check_device(self, other: TimesFile) -> None:
-        """Refuse a table that was measured on another device, or otherwise."""
+        """Refuse a table of another processor, runtime, version, number of threads or batch size."""
         for name in ("processor", "runtime", "version", "threads"):
             if self.machine[name] != other.machine[name]:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""Networks by name: `create_model`, `list_models`, `load_checkpoint`."""
+"""Create networks by name and load their weights: `create_model`, `list_models`, `load_checkpoint`."""
 
 from __future__ import annotations
 

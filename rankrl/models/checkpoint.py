@@ -1,4 +1,4 @@
-"""Read and write weights of networks, also those that other trainers saved."""
+"""Read and write weights of networks, including checkpoints of other trainers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from rankrl.errors import CheckpointError
 from rankrl.files import write_atomically
 
 _DEPTH = 3
-# What modules add to the names of what they wrap: data parallelism and averages, torch.compile, FSDP,
-# activation checkpointing.
+# Name parts that wrapper modules add: data parallelism and averages, torch.compile, FSDP, activation
+# checkpointing.
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-# Words of the names under which trainers keep running averages, which are what they evaluate, ...
+# Words in the names under which trainers keep running averages, which they evaluate, ...
 _AVERAGES = frozenset({"ema", "swa", "averaged", "average"})
 # ... and the network itself.
 _NETWORKS = frozenset({"self", "model", "net", "network", "state", "dict", "params", "weights", "module"})
@@ -71,12 +71,12 @@ class StateDict:
 
     @property
     def fits(self) -> bool:
-        """Whether it fills the network."""
+        """Whether the tensors fill the network."""
         return not (self.missing or self.unexpected or self.reshaped)
 
     @property
     def distance(self) -> tuple[int, int, int]:
-        """Rank among candidates: how far it is from fitting, then how unusual its name is for a network."""
+        """Sort key among candidates: distance from fitting, then how unusual the name is for a network."""
         words = {word for part in (*self.place, *self.prefix.split(".")) for word in part.split("_") if word}
         unusual = 0 if words & _AVERAGES else 1 if words <= _NETWORKS else 2
         return len(self.missing) + len(self.reshaped), len(self.unexpected), unusual
@@ -88,7 +88,7 @@ class StateDict:
 
 
 def state_dicts(content: object, expected: Mapping[str, Tensor]) -> list[StateDict]:
-    """Return the parts of a file's content that may be a network's tensors, the best fit first."""
+    """Find the parts of a file's content that may be a network's state_dict, the best fit first."""
     tied = _tied(expected)
     states = [
         state
@@ -101,7 +101,7 @@ def state_dicts(content: object, expected: Mapping[str, Tensor]) -> list[StateDi
 def _dicts(
     content: object, place: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Tensor]]]:
-    """Yield every dict that holds tensors by name; other values in it are the trainer's notes."""
+    """Yield every dict that holds tensors by name; its other values are ignored."""
     if not isinstance(content, Mapping):
         return
     named = {key: value for key, value in content.items() if isinstance(key, str)}
@@ -114,7 +114,7 @@ def _dicts(
 
 
 def _unwrapped(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors without the wrappers' parts of their names, which a layer within may have, too."""
+    """Strip wrappers' parts from the tensors' names, except where the network's own names have them."""
     added = _WRAPPERS.difference(*(name.split(".") for name in expected))
     plain = {
         ".".join(part for part in name.split(".") if part not in added): tensor
@@ -136,7 +136,7 @@ def _by_prefix(
             if ".".join(parts[index:]) in expected:
                 prefixes[".".join([*parts[:index], ""])] += 1
     most = max(prefixes.values(), default=0)
-    # Names of one layer deep inside are found behind many prefixes; a network's are behind few.
+    # A prefix of the whole network matches many names; one that matches a few layers by chance is dropped.
     likely = [prefix for prefix, count in prefixes.items() if 2 * count >= most] or [""]
     for prefix in likely:
         inside = {
@@ -155,12 +155,12 @@ def _by_prefix(
 
 
 def _is_counter(name: str, tensor: Tensor) -> bool:
-    """Tell whether a tensor counts something for the trainer, as AveragedModel's `n_averaged` does."""
+    """Whether a tensor is a trainer's counter, such as AveragedModel's `n_averaged`."""
     return "." not in name and tensor.ndim == 0 and not tensor.is_floating_point()
 
 
 def _tied(expected: Mapping[str, Tensor]) -> dict[str, frozenset[str]]:
-    """Return the other names of each parameter that has several; some writers keep only one of them."""
+    """Return the other names of each tied parameter; some writers save only one of them."""
     names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], set[str]] = {}
     for name, tensor in expected.items():
         if tensor.numel() and not tensor.is_meta:
@@ -168,8 +168,8 @@ def _tied(expected: Mapping[str, Tensor]) -> dict[str, frozenset[str]]:
     return {name: frozenset(group - {name}) for group in names.values() if len(group) > 1 for name in group}
 
 
-_NOTES = "rankrl"  # one entry of the metadata: safetensors writes several in any order
-_PLAN = "rankrl.plan"  # what `decomposition.save_compressed` writes into a file's metadata
+_NOTES = "rankrl"  # one metadata entry for all notes: safetensors writes several in any order
+_PLAN = "rankrl.plan"  # the metadata entry of `decomposition.save_compressed`
 
 log = logging.getLogger(__name__)
 
@@ -179,9 +179,9 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
 
     Reads PyTorch files (.th, .pt, .pth, .ckpt, ...) with `weights_only=True`, and .safetensors: a state_dict,
     or a trainer's file with one in it, alone, under a key such as "state_dict", "model", "net" or "ema", or
-    behind a prefix such as `module.`, `model.` or `_orig_mod.`. Of several that fit, running averages come
-    first, then what is called a network; what was taken and what was left out is logged.
-    `num_batches_tracked` may be missing, as old files lack it, and one name of a tied parameter.
+    with a prefix such as `module.`, `model.` or `_orig_mod.`. Of several that fit, running averages come
+    first, then those named like a network; the choice and the parts left out are logged.
+    `num_batches_tracked` may be missing, as in old files, and so may all but one name of a tied parameter.
     Floating-point types are converted to the model's own.
     """
     path = Path(path)
@@ -210,17 +210,17 @@ def save_checkpoint(
 
 
 def checkpoint_heldout(path: str | Path) -> str | None:
-    """Return which images the network in a file of `save_checkpoint` was not trained on, if it says so."""
+    """Return the digest of the held-out images recorded by `save_checkpoint`, if any."""
     return _notes(path).get("heldout")
 
 
 def checkpoint_preprocessing(path: str | Path) -> dict[str, Any] | None:
-    """Return what the images of the network in a file of `save_checkpoint` go through, if it says so."""
+    """Return the preprocessing recorded by `save_checkpoint`, if any."""
     return _notes(path).get("preprocessing")
 
 
 def _notes(path: str | Path) -> dict[str, Any]:
-    """Return what a file of `save_checkpoint` says besides its tensors; nothing where it is another."""
+    """Return the notes that `save_checkpoint` wrote beside the tensors; empty for other files."""
     try:
         notes: dict[str, Any] = json.loads(_metadata(path).get(_NOTES, "{}"))
     except (SafetensorError, OSError, ValueError):
@@ -267,7 +267,7 @@ def _read(path: Path) -> object:
 
 
 def _fitting(content: object, expected: Mapping[str, Tensor], path: Path) -> StateDict:
-    """Return the part of a file's content that fills the network; log what was taken and left out."""
+    """Return the part of a file's content that fills the network; log its name and the parts left out."""
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{path} holds a {type(content).__name__}, not a state_dict (a dict of tensors)"
@@ -309,7 +309,7 @@ def _fitting(content: object, expected: Mapping[str, Tensor], path: Path) -> Sta
 
 
 def _misfit(state: StateDict, path: Path) -> str:
-    """Say why the tensors that come nearest do not fit."""
+    """Describe why the nearest tensors do not fit."""
     if not state.missing and not state.unexpected:
         classes = _class_counts(state.tensors, state.expected, state.reshaped)
         if classes is not None:
@@ -335,7 +335,7 @@ def _misfit(state: StateDict, path: Path) -> str:
 def _class_counts(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], reshaped: list[str]
 ) -> tuple[int, int] | None:
-    """Return the classes of file and model when only the rows of the last layer differ."""
+    """Return the numbers of classes of file and model if only the last layer's rows differ."""
     last = list(expected)[-1].rpartition(".")[0]
     for key in reshaped:
         same_columns = tensors[key].ndim > 0 and tensors[key].shape[1:] == expected[key].shape[1:]

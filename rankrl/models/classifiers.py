@@ -1,4 +1,4 @@
-"""The registry of classifiers, their outputs, and digests of networks."""
+"""Register and build classifiers, check their outputs, and hash networks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rankrl.option_types import parameter_types, takes_any_option
 def check_classifier(
     model: object, input_shape: tuple[int, int, int], num_classes: int, *, name: str = "model"
 ) -> None:
-    """Run a network on two blank images and check what comes out.
+    """Run a network on two blank images and check that it returns class scores.
 
-    The network runs in evaluation mode; its mode and values stay as they were.
+    The network runs in evaluation mode; its mode, parameters and buffers stay unchanged.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name} is a {type(model).__name__}, not a torch.nn.Module")
@@ -73,7 +73,7 @@ def network_digest(model: nn.Module) -> str:
 
 
 def behaviour_digest(model: nn.Module, inputs: Inputs) -> str:
-    """Return a hash that also tells networks of one name and the same weights apart by what they compute."""
+    """Return a hash of modules, weights and outputs, which tells equally named networks apart."""
     with evaluation_mode(model), torch.no_grad():
         answers = tensors_in(run_model(model, inputs))
     return digest(network_digest(model), list(answers), torch.__version__)
@@ -124,10 +124,10 @@ def model_option_types(name: str) -> tuple[dict[str, Any], bool]:
 
 
 def default_lr(name: str, network: nn.Module) -> float:
-    """Return the learning rate of SGD with momentum 0.9 at which a network is trained from scratch.
+    """Return the learning rate of SGD with momentum 0.9 for training a network from scratch.
 
-    It is what the model states at its registration; for one that states none, 0.1 for a network with batch
-    normalisation and 0.01 for one without, in which larger steps soon let ReLUs die.
+    It is the rate registered with the model, else 0.1 for a network with batch normalisation and 0.01 for one
+    without, where larger steps soon make ReLUs die.
     """
     stated = model_source(name).lr
     if stated is not None:
@@ -146,7 +146,7 @@ def create_model(
 def build_model(
     name: str, input_shape: tuple[int, int, int], num_classes: int, options: Mapping[str, Any]
 ) -> nn.Module:
-    """Do what `create_model` does, with options of any name: a user's function may have its `num_classes`."""
+    """Build a network like `create_model`, but with options of any name, even `num_classes`."""
     source = model_source(name)
     parameters = inspect.signature(source.build).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

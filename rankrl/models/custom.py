@@ -1,4 +1,4 @@
-"""Networks of others: own functions, torchvision's, ONNX files."""
+"""Build networks from users' functions and torchvision; register the name of ONNX files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def custom(
 def _parameter_names(build: Callable[..., object]) -> set[str]:
     try:
         return set(inspect.signature(build).parameters)
-    except (TypeError, ValueError):  # some callables written in C do not tell
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return set()
 
 

@@ -1,4 +1,4 @@
-"""Built-in classifiers: conv4, LeNet-5, CIFAR ResNets and ResNet-9."""
+"""Define the built-in classifiers: Conv-4, LeNet-5, CIFAR ResNets and ResNet-9."""
 
 from __future__ import annotations
 
@@ -200,12 +200,12 @@ def resnet56(input_shape: tuple[int, int, int], num_classes: int, *, shortcut: s
     return CifarResNet(9, input_shape[0], num_classes, shortcut)
 
 
-_LEAST_SIDE = 8
+_LEAST_SIDE = 8  # ResNet-9 halves its images three times
 _SCALE_OF_SCORES = 0.125
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions of as many channels, each with batch norm and ReLU, added to their input."""
+    """Two 3x3 convolutions of equal width, each with batch norm and ReLU, added to their input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -217,12 +217,12 @@ class _Block(nn.Module):
 
 
 class ResNet9(nn.Module):
-    """Four 3x3 convolutions, pooling behind the last three, a block behind the second and the fourth.
+    """Four 3x3 convolutions, pooling after the last three, a block after the second and the fourth.
 
     The network of Page, "How to train your ResNet" (2018, part 4), which won the DAWNBench of CIFAR-10, with
-    its layers in the order convolution, batch norm, ReLU, pooling, block. Class scores are an eighth of what
-    the last layer gives: its inputs are maxima, so that without the factor its steps are too long at the rate
-    that suits the convolutions (three epochs of 12,000 images: 49.8 instead of 70.2 % on others).
+    its layers in the order convolution, batch norm, ReLU, pooling, block. Class scores are an eighth of the
+    last layer's outputs: its inputs are maxima, so that without the factor its steps are too long at the rate
+    that suits the convolutions (three epochs of 12,000 images: 49.8 instead of 70.2 % on other images).
 
     Args:
         input_shape: (channels, height, width); height and width multiples of 8.

@@ -1,1 +1,1 @@
-"""Networks as searches, budgets and reports see them: PyTorch modules and ONNX graphs by one protocol."""
+"""Adapt PyTorch modules and ONNX graphs to one protocol for searches, budgets and reports."""

@@ -1,4 +1,4 @@
-"""A file in any runtime, for what takes a session of onnxruntime."""
+"""Compress a network in an ONNX file: calibrate, apply plans, write, score and time (`GraphNetwork`)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from rankrl.verify.runtimes import ComparedFiles, runtime_numbers
 
 
 class FileSession:
-    """An open file that answers as onnxruntime's session of the same network would."""
+    """An open file of any runtime, with the interface of an `onnxruntime.InferenceSession`."""
 
     def __init__(self, session: Session, original: onnxruntime.InferenceSession) -> None:
         self._session = session
@@ -75,7 +75,7 @@ _JUDGED_PATCHES = 2**14
 
 @dataclass(frozen=True, eq=False)
 class WrittenGraph:
-    """A graph with its plan carried out: in floating point, and as it stands in a file."""
+    """A graph compressed under a plan: in floating point, and in the precision of its file."""
 
     graph: CompressedGraph
     network: OnnxNetwork
@@ -83,18 +83,18 @@ class WrittenGraph:
 
     @cached_property
     def session(self) -> onnxruntime.InferenceSession:
-        """The network, open."""
+        """Session of the network."""
         return open_session(self.network.whole(tensors=True), self.network.source)
 
     @cached_property
     def outputs(self) -> tuple[OutputAgreement, ...]:
-        """How far its outputs agree with the original's on held-out inputs."""
+        """Agreement of its outputs with the original's on held-out inputs."""
         return tuple(self.scoring.agreement(self.session))
 
 
 @dataclass(frozen=True, eq=False)
 class GraphNetwork:
-    """A network in an ONNX file with its inputs; a `rankrl.networks.base.Network`."""
+    """A network in an ONNX file with its inputs; a `rankrl.networks.network.Network`."""
 
     file: PreparedFile
     feed: Feed = field(repr=False)
@@ -125,15 +125,15 @@ class GraphNetwork:
 
     @property
     def caveat(self) -> str | None:
-        """Which nodes hold weights but are no operators of ONNX."""
+        """Warning of nodes that hold weights but are no operators of ONNX."""
         return self.file.foreign
 
     def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Return fractions of the file's costs as fractions of what it was rewritten to."""
+        """Convert fractions of the file's costs to fractions of the rewritten network's."""
         return self.file.fractions(kept)
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
-        """Return what lists the candidates of every node; see `PricedNetwork`."""
+        """Return the lister of every node's candidates; see `PricedNetwork`."""
         specs = [site.spec for site in self.file.changing]
         return CandidateLister(specs, candidates.formats, precisions=candidates.precisions, as_nodes=True)
 
@@ -142,7 +142,7 @@ class GraphNetwork:
         return fit_library(self.file, candidates, folder=cache, seed=seed)
 
     def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> NetworkTimer:
-        """Return what measures times of the graph, whose nodes hold fits while it is timed."""
+        """Return the timer of the graph, whose nodes hold fits while it is timed."""
         assert library is not None
         options = replace(options, batch=self.file.network.axes.size(self.feed))
         files = GraphFiles(self.file, self.feed, library)
@@ -150,7 +150,7 @@ class GraphNetwork:
 
     @property
     def scoring(self) -> OnnxScoring:
-        """The inputs that are set apart for it, or the held-out ones where nothing is searched."""
+        """Scoring on the inputs set apart for it, or on the held-out ones where nothing is searched."""
         split = self.file.split
         # A rule's plan is one, so that no input chooses it.
         scored, single = split.scored or split.heldout, split.scored or split.calibration
@@ -158,11 +158,11 @@ class GraphNetwork:
         return OnnxScoring(self.file.network, self.file.sites, scored, self.judge, self.term, single, others)
 
     def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> WrittenGraph:
-        """Return the network that a plan becomes, as it is written, fitted to fewer patches than a result."""
+        """Return the network under a plan, as it is written, fitted to fewer patches than a result."""
         return self.written(plan, self.file.split.calibration, library.sensitivities, _JUDGED_PATCHES)
 
     def finished(self, plan: CompressionPlan, sensitivities: Mapping[str, torch.Tensor]) -> WrittenGraph:
-        """Return the same fitted to the inputs that plans were scored on, too: they have done their work."""
+        """Return the network under the chosen plan, fitted to the inputs that plans were scored on, too."""
         split = self.file.split
         return self.written(plan, [*split.calibration, *split.scored], sensitivities)
 
@@ -173,7 +173,7 @@ class GraphNetwork:
         sensitivities: Mapping[str, torch.Tensor],
         patches: int = PATCHES_PER_LAYER,
     ) -> WrittenGraph:
-        """Return the network that a plan becomes, its nodes fitted one after the other (`refitted_graph`)."""
+        """Return the network under a plan, its nodes fitted one after the other (`refitted_graph`)."""
         with progress_bar("refit nodes", total=len(self.file.sites)) as bar:
             graph = refitted_graph(
                 self.file.network,
@@ -226,7 +226,7 @@ class GraphNetwork:
             return rival_numbers(Path(scratch) / "dense-int8.onnx", measured)
 
     def _runtimes(self, path: Path) -> dict[str, Any] | None:
-        """Return what the file and the original do in every runtime that is asked for."""
+        """Score and time the file and the original in every requested runtime; None for a single one."""
         if len(self.timing.compared_runtimes) == 1:
             return None
         session, split = open_session(self._original.model, self._original.source), self.file.split
@@ -252,13 +252,13 @@ class GraphNetwork:
         return checked_score(self.judge(session), "a file")
 
     def costs_before(self) -> dict[str, int]:
-        """Return what the file costs."""
+        """Return the costs of the file."""
         return {**self.file.original_totals, "file_bytes": self._original.whole().ByteSize()}
 
     def costs_after(self, plan: CompressionPlan, compressed: WrittenGraph) -> dict[str, int]:
-        """Return what a compressed network costs."""
+        """Return the costs of a compressed network."""
         costs = plan_costs(self.file.totals, self.file.sites, plan)
-        if not plan.chosen(Quantise):  # then constants alone say what they take
+        if not plan.chosen(Quantise):  # without integers the constants alone give the bytes
             costs["bytes"] = network_costs(compressed.network, self.file.original_sites)["bytes"]
         return costs
 
@@ -271,7 +271,7 @@ class GraphNetwork:
 
     @cached_property
     def _answer(self) -> Callable[[WrittenGraph | OnnxNetwork], Any]:
-        """What the user's score says of a network; it is asked once."""
+        """The user's score of a network, called once per network."""
         judge = self.judge
         assert judge is not None
 
@@ -298,13 +298,13 @@ class GraphNetwork:
         return values_of_inputs(self._answer(self._original if compressed is None else compressed))
 
     def collapsed(self, compressed: WrittenGraph, score: float) -> str | None:
-        """Return what the held-out inputs show; see `Network`."""
+        """Return a message if outputs on held-out inputs are no better than a constant; see `Network`."""
         del score
         return collapse(compressed.outputs, self._compared.constant_agreement(), self.compared_inputs)
 
     @property
     def rewritten(self) -> dict[str, str]:
-        """What became of nodes before anything was compressed."""
+        """Descriptions of nodes that were rewritten before compression, by name."""
         return self.file.rewritten
 
     def rows(self, plan: CompressionPlan, compressed: WrittenGraph) -> list[LayerRow]:
@@ -324,7 +324,7 @@ class GraphNetwork:
 
     @property
     def compared_inputs(self) -> int:
-        """How many inputs `score` looks at: the held-out ones."""
+        """Number of inputs that `score` uses: the held-out ones."""
         return sum(map(self.file.split.axes.size, self.file.split.heldout))
 
     @cached_property
@@ -334,9 +334,9 @@ class GraphNetwork:
 
     @cached_property
     def _range_choice(self) -> RangeChoice | None:
-        """How integers are chosen in all files that become of the network, whichever is written first.
+        """Ranges and bias corrections of all integer files of the network, whichever is written first.
 
-        Inputs that plans are scored on take part, too: the file at the end is fitted to all of them.
+        Inputs that plans are scored on take part, too: the finished file is fitted to all of them.
         """
         file, split = self.file, self.file.split
         names = [site.name for site in file.usable if site.name not in file.unrounded]
@@ -348,7 +348,7 @@ class GraphNetwork:
 
     @cached_property
     def _compared(self) -> OnnxScoring:
-        """What results are compared with the original by."""
+        """Scoring by which results are compared with the original."""
         return OnnxScoring(self._original, self.file.sites, self.file.split.heldout, self.judge)
 
 

@@ -1,4 +1,4 @@
-"""What lies behind one node of a network in a file, run with other weights of that node."""
+"""Measure the loss at a network's outputs when one node of an ONNX graph gets another weight."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from rankrl.onnx.graph_edits import Array, is_standard, names_in, new_name, set_
 from rankrl.onnx.output_scores import OutputScore, mean_loss
 from rankrl.verify.agreement import output_scores
 
-_STEPS = 255
+_STEPS = 255  # between the ends of a uint8 range
 
 
 class NodeTail:
-    """What lies behind the input of a node, with the node's own input, weight and mean as inputs.
+    """The part of a graph behind the input of a node, with the node's input, weight and mean as inputs.
 
     A node that shares its weight with others has the whole network behind it, and its input stays as it is.
     All values that the inputs lead to are kept, for up to 64 inputs of small networks and 8 of large ones.
@@ -72,7 +72,7 @@ class NodeTail:
         self._session = GraphSession(part, network.source)
 
     def _open_ends(self, graph: ir.Graph) -> None:
-        """Let the node read an input of its own, and add another input to its output, which is shown."""
+        """Make the node's input a graph input, add another to its output, and make that a graph output."""
         node = next(node for node in graph if node.name == self._node.name)
         taken = names_in(graph)
         kind = ir.TensorType(ir.DataType.FLOAT)
@@ -97,7 +97,7 @@ class NodeTail:
     def losses(
         self, library: FitLibrary, weights: Sequence[torch.Tensor], integer: Sequence[bool]
     ) -> list[float]:
-        """Return the loss under each weight; see `rankrl.networks.graph_losses.NodeLosses.of`."""
+        """Return the loss under each weight; see `NodeLosses.of`."""
         if self._session is None:
             return [0.0] * len(weights)
         node, session = self._node, self._session
@@ -152,11 +152,11 @@ class NodeTail:
 
 
 def _rounding_behind(graph: ir.Graph, node: Site, readers: Collection[str]) -> tuple[float, bool]:
-    """Return below what a node's output is cut off, and whether anything takes it but nodes that round it."""
+    """Return the lower clipping bound of a node's output, and whether nodes read it that do not round it."""
     value = next(each for each in graph if each.name == node.name).outputs[0]
     low, uses = -np.inf, tuple(value.uses())
     if len(uses) == 1 and is_standard(uses[0].node, "Relu") and not value.is_graph_output():
-        value, low = uses[0].node.outputs[0], 0.0  # rounded together, it is rounded behind the ReLU
+        value, low = uses[0].node.outputs[0], 0.0  # the quantiser rounds once, behind the ReLU
     return low, value.is_graph_output() or any(use.node.name not in readers for use in value.uses())
 
 
@@ -188,21 +188,21 @@ _METHOD = 4
 
 
 class GraphLibrary(FitLibrary):
-    """Fits of the nodes of a file, whose candidates have losses that are scaled to measured ones."""
+    """Fits of the nodes of a file, whose candidates' losses are scaled to measured ones."""
 
     def __init__(self, *arguments: Any, losses: NodeLosses | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._losses = losses
 
     def part(self, name: str) -> FitLibrary:
-        """Return a library of one node, which only fits."""
+        """Return a library of one node that fits without measuring losses."""
         part = super().part(name)
         assert isinstance(part, GraphLibrary)
         part._losses = None
         return part
 
     def fit_all(self, unfitted: Any, finish: Callable[[CandidateSet], None], *, workers: Any = None) -> None:
-        """Fit the candidates of several nodes and measure what they lose; see `FitLibrary`."""
+        """Fit the candidates of several nodes and measure their losses; see `FitLibrary`."""
         super().fit_all(unfitted, lambda site: finish(self._measured(site)), workers=workers)
 
     def _measured(self, site: CandidateSet) -> CandidateSet:
@@ -239,7 +239,7 @@ class GraphLibrary(FitLibrary):
         by_format: Mapping[str, float],
         by_rounding: Mapping[Quantise, float],
     ) -> float:
-        """Return a candidate's loss: the share of the factors and that of rounding, each by its own scale."""
+        """Return a candidate's loss: that of its factors and that of rounding, each with its own scale."""
         factors = [each for each in candidate.operations if isinstance(each, Factorise)]
         rounding = [each for each in candidate.operations if isinstance(each, Quantise)]
         squared = candidate.error**2
@@ -251,7 +251,7 @@ class GraphLibrary(FitLibrary):
 
 
 def _representatives(candidates: Sequence[Candidate]) -> tuple[dict[str, Factorise], list[Quantise]]:
-    """Return a factorisation of each format, with a middle error, and the different roundings."""
+    """Return one factorisation of each format, that of median error, and the distinct roundings."""
     by_format: dict[str, dict[Factorise, float]] = {}
     rounded: dict[Quantise, None] = {}
     for candidate in candidates:
@@ -270,7 +270,7 @@ def _representatives(candidates: Sequence[Candidate]) -> tuple[dict[str, Factori
 
 @dataclass(frozen=True, eq=False)
 class NodeLosses:
-    """Measures what the outputs of a network lose when one node alone has another weight."""
+    """Measures the loss at the outputs of a network when one node alone has another weight."""
 
     network: OnnxNetwork
     nodes: Sequence[Site]
@@ -280,7 +280,7 @@ class NodeLosses:
     def of(
         self, library: FitLibrary, name: str, weights: Sequence[torch.Tensor], integer: Sequence[bool]
     ) -> list[float]:
-        """What the outputs lose (`OutputScore.loss`), averaged over them, for each weight of a node."""
+        """Return the loss (`OutputScore.loss`), averaged over the outputs, for each weight of a node."""
         key = None if self.folder is None else digest(self._key, name, weights, integer)
 
         def measured() -> list[float]:
@@ -293,7 +293,7 @@ class NodeLosses:
         return losses
 
     def of_lstm(self, name: str, bits: int) -> float:
-        """Return the same loss of an LSTM in integers, with onnxruntime's own kernel."""
+        """Return the loss of an LSTM in integers, with onnxruntime's own kernel."""
         key = None if self.folder is None else digest(self._key, name, bits)
 
         def measured() -> float:
@@ -324,7 +324,7 @@ class NodeLosses:
 
     @cached_property
     def _scores(self) -> dict[str, OutputScore]:
-        """What each output is scored by."""
+        """Score of each output, by name."""
         scores = output_scores(self._original, range(len(self._feeds)))
         return {score.name: score for score in scores}
 

@@ -1,4 +1,4 @@
-"""Scoring plans of a network in an ONNX file: one graph that takes on the weights of any plan."""
+"""Score plans of a network in an ONNX file on one graph whose constants are exchanged for each plan."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _Values = dict[str, bytes]
 class ScoringGraph:
     """A graph with dense nodes that is opened with the weights of any plan.
 
-    It is rewritten once. A plan costs the constants that differ from the last plan's and the opening of a
-    session; no node is changed. (onnxruntime can be handed constants along with the model,
+    It is rewritten once. For a plan only the constants that differ from the last plan's are exchanged, and a
+    session is opened; no node is changed. (onnxruntime can be handed constants along with the model,
     `SessionOptions.add_initializer`; its convolutions then compute with those of the model all the same,
-    seen in 1.31.) What is lost of the mean of a node's output is given back where something takes it up.
+    seen in 1.31.) The shift of a node's mean output is corrected where a parameter behind it takes it up.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ScoringGraph:
 def constants_of(
     library: FitLibrary, node: Site, opened: OpenConstants, weight: torch.Tensor
 ) -> dict[str, Array]:
-    """Return what the constants of a node hold when its weight is another one, by their names, float32."""
+    """Return a node's constants, float32 by name, for another weight."""
     written = weight.reshape(node.weight.shape)
     if node.hidden:
         both = zip((opened.weight, opened.state), node.recurrent_weights(written), strict=True)
@@ -114,7 +114,7 @@ def constants_of(
 
 @dataclass(frozen=True)
 class OnnxScoring:
-    """What plans of a network in an ONNX file are scored by."""
+    """The scoring of plans of a network in an ONNX file: a user's score, or agreement with the original."""
 
     network: OnnxNetwork
     nodes: Sequence[Site]
@@ -136,18 +136,18 @@ class OnnxScoring:
         self.of_original()
 
     def weighed(self, library: FitLibrary, problem: SearchProblem) -> Sequence[CandidateSet]:
-        """Return the sites as they are: losses of nodes are measured when they are fitted."""
+        """Return the sites unchanged: losses of nodes are measured when they are fitted."""
         return problem.sites
 
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None = None
     ) -> AbstractContextManager[Evaluator]:
-        """Return what scores the plans of a search, in this process: workers only fit nodes."""
+        """Return the evaluator of a search's plans, in this process: workers only fit nodes."""
         del cluster
         return nullcontext(OnnxPlanEvaluator(self, library, problem))
 
     def of_networks(self) -> Callable[[Any], float]:
-        """Return what scores compressed networks as they are written (`WrittenGraph`)."""
+        """Return the scoring function of compressed networks as they are written (`WrittenGraph`)."""
         return lambda written: self.of_session(written.session, "the compressed network")
 
     def of_original(self) -> float:
@@ -159,7 +159,7 @@ class OnnxScoring:
         )
 
     def losses(self) -> Callable[[Any], float]:
-        """Return what says how much of the original's score a network loses that is written.
+        """Return the function that measures the loss of score of a written network.
 
         Classes that change are counted, or expected (`expected_changes`) where that says more.
         """
@@ -198,7 +198,7 @@ class OnnxScoring:
         return agreement(self._original, answers, self._numbers, self.output_scores)
 
     def loss(self, session: onnxruntime.InferenceSession) -> float:
-        """Return what an open network loses (`mean_loss`)."""
+        """Return the loss of an open network (`mean_loss`)."""
         answers = self._answers(session, self.feeds)
         pairs = ((self._original.run(number), answers.run(number)) for number in self._numbers)
         return mean_loss(self.output_scores, pairs)
@@ -209,12 +209,12 @@ class OnnxScoring:
 
     @cached_property
     def output_scores(self) -> list[OutputScore]:
-        """What each output is scored by."""
+        """Score of each output."""
         return output_scores(self._original, self._numbers)
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all that scores depend on besides the plan."""
+        """Hash of everything besides the plan on which scores depend."""
         scored_by = (self.term, self.feeds) if self.score is None else score_identity(self.score)
         return digest(self.network.digest, scored_by)[:16]
 
@@ -251,7 +251,7 @@ class OnnxPlanEvaluator(RememberingEvaluator):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of what scores depend on besides the plan."""
+        """Hash of everything besides the plan on which scores depend; see `Evaluator`."""
         return self.scoring.fingerprint
 
     def value(self, choices: Choices) -> float:
@@ -260,7 +260,7 @@ class OnnxPlanEvaluator(RememberingEvaluator):
         return self.scoring.of_session(self.graph.session(choices), what)
 
     def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Measure how far the outputs move when one node alone is compressed."""
+        """Measure the divergence of the outputs when one node alone is compressed."""
         scoring = replace(self.scoring, feeds=self.scoring.single[:batches])
 
         def divergence(plan: Choices) -> float:
@@ -297,7 +297,7 @@ class _Remembered:
 
     @classmethod
     def of(cls, answers: NumberedAnswers) -> _Remembered:
-        """Let a network answer all of its batches."""
+        """Run a network on all of its batches."""
         return cls(answers.output_names, [answers.run(number) for number in range(len(answers.feeds))])
 
     def rows(self, index: int) -> Array:

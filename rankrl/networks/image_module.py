@@ -1,4 +1,4 @@
-"""A classifier of a data set's images, as searches and reports see it."""
+"""Compress a classifier of a data set's images: score, export, verify and report (`ImageModule`)."""
 
 from __future__ import annotations
 
@@ -49,8 +49,6 @@ class ImageModule(ModuleNetwork):
 
     Plans are scored on images held out of the training set; test images choose nothing and are read for the
     report alone.
-
-    Shapes: images (N, channels, height, width).
     """
 
     data: ImageData
@@ -69,7 +67,7 @@ class ImageModule(ModuleNetwork):
         return ImageScoring(self.model, self.data, self.scores, self.scored_images)
 
     def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
-        """Return the compressed network, calibrated anew layer by layer."""
+        """Return the compressed network, its layers refitted one after the other."""
         log.info("applying the plan, layer by layer")
         return apply_plan(
             self.model,
@@ -90,7 +88,7 @@ class ImageModule(ModuleNetwork):
         return path
 
     def floating(self, candidates: CandidateOptions) -> Collection[str]:
-        """Return the layers whose integers are others in the file than in PyTorch (`unlike_file`)."""
+        """Return the layers whose integers PyTorch does not simulate as the file has them (`unlike_file`)."""
         return self._unlike_file if computes_in_integers(candidates.precisions) else ()
 
     @cached_property
@@ -109,7 +107,7 @@ class ImageModule(ModuleNetwork):
 
     @cached_property
     def _correct(self) -> Callable[[nn.Module], Tensor]:
-        """Which test images a network that is ready classifies right; they are walked through once."""
+        """Mask of the test images that a network classifies right, computed once per network."""
         data, dense, cache = self.data, self.model, self.cache
         return once_per_network(
             lambda network: (
@@ -131,7 +129,7 @@ class ImageModule(ModuleNetwork):
     def write(self, compressed: nn.Module, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
         """Export a compressed network, verify the file on held-out images and time it; see `Network`.
 
-        The file's metadata says under `preprocessing` what it takes.
+        The file's metadata holds the description of its inputs under `preprocessing`.
         """
         options = self.export
         numbers, times = export_file(
@@ -154,11 +152,11 @@ class ImageModule(ModuleNetwork):
 
     @property
     def compared_inputs(self) -> int:
-        """How many inputs `score` looks at: the test images."""
+        """Number of inputs that `score` uses: the test images."""
         return len(self.data.test)
 
     def costs_before(self) -> dict[str, int]:
-        """Return what the dense network costs."""
+        """Return the costs of the dense network."""
         return self.costs if self.export.skip else {**self.costs, "file_bytes": self.baseline.stat().st_size}
 
     def score(self, compressed: nn.Module | None) -> float:
@@ -168,12 +166,12 @@ class ImageModule(ModuleNetwork):
     basis = Basis("accuracy", "test images")
 
     def values(self, compressed: nn.Module | None) -> np.ndarray:
-        """Return which test images are classified right; see `Network`."""
+        """Return the mask of the test images that are classified right; see `Network`."""
         correct = self._correct(self.model if compressed is None else compressed)
         return correct.numpy().astype(np.float64)
 
     def collapsed(self, compressed: nn.Module, score: float) -> str | None:
-        """Return what the test images show; see `Network`."""
+        """Return a message if accuracy on the test images is that of guessing; see `Network`."""
         del compressed
         share = guessing_share(self.data.heldout.y)
         return accuracy_collapse(score, self.accuracy, share, len(self.data.test))

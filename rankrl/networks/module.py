@@ -1,4 +1,4 @@
-"""Which residual blocks a search may take out of a network."""
+"""Compress a PyTorch module: list its layers, removable blocks and channels, calibrate and count it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from rankrl.verify.measure import layer_rows, stored_bytes
 
 
 def block_removals(model: nn.Module, input_shape: InputShape) -> dict[str, Removal]:
-    """Return with which operation layers may leave the network, by name."""
+    """Return the operation that removes a layer with its residual block, by the layer's name."""
     order = [spec.name for spec in compressible_layers(model, input_shape)]
     removals: dict[str, Removal] = {}
     for block in residual_blocks(model, example_tensor(model, input_shape)):
@@ -59,12 +59,12 @@ def block_removals(model: nn.Module, input_shape: InputShape) -> dict[str, Remov
 def channel_narrowings(
     model: nn.Module, input_shape: InputShape, fractions: Sequence[float], multiple: int = 1
 ) -> dict[str, Narrowing]:
-    """Return how many channels layers may read, by the name of the reading layer.
+    """Return the numbers of input channels that a layer may keep, by the name of the reading layer.
 
-    Channels between two layers can be removed with nothing else in the network noticing where one layer makes
+    Channels between two layers can be removed without changing the rest of the network where one layer writes
     them, one reads them, and the two follow each other: inside a residual block, or along a plain chain.
-    Channels that several layers share, a residual stream say, or that a layer norm normalises together, are
-    what `task=prune` removes.
+    Channels that several layers share, of a residual stream for example, or that a layer norm normalises
+    together, are removed by `task=prune`.
     """
     wrong = [each for each in fractions if not 0 < each < 1]
     if wrong:
@@ -111,7 +111,7 @@ def _counts(channels: int, fractions: Sequence[float], multiple: int) -> tuple[i
 
 @dataclass(frozen=True, eq=False)
 class ModuleNetwork:
-    """A PyTorch module, and the inputs that it is calibrated on; a `rankrl.networks.base.PricedNetwork`."""
+    """A PyTorch module and its calibration inputs; a `rankrl.networks.network.PricedNetwork`."""
 
     model: nn.Module
     input_shape: InputShape
@@ -136,15 +136,15 @@ class ModuleNetwork:
 
     @property
     def preparation(self) -> tuple[Rewrite, ...]:
-        """What was rewritten in the module before."""
+        """Rewrites of the module before compression."""
         return rewrites_of(self.model)
 
     def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Return the fractions as they are: the module is the original."""
+        """Return the fractions unchanged: the module is the original."""
         return dict(kept)
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
-        """Return what lists the candidates of every layer; see `PricedNetwork`."""
+        """Return the lister of every layer's candidates; see `PricedNetwork`."""
         return CandidateLister.of_network(
             self.model,
             self.input_shape,
@@ -183,13 +183,13 @@ class ModuleNetwork:
         )
 
     def timer(self, options: LatencyOptions, _library: FitLibrary | None = None, /) -> NetworkTimer:
-        """Return what measures times of the module, exported; no fits are needed."""
+        """Return the timer of the exported module; no fits are needed."""
         preprocessing = self.preprocessing if options.preprocess else None
         files = ModuleFiles(self.model, self.input_shape, options.batch, options.channel_block, preprocessing)
         return NetworkTimer(files, self.specs, self.input_shape, options)
 
     def costs_after(self, plan: CompressionPlan, compressed: nn.Module) -> dict[str, int]:
-        """Return what a compressed network costs."""
+        """Return the costs of a compressed network."""
         return {
             "params": count_parameters(compressed),
             "macs": count_macs(compressed, self.input_shape),
@@ -201,7 +201,7 @@ class ModuleNetwork:
         return layer_rows(plan, self.model, compressed)
 
     def _removable(self, candidates: CandidateOptions) -> dict[str, Any]:
-        """Return which channels and blocks may go, as `FitLibrary` takes it."""
+        """Return the channels and blocks that may be removed, as arguments of `FitLibrary`."""
         removable: dict[str, Any] = {}
         if candidates.channels:
             removable["narrowings"] = channel_narrowings(

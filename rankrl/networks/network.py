@@ -1,4 +1,4 @@
-"""The protocol of networks that are compressed."""
+"""Define the protocols of networks that are priced, searched and compressed to files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rankrl.verify.certificate import Basis
 
 @dataclass(frozen=True)
 class CandidateOptions(FittingOptions):
-    """Which candidates there are and how they are fitted."""
+    """Formats, precisions and rank multiples of candidates, and the options of their fits."""
 
     formats: tuple[str, ...]
     precisions: tuple[str, ...] = ("float32",)
@@ -42,7 +42,7 @@ class CandidateOptions(FittingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Fits, scores and fine-tuning round as the finished file does, so nothing sees what was asked for.
+        # Fits, scores and fine-tuning must round as the finished file does on this processor.
         object.__setattr__(self, "precisions", runnable(self.precisions, self.reduce_range))
 
     @classmethod
@@ -54,7 +54,7 @@ class CandidateOptions(FittingOptions):
         multiple: int | None = None,
         reduce_range: bool | None = None,
     ) -> CandidateOptions:
-        """Return which candidates there are under a budget."""
+        """Return the options of candidates under a budget."""
         return cls(
             differing_formats(options.choices, budget),
             default_precisions(budget) if options.precisions is None else options.precisions,
@@ -69,9 +69,9 @@ _Answer = TypeVar("_Answer")
 
 
 def once_per_network(function: Callable[[_Network], _Answer]) -> Callable[[_Network], _Answer]:
-    """Return a function that calls another one once for every network and remembers its answer.
+    """Memoise a function per network.
 
-    Networks are told apart as objects and not kept alive. A network must not change between calls.
+    Networks are compared by identity and not kept alive. A network must not change between calls.
     """
     answers: WeakKeyDictionary[_Network, _Answer] = WeakKeyDictionary()
 
@@ -84,7 +84,7 @@ def once_per_network(function: Callable[[_Network], _Answer]) -> Callable[[_Netw
 
 
 class PricedNetwork(Protocol):
-    """A network with the inputs that it is calibrated on: all that a budget asks for."""
+    """A network with its calibration inputs, as budgets use it."""
 
     @property
     def specs(self) -> Sequence[LayerSpec]:
@@ -92,7 +92,7 @@ class PricedNetwork(Protocol):
 
     @property
     def input_shape(self) -> InputShape:
-        """Shape of one input without the batch axis, or what else is known of the inputs."""
+        """Shape of one input without the batch axis, or the specification of several inputs."""
 
     @property
     def costs(self) -> Mapping[str, int]:
@@ -100,38 +100,38 @@ class PricedNetwork(Protocol):
 
     @property
     def preparation(self) -> tuple[Rewrite, ...]:
-        """What was rewritten in the network before, for its plans."""
+        """Rewrites of the network before compression, which plans record."""
 
     @property
     def time_of_original(self) -> float:
-        """Time of the network / that of what a user calls the original, where that is another one; else 1."""
+        """Time of this network / that of the user's original, 1 where both are the same."""
 
     @property
     def caveat(self) -> str | None:
-        """What a user must know, besides the budget, when that cannot be reached; None for nothing."""
+        """Message to users whose budget cannot be reached, None without one."""
 
     def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Return fractions of the original's costs as fractions of this network's."""
+        """Convert fractions of the original's costs to fractions of this network's."""
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
-        """Return what lists the candidates of every layer, without any fit."""
+        """Return the lister of every layer's candidates, without any fit."""
 
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
         """Calibrate and return the library of the layers' fits; nothing is fitted yet."""
 
     def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> NetworkTimer:
-        """Return what measures times of this network."""
+        """Return the timer of this network's layers and of the network under plans."""
 
 
 class SearchableNetwork(PricedNetwork, Protocol):
-    """A network whose plans can be scored: all that a search asks for."""
+    """A network whose plans can be scored, as searches use it."""
 
     @property
     def scoring(self) -> Scoring:
-        """What plans, and the networks that they become, are scored by."""
+        """Scoring of plans and of compressed networks."""
 
     def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> Any:
-        """Return the compressed network, refit and all, as `scoring` takes it."""
+        """Return the compressed and refitted network, as `scoring` takes it."""
 
 
 @dataclass(frozen=True)
@@ -146,20 +146,20 @@ class WrittenFile:
 
 
 class Network(SearchableNetwork, Protocol):
-    """A network that is compressed to a file: all that the end of the road asks for."""
+    """A network that is compressed to a file: exported, verified, timed and scored."""
 
     @property
     def compared_inputs(self) -> int:
-        """How many inputs `score` looks at."""
+        """Number of inputs that `score` uses."""
 
     @property
     def rewritten(self) -> Mapping[str, str]:
-        """What became of layers before anything was compressed, by name, where a report should say so."""
+        """Descriptions of layers that were rewritten before compression, by name, for the report."""
 
     def dense_int8(self) -> dict[str, Any] | None:
-        """Return what the network in 8-bit integers costs and is worth: `dense_int8` of metrics.json.
+        """Return size, score and time of the network in 8-bit integers: `dense_int8` of metrics.json.
 
-        None where it is not asked for (`LatencyOptions.int8`) or cannot be made.
+        None where it is not requested (`LatencyOptions.int8`) or cannot be made.
         """
 
     def write(self, compressed: Any, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
@@ -172,17 +172,17 @@ class Network(SearchableNetwork, Protocol):
         """Return `params`, `macs` and `bytes` of a compressed network."""
 
     def score(self, compressed: Any | None) -> float:
-        """Return how good a compressed network is on inputs that it was not fitted to; None: the original."""
+        """Return a compressed network's score on inputs that it was not fitted to; None: the original's."""
 
     @property
     def basis(self) -> Basis:
-        """What `values` are."""
+        """Kind and inputs of the scores that `values` returns."""
 
     def values(self, compressed: Any | None) -> np.ndarray | None:
         """Return a score of every input, shape (N,), by which a loss is certified; None: of the original."""
 
     def collapsed(self, compressed: Any, score: float) -> str | None:
-        """Return what to tell a reader if a compressed network answers no better than a constant."""
+        """Return a message if a compressed network's answers are no better than a constant, else None."""
 
     def rows(self, plan: CompressionPlan, compressed: Any) -> Sequence[LayerRow]:
         """Return the report's row of every layer."""

@@ -1,4 +1,4 @@
-"""A user's own PyTorch module with his own inputs, as searches and reports see it."""
+"""Compress a user's own PyTorch module with the user's inputs: score, export, verify and report."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class ScoredModule(ModuleNetwork):
 
     @property
     def scoring(self) -> FunctionScoring:
-        """The function."""
+        """Scoring by the user's function."""
         return FunctionScoring(self.model, self.judge, self.inputs)
 
     def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
-        """Return the compressed module, calibrated anew layer by layer."""
+        """Return the compressed module, its layers refitted one after the other."""
         options = self.options
         return apply_plan(
             self.model,
@@ -91,7 +91,7 @@ class OwnModule(ScoredModule):
         return path
 
     def floating(self, candidates: CandidateOptions) -> Collection[str]:
-        """Return the layers whose integers are others in the file than in PyTorch (`unlike_file`)."""
+        """Return the layers whose integers PyTorch does not simulate as the file has them (`unlike_file`)."""
         return self._unlike_file if computes_in_integers(candidates.precisions) else ()
 
     @cached_property
@@ -154,27 +154,27 @@ class OwnModule(ScoredModule):
 
     @property
     def compared_inputs(self) -> int:
-        """How many inputs `score` looks at: the held-out ones."""
+        """Number of inputs that `score` uses: the held-out ones."""
         return len(self.heldout.sample)
 
     def costs_before(self) -> dict[str, int]:
-        """Return what the dense network costs."""
+        """Return the costs of the dense network."""
         return {**self.costs, "file_bytes": self.baseline.stat().st_size}
 
     def score(self, compressed: nn.Module | None) -> float:
-        """Return what the function says of a compressed network, or of the dense one."""
+        """Return the function's score of a compressed network, or of the dense one."""
         if compressed is None:
             return checked_score(self._answer(self.model), "the dense network")
         return checked_score(self._answer(compressed), "the compressed network")
 
     @cached_property
     def _answer(self) -> Callable[[nn.Module], Any]:
-        """What the function says of a network that is ready; it is asked once."""
+        """The function's score of a network, computed once per network."""
         return once_per_network(partial(answer, self.judge))
 
     @property
     def basis(self) -> Basis:
-        """The inputs that choose nothing, or those of the user's own score."""
+        """The held-out inputs, which choose no plan, or those of the user's own score."""
         if self.judge is not self.heldout:
             return OWN_SCORE
         measure = self.heldout if self.unseen is None else self.unseen
@@ -188,6 +188,6 @@ class OwnModule(ScoredModule):
         return values_of_inputs(self._answer(network))
 
     def collapsed(self, compressed: nn.Module, score: float) -> str | None:
-        """Return what the held-out inputs show; see `Network`."""
+        """Return a message if outputs on held-out inputs are no better than a constant; see `Network`."""
         del score
         return self.heldout.collapsed(compressed)

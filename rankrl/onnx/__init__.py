@@ -1,1 +1,1 @@
-"""ONNX: `export` writes files, `graph` reads and rewrites those of others, `runtimes` run them."""
+"""Export modules to ONNX (`export`), compress ONNX graphs (`graph`), run ONNX files (`runtimes`)."""

@@ -1,4 +1,4 @@
-"""Errors of exports and of ONNX files."""
+"""Define the errors of exports and of ONNX files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Operators, identified by domain and name: the `Conv` of another domain need not be ONNX's own."""
+"""Query and edit onnx_ir graphs: operators, names, constants, parts of graphs.
+
+Operators are identified by domain and name: the `Conv` of another domain need not be ONNX's own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ MICROSOFT = "com.microsoft"
 
 
 def opset_of(model: ir.Model) -> int:
-    """Return the version of ONNX's own operators that a model uses, 0 where it says none."""
+    """Return the version of ONNX's own operator set in a model, 0 where none is stated."""
     return next((version for domain, version in model.opset_imports.items() if domain in STANDARD), 0)
 
 
@@ -67,12 +70,12 @@ def free_name(graph: ir.Graph, name: str) -> str:
 
 
 def is_constant(value: ir.Value | None) -> bool:
-    """Tell whether a value is stored in the graph, and no default that a caller may replace."""
+    """Tell whether a value is stored in the graph and not the default of an input."""
     return value is not None and value.is_initializer() and not value.is_graph_input()
 
 
 def stored(value: ir.Value | None) -> Array | None:
-    """Return the numbers that a graph stores as a value, `None` where it computes or takes it."""
+    """Return the stored numbers of a constant, None where the graph computes or takes the value."""
     if value is None or not is_constant(value) or value.const_value is None:
         return None
     return value.const_value.numpy()
@@ -93,12 +96,12 @@ def new_constant(graph: ir.Graph, name: str, values: npt.ArrayLike) -> ir.Value:
 def node_of(
     op_type: str, inputs: Sequence[ir.Value | None], name: str, attributes: Mapping[str, Any] | None = None
 ) -> ir.Node:
-    """Return a node of ONNX's own with one output, both of one name, which is free."""
+    """Return a node of ONNX's own domain with one output; both get `name`, which must be free."""
     return ir.node(op_type, inputs, attributes, name=name, outputs=[ir.val(name)])
 
 
 def put_in_place(graph: ir.Graph, old: Sequence[ir.Node], new: Sequence[ir.Node]) -> None:
-    """Put nodes in a row in the place of others; the output of the last takes the place of theirs."""
+    """Replace nodes by others in a row; the output of the last replaces the output of the old ones."""
     before, after = old[-1].outputs[0], new[-1].outputs[0]
     known = before.name, before.type, before.shape
     ir.convenience.replace_nodes_and_values(graph, old[-1], old, new, [before], [after])
@@ -123,13 +126,13 @@ def until(model: ir.Model, values: Sequence[str]) -> ir.Model:
 
 
 def free_ends(model: ir.Model) -> None:
-    """Let the ends of a graph take and give float32 of any size."""
+    """Set the inputs and outputs of a graph to float32 of any shape."""
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), None
 
 
 def set_types(part: ir.Model, values: Mapping[str, Array]) -> None:
-    """Give inputs the types of these values, and free sizes: those in the file may be of another batch."""
+    """Set the types of inputs to those of values, with free sizes: the file's may be of another batch."""
     for entry in part.graph.inputs:
         value = values[str(entry.name)]
         entry.type = ir.TensorType(ir.DataType.from_numpy(value.dtype))
@@ -137,7 +140,7 @@ def set_types(part: ir.Model, values: Mapping[str, Array]) -> None:
 
 
 def depending(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Value]:
-    """Return the values of a graph that depend on some of its values, and those."""
+    """Return the values of a graph that depend on the given ones, these included."""
     reached = {value for value in values if not value.is_initializer()}
     for node in graph:  # in topological order
         if any(value in reached for value in used_by(node, graph)):
@@ -158,7 +161,7 @@ def producing(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Node]:
 
 
 def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
-    """Return the values of the main graph that a node or its bodies take."""
+    """Return the values of the main graph that a node or its bodies read."""
     values = [value for value in node.inputs if value is not None]
     for attribute in node.attributes.values():
         bodies = [attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else []

@@ -1,7 +1,7 @@
-"""How near answers are to the original's: one score for each output.
+"""Score the outputs of a compressed network against the original's: divergence or R^2, one per output.
 
-The largest number of an output tells little where it is in the same place for every input, or where an output
-is no scores of classes. What is scored is decided once, from the original's answers.
+The largest number of an output tells little where it is in the same place for every input, or where the
+output holds no class scores. The kind of each score is decided once, from the original's answers.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _SUM_TOLERANCE = 1e-2
 """How far probabilities of classes are off 1 together: files round them."""
 _ZERO_SUM = 0.1
 """Of logits: mean square of the sum of a row / what independent numbers of their size have, at most."""
-_LEAST_PROBABILITY = 1e-12
+_LEAST_PROBABILITY = 1e-12  # keeps the logarithm of zero finite
 _LEAST_DIVERGENCE = 1e-6
 """Divergence in nats below which probabilities are a constant, as far as float32 can tell."""
 
 
 @dataclass(frozen=True, eq=False)
 class OutputScore:
-    """What answers of one output are scored by."""
+    """The score of one output's answers, of the kinds in `SCORES`."""
 
     name: str
     kind: OutputKind
@@ -93,7 +93,7 @@ class OutputScore:
         return _by_input(np.moveaxis(lost, axis, 1), 2) / self.spread
 
     def numbers(self, answers: Array) -> Array:
-        """Return what tells how far answers moved, float64.
+        """Return the numbers by which changes of answers are measured, float64.
 
         Of scores of classes these are the logits, up to what no probability depends on: the logarithms of the
         probabilities less their mean over the classes, (N, classes). Probabilities near 1 hide what moved
@@ -104,7 +104,7 @@ class OutputScore:
         return _centred(log_probabilities(answers, self.probabilities))
 
     def loss(self, before: Array, after: Array) -> Array:
-        """Return what every input loses, shape (N,): a number that few inputs tell, and small errors change.
+        """Return the loss of every input, shape (N,), which few inputs determine and small errors change.
 
         Of scores of classes it is the squared error of the logits relative to their variance: the divergence
         of a few inputs is that of the one nearest to another class. Of all others it is 1 − the score.
@@ -119,7 +119,7 @@ class OutputScore:
 
 
 def output_score(name: str, answers: Sequence[Array], classes: bool = False) -> OutputScore:
-    """Decide what an output is scored by.
+    """Choose the score of an output from the original's answers.
 
     Numbers of a row are scores of classes where they are probabilities, or where their sum is zero next to
     their size: cross-entropy does not change when all logits grow alike, so that its gradient sums to zero
@@ -158,7 +158,7 @@ def output_score(name: str, answers: Sequence[Array], classes: bool = False) -> 
 def mean_loss(
     scores: Sequence[OutputScore], answers: Iterable[tuple[Sequence[Array], Sequence[Array]]]
 ) -> float:
-    """What a network loses (`OutputScore.loss`), averaged over the inputs and then over the outputs."""
+    """Return a network's loss (`OutputScore.loss`), averaged over the inputs and then over the outputs."""
     losses: list[list[Array]] = [[] for _ in scores]
     for before, after in answers:
         for score, rows, known, moved in zip(scores, losses, before, after, strict=True):
@@ -209,7 +209,7 @@ def _centred(logarithms: Array) -> Array:
 
 
 def _of_values(name: str, answers: Sequence[Array], reason: str) -> OutputScore:
-    """Return the score of numbers, those of one unit together; the few of a row have a unit each."""
+    """Return the score of an output without classes, with one unit, or one a number where these are few."""
     known = Answers.of(answers)
     units = find_units(known)
     if units is not None:

@@ -1,4 +1,4 @@
-"""Read and write ONNX files: sparse constants, outputs that are no tensors, checks."""
+"""Convert between ONNX files, protobuf and onnx_ir, which has no sparse constants or non-tensor outputs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def store_densely(model: onnx.ModelProto) -> dict[str, onnx.SparseTensorProto]:
 
 
 def store_sparsely(model: onnx.ModelProto, constants: Mapping[str, onnx.SparseTensorProto]) -> None:
-    """Turn constants of the main graph that are what they were into sparse ones again, in place."""
+    """Turn unchanged constants of the main graph into sparse ones again, in place."""
     graph = model.graph
     for index in reversed(range(len(graph.initializer))):
         name = graph.initializer[index].name
@@ -75,7 +75,7 @@ def holds(constant: onnx.SparseTensorProto, array: np.ndarray[Any, Any]) -> bool
 
 
 def sparse_bytes(constant: onnx.SparseTensorProto) -> int:
-    """Count what the numbers of a sparse constant and their places take."""
+    """Return the bytes of a sparse constant's values and indices."""
     return sum(numpy_helper.to_array(part).nbytes for part in (constant.values, constant.indices))
 
 
@@ -109,7 +109,7 @@ checker wants some of every output, and onnxruntime minds none."""
 
 @dataclass(frozen=True)
 class SetAside:
-    """What was set aside of a file."""
+    """Nodes and outputs that were cut off a file."""
 
     sparse: Mapping[str, onnx.SparseTensorProto] = field(default_factory=dict)
     outputs: tuple[onnx.ValueInfoProto, ...] = ()
@@ -213,7 +213,7 @@ def _is_tensor(value: onnx.ValueInfoProto) -> bool:
 
 
 def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield what a node and its bodies read."""
+    """Yield the names of the values that a node and its bodies read."""
     yield from filter(None, node.input)
     for attribute in node.attribute:
         for body in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
@@ -232,7 +232,7 @@ def load_model(path: str | Path) -> ir.Model:
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """Return a model as protobuf, for what takes nothing else: onnx's checker and converter, onnxruntime."""
+    """Return a model as protobuf, which onnx's checker and converter and onnxruntime take."""
     proto = ir.to_proto(model)
     graph = proto.graph
     constants = {tensor.name for tensor in graph.initializer}  # they say their types and sizes themselves

@@ -1,4 +1,4 @@
-"""The operations that come from `pruning`, registered for plans by importing this package."""
+"""Register the operations of `pruning` for plans; importing the package suffices."""
 
 from __future__ import annotations
 

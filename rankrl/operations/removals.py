@@ -1,4 +1,4 @@
-"""Operations that remove channels or a residual block."""
+"""Define the plan operations that remove channels or residual blocks."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class KeepChannels(GroupOperation):
     """Keep these output channels of a layer; the others leave the network.
 
     Layers whose channels are coupled, by a residual addition say, have to keep the same ones. With
-    calibration inputs, the layers that remain are solved for anew, so that they make up for the channels that
-    are gone (`decomposition.compensate`).
+    calibration inputs, the remaining layers are solved for anew to compensate for the removed channels
+    (`decomposition.compensate`).
 
     Attributes:
         indices: The channels that stay, sorted.
@@ -109,9 +109,9 @@ class KeepChannels(GroupOperation):
         images: Inputs | None,
         options: ApplyOptions,
     ) -> nn.Module:
-        """Return a copy of `model` without the other channels; what stays makes up for them.
+        """Return a copy of `model` without the other channels; the remaining layers compensate for them.
 
-        Without `options.sequential` nothing is made up for. A removal then changes the inputs of batch norms
+        Without `options.sequential` nothing is compensated. A removal then changes the inputs of batch norms
         by more than their mean, so their statistics are re-estimated on the images, unless
         `options.batch_norm` is `keep`.
 
@@ -137,7 +137,7 @@ class KeepChannels(GroupOperation):
 
 
 def kept_channels(plan: CompressionPlan) -> dict[str, list[int]]:
-    """Return the output channels that stay, of every layer that loses some; empty if none does."""
+    """Return the kept output channels of every layer that loses some; empty if none does."""
     return {name: list(operation.indices) for name, operation in plan.chosen(KeepChannels).items()}
 
 
@@ -147,7 +147,7 @@ def _of_kept_channels(
     by_layer: Mapping[str, KeepChannels],
     input_shape: InputShape,
 ) -> _Result:
-    """Call a function of `pruning` with the kept channels; what it refuses is an error of the plan."""
+    """Call a function of `pruning` with the kept channels; raise its errors as `PlanError`."""
     kept = {name: list(operation.indices) for name, operation in by_layer.items()}
     try:
         return function(model, kept, example_tensor(model, input_shape))
@@ -158,10 +158,10 @@ def _of_kept_channels(
 @register_operation
 @dataclass(frozen=True)
 class RemoveBlock(GroupOperation):
-    """Remove the residual block that the layer is in: it hands its input on.
+    """Replace the residual block that contains the layer by the identity.
 
-    All layers of a block have to have the operation. With calibration inputs the layers that remain are
-    solved for anew, so that they make up for the block (`decomposition.compensate`).
+    All layers of a block must have the operation. With calibration inputs, the remaining layers are solved
+    for anew to compensate for the block (`decomposition.compensate`).
 
     Attributes:
         block: Name of the block's module.
@@ -189,7 +189,7 @@ class RemoveBlock(GroupOperation):
             )
 
     def cost(self, spec: LayerSpec, before: Cost) -> Cost:
-        """Return nothing."""
+        """Return zero cost."""
         return Cost(0, 0, 0)
 
     def values(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class RemoveBlock(GroupOperation):
     ) -> nn.Module:
         """Return a copy of `model` without the blocks.
 
-        With `options.sequential` the layers that stay make up for them.
+        With `options.sequential` the remaining layers compensate for them.
 
         Raises:
             PlanError: If one is no residual block that can be removed, or a layer in it stays.
@@ -253,7 +253,7 @@ def removed_blocks(layers: Mapping[str, RemoveBlock]) -> list[str]:
 
 
 def _checked(model: nn.Module, by_layer: Mapping[str, RemoveBlock], input_shape: InputShape) -> list[str]:
-    """Return the names of the blocks, after checking that they can be removed as a whole."""
+    """Check that the blocks can be removed as a whole, and return their names."""
     known = {each.name for each in residual_blocks(model, example_tensor(model, input_shape))}
     blocks = removed_blocks(by_layer)
     for block in blocks:

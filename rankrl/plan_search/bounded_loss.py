@@ -1,4 +1,4 @@
-"""End a search: finalists, rival plans, and the cheapest plan within a bounded loss."""
+"""Choose the final plan of a search: refit finalists, measure rival plans, bisect for a bounded loss."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ log = logging.getLogger(__name__)
 
 
 def finalists(result: SearchResult, count: int) -> list[EpisodeRow]:
-    """Return the `count` plans with the best rewards, and the preset, greedy's plan.
+    """Return the `count` plans with the best rewards, and the preset (greedy's plan).
 
-    A search then never ends with a worse plan than greedy's. Where the selector has no preset, its first plan
-    takes the place of it.
+    With the preset among them, a search never ends with a worse plan than greedy's. A selector's first plan
+    replaces a missing preset.
     """
     rows = best_rows(result.rows, count)
     preset = next((row for row in result.rows if row.phase == "preset"), result.rows[0])
@@ -58,7 +58,7 @@ def best_finalist(
     reward: Reward,
     chosen_by: str,
 ) -> EpisodeRow:
-    """Return the row whose plan, applied, has the best reward; the first of equals."""
+    """Return the row whose applied and refitted plan has the best reward; the first of equals."""
     if len(rows) == 1:
         return rows[0]
     known = known_evaluations(problem, rows)
@@ -84,12 +84,12 @@ def within_loss(
     *,
     around: Callable[[SearchProblem], list[Choices]] | None = None,
 ) -> MeasuredPlan:
-    """Return the cheapest measured plan whose network loses at most `drop`; the dense one where none does."""
+    """Return the cheapest measured plan whose network loses at most `drop`; the dense one if none does."""
     for name, key in standard_plans(measure.problem).items():
         measure(name, key)
     left = REFITS - _spared(measure, drop)
     low, high = _bisected(measure, drop, left)
-    problem = measure.problem  # the budget can be met by the costs known here; the next plans may raise them
+    problem = measure.problem  # later measurements may raise costs, so that its budget cannot be met any more
     if high < 1:
         for name, key in standard_plans(within(problem, high)).items():
             measure(f"{name} at {high:.3f}", key)
@@ -100,20 +100,20 @@ def within_loss(
 
 
 def within(problem: SearchProblem, fraction: float) -> SearchProblem:
-    """Return the problem within another fraction of its budget's measure."""
+    """Return the problem with another fraction of its budget's measure."""
     assert problem.budget is not None
     return replace(problem, budget=replace(problem.budget, fraction=fraction))
 
 
 def _cheapest(measure: PlanMeter, drop: float) -> MeasuredPlan:
     keeping = [plan for plan in measure.plans.values() if plan.loss <= drop]
-    return min(keeping, key=lambda plan: (plan.cost, plan.loss))  # the dense one keeps it
+    return min(keeping, key=lambda plan: (plan.cost, plan.loss))  # never empty: the dense plan loses 0
 
 
 def _spared(measure: PlanMeter, drop: float) -> int:
-    """Find how many layers have to stay in floating point, the most sensitive first; return the refits.
+    """Find how many layers must stay in floating point, the most sensitive first; return the refits spent.
 
-    One or two are most often enough, so that numbers are doubled until the loss is kept, and bisected then.
+    One or two are usually enough, so the number is doubled until the loss is kept, then bisected.
     """
     sites = measure.problem.sites
     in_integers = without_most_sensitive(sites, 0)
@@ -134,22 +134,22 @@ def _spared(measure: PlanMeter, drop: float) -> int:
 
 
 def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, float]:
-    """Look for the least fraction of the budget whose plan keeps the loss.
+    """Bisect for the least fraction of the budget whose plan keeps the loss; return the final bracket.
 
-    Costs are corrected by all plans that are measured so far; plans are made anew with each correction.
+    Costs are corrected by all plans measured so far; each correction allocates anew.
     """
     low, high = 0.0, min(1.0, spent(measure.problem, _cheapest(measure, drop).key))
     while True:
         problem = measure.problem
         assert problem.budget is not None
-        low = max(low, least_fraction(problem.sites, problem.budget))  # which measured times may have raised
+        low = max(low, least_fraction(problem.sites, problem.budget))  # measured times may have raised it
         if refits <= 0 or high - low <= _CLOSE * high:
             return low, max(low, high)
         fraction = (low + high) / 2
         key = tuple(map(int, within(problem, fraction).preset))
         refits -= key not in measure.plans
         plan = measure(f"greedy at {fraction:.3f}", key)
-        if plan.loss <= drop:  # what it takes by costs that its own measurement corrected
+        if plan.loss <= drop:  # its own measurement may have raised its cost above the fraction
             high = min(high, max(fraction, spent(measure.problem, key)))
         else:
             low = fraction
@@ -157,7 +157,7 @@ def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class SearchCall:
-    """What `SearchSession.search` was asked for."""
+    """Arguments of one `SearchSession.search` call."""
 
     selector: str
     selector_options: Mapping[str, Any]
@@ -169,11 +169,10 @@ class SearchCall:
 
 
 def best_of_standard_plans(session: SearchSession, result: SearchResult, call: SearchCall) -> SearchResult:
-    """Return the best of a search's plan and those that anyone would write, all carried out and measured.
+    """Return the best of a search's plan and the `standard_plans`, all applied and measured.
 
-    They are compared within budgets in time and in bytes, where they are the rivals: those that keep the
-    budget, in time with a margin. A plan that is at least as good as another in score and cost, and better in
-    one of them, is taken in its place.
+    Only budgets in time and in bytes have such rivals: the plans that keep the budget, in time with a margin.
+    A plan that dominates another in score and cost replaces it.
     """
     problem = session.problem
     if problem.measure not in ("latency", "bytes") or session.reward.name != "accuracy":
@@ -200,7 +199,7 @@ def best_of_standard_plans(session: SearchSession, result: SearchResult, call: S
 
 
 def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -> SearchResult:
-    """Return the cheapest plan whose network loses at most so much (`within_loss`)."""
+    """Return the cheapest plan whose network loses at most `drop` (`within_loss`)."""
     start, problem = time.perf_counter(), session.problem
     loss = session.scoring.losses()
     measure = _meter(session, lambda plan: loss(session.applied(plan)), call)
@@ -242,7 +241,7 @@ def _meter(session: SearchSession, loss: Callable[[CompressionPlan], float], cal
 
 
 def _known(problem: SearchProblem, plan: MeasuredPlan) -> Evaluation:
-    """Return what is known of a measured plan as an evaluation; its score is 1 - its loss."""
+    """Convert a measured plan into an evaluation; its score is 1 - loss."""
     cost = problem.cost(plan.key)
     kept = (cost.params / problem.params, cost.macs / problem.macs)
     return Evaluation(1 - plan.loss, 1 - plan.loss, cost.params, cost.macs, *kept, seconds=0.0)

@@ -1,4 +1,4 @@
-"""Comparing selectors: the same fits, evaluator and number of evaluations, then the same fine-tuning."""
+"""Compare selectors with the same fits, evaluator, number of evaluations and fine-tuning."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ComparedSearch:
 
 
 def compared_searches(entries: Sequence[SelectorEntry], seeds: Sequence[int]) -> list[ComparedSearch]:
-    """Return all searches: every selector with every seed, selectors that are not random once."""
+    """List the searches: every seeded selector with every seed, deterministic selectors once."""
     if not entries or not seeds:
         raise ConfigError("compare.selectors and compare.seeds must each hold at least one entry")
     if min(seeds) < 0 or len(set(seeds)) < len(seeds):
@@ -62,7 +62,7 @@ def search_all(
     folder: Path,
     warn: Callable[[str], None] = log.warning,
 ) -> dict[ComparedSearch, SearchResult]:
-    """Run every search; finished searches are read, an interrupted one is continued."""
+    """Run every search; read finished ones, resume an interrupted one."""
     held_out = [_held_out(session, compared) for compared in entered]
     for each in sorted({each.entry.text for each, old in zip(held_out, entered, strict=True) if each != old}):
         warn(
@@ -71,13 +71,13 @@ def search_all(
         )
     searches = list(dict.fromkeys(held_out))
     for compared in searches:
-        if compared.seed is not None:  # the others are quick to fail and slow to make
+        if compared.seed is not None:  # deterministic selectors fail quickly and are slow to make
             _check_options(session, compared)
     results = {}
     for number, compared in enumerate(searches, 1):
         log.info("compare: %s (%d of %d)", compared.folder_name, number, len(searches))
         own = folder / compared.folder_name
-        # What one selector has scored must not help, or be counted for, the next.
+        # Scores remembered from one selector would save the next one evaluations.
         session.evaluator.restore({})
         entry = compared.entry
         result = session.search(entry.selector, entry.options, seed=compared.seed or 0, folder=own)
@@ -90,7 +90,7 @@ def search_all(
 
 @dataclass(frozen=True)
 class FinalTest:
-    """Tests plans at the end of a comparison: rewritten, measured, fine-tuned alike, measured again."""
+    """Measures test accuracies of plans: applied, then fine-tuned, all by the same recipe."""
 
     data: ImageData
     teacher: nn.Module
@@ -121,14 +121,14 @@ class FinalTest:
 
 
 def winner(results: Mapping[ComparedSearch, SearchResult]) -> SearchResult:
-    """Return the search whose plan has the best reward; the first of equals."""
+    """Return the result whose plan has the best reward; the first of equals."""
     return max(results.values(), key=lambda result: result.row.reward)
 
 
 def tested(
     problem: SearchProblem, results: Mapping[ComparedSearch, SearchResult], final: FinalTest
 ) -> list[ComparisonRow]:
-    """Return the rows of the comparison: every search with the test accuracies of its plan."""
+    """Return the comparison's rows: every search with the test accuracies of its plan."""
     rows = []
     for compared, result in results.items():
         before, after = final.accuracies(problem, result.plan)
@@ -153,7 +153,7 @@ def tested(
 
 
 def _held_out(session: SearchSession, compared: ComparedSearch) -> ComparedSearch:
-    """Return a search that begins without the default policy where that knows the answer."""
+    """Drop the default policy where it was trained on this very task; refuse a named one."""
     entry = compared.entry
     named = entry.options.get("policy")
     policy = resolved_policy(named, entry.options.get("action"), session.problem.setting)

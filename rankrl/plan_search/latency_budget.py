@@ -1,4 +1,4 @@
-"""Budgets in time: measured tables, whole networks, and kits for other devices."""
+"""Set and keep latency budgets by timed layers, timed whole networks, and kits for other devices."""
 
 from __future__ import annotations
 
@@ -47,23 +47,22 @@ _UNIFORM = 0.5
 
 
 class DeviceKit:
-    """All that a search in a network times, for another device.
+    """The files that a search times, layers and whole networks, for timing on another device.
 
-    Whole networks are among it, under plans that anyone would write and random ones: there is no time yet
-    that could choose them.
+    The whole networks follow uniform and random plans, since no times exist yet that could choose others.
     """
 
     def __init__(self, network: PricedNetwork, sites: Sequence[CandidateSet], timer: NetworkTimer) -> None:
         self.network, self.sites, self._timer = network, sites, timer
 
     def write(self, folder: Path) -> WrittenKit:
-        """Write the files that are timed in a search into a folder, with programs that time them."""
+        """Write the files that a search times into a folder, with programs that time them."""
         timer = self._timer
         kit = KitWriter(folder, timer.about(self.sites), threads=timer.options.threads)
         group = timer.networks([None, *map(self._plan, self._choices.values())])
         kit.times(group)
         timer.table(self.sites, kit, "")
-        networks: dict[str, NamedFile] = {}  # two plans may be one
+        networks: dict[str, NamedFile] = {}  # two titles may stand for one plan
         for name, title in zip(group.names, ["dense", *self._choices], strict=True):
             networks.setdefault(name, NamedFile(name, title))
         return kit.finish(list(networks.values()))
@@ -114,7 +113,7 @@ class DeviceKit:
         return Trial.of(table, self.sites, candidates, float(share))
 
     def _choices_of(self, plan: CompressionPlan) -> list[int] | None:
-        """Return the candidates that a plan is made of, None where one is not among them."""
+        """Return the index of each site's candidate in a plan, None where one is not a candidate."""
         kept = {name: each.indices for name, each in plan.chosen(KeepChannels).items()}
         choices = []
         for site in self.sites:
@@ -136,7 +135,7 @@ class DeviceKit:
 
     @cached_property
     def _choices(self) -> dict[str, list[int]]:
-        """The plans by their titles: those that anyone would write, and random ones."""
+        """The trial plans by title: all int8, uniform, and random ones."""
         generator, choices = np.random.default_rng(0), dict[str, list[int]]()
         if any(candidate.computes_integers for site in self.sites for candidate in site.candidates):
             choices[ALL_INT8] = self._timer.all_in_integers(self.sites)
@@ -144,6 +143,7 @@ class DeviceKit:
             choices[title] = list(plan)
         total = self.network.costs["bytes"]
         least = least_fraction(self.sites, Budget.of_total(total, self.sites, "bytes", 1.0))
+        # 1e-9 more than the least share: rounding must not leave a budget below the smallest plan.
         for number, share in enumerate(_SHARES):
             budget = Budget.of_total(total, self.sites, "bytes", min(1.0, least + share * (1 - least) + 1e-9))
             choices[f"mixed {number + 1}"] = spend_at_random(self.sites, budget, generator).tolist()
@@ -154,16 +154,15 @@ log = logging.getLogger(__name__)
 
 _LATENCY_BUDGET_SHARES = (0.15, 0.35, 0.6, 0.85)
 """Where plans are tried on the way from the fastest plan to the dense network."""
-_ADJUSTMENTS = 9
+_ADJUSTMENTS = 9  # most greedy plans timed for one budget; each costs an export
 # A greedy plan that takes at least this share of the time allowed leaves little unused.
 _CLOSE = 0.95
-# The next plan is to take less than the budget by the margin that a timing needs, and by a step less where it
-# was tried before.
+# The next plan aims below the budget by the noise of a timing, and by a step more where it was tried before.
 _SAFE, _STEP = 1 - SMALLEST_CHANGE, 1.02
-_PLANS_TRIED = 20
-# A plan that is slower than the budget by no more than this may keep it when it is measured again.
+_PLANS_TRIED = 20  # most plans of a search that are exported and timed
+# Within timing noise: a plan slower than the budget by no more than this may keep it when timed again.
 _HAIR = 1 + SMALLEST_CHANGE
-# Sums of equal times differ in their last digits when they are added up in another order.
+# Sums of the same times differ in their last digits with the order of addition.
 _ROUNDING = 1 + 1e-9
 
 
@@ -177,7 +176,7 @@ class TimedPlans:
 
 @dataclass(frozen=True)
 class _TimedPlan:
-    """A plan of greedy's that was exported and timed."""
+    """An exported and timed greedy plan."""
 
     time: RelativeTime
     loss: float
@@ -186,7 +185,7 @@ class _TimedPlan:
 
 
 class LatencyBudget:
-    """A budget in time for one network, kept by the times of its layers and of whole exported networks."""
+    """A latency budget of one network, kept by the times of its layers and of whole exported networks."""
 
     def __init__(
         self,
@@ -205,7 +204,7 @@ class LatencyBudget:
         self._timer = network.timer(options, library)
         self.kit = DeviceKit(network, self.sites, self._timer)
         self._timed: dict[tuple[LayerPlan, ...], RelativeTime] = {}
-        self._ratio = network.time_of_original  # a user knows fractions of the original's time
+        self._ratio = network.time_of_original  # users state and read fractions of the original's time
 
     @property
     def fraction_of_original(self) -> float:
@@ -221,13 +220,13 @@ class LatencyBudget:
         """Return the search problem whose budget holds for greedy's plan when it is exported and timed.
 
         The times of single layers do not quite add up to that of a network. So greedy's plan is exported and
-        timed as a whole, the table is corrected by it (`correction`), and the budget is set to what the table
-        then says of the plan, until a plan keeps just the fraction that was asked for. The result is kept in
-        the folder of the table, so that a resumed search has the same problem. On another device only the
-        networks of its kit were timed, and the budget is kept with a margin.
+        timed as a whole, the table is corrected by it (`correction`), and the budget is set to the table's
+        new sum for the plan, until a plan just keeps the requested fraction. The result is cached in the
+        table's folder, so that a resumed search has the same problem. On another device only the networks of
+        its kit were timed, and the budget is kept with a margin.
 
         Where the fastest plan misses the budget by no more than two timings of one file differ, the search
-        goes on with it.
+        uses it.
         """
         table, _ = self._measured_sites
         key = self._key(table, self.fraction)
@@ -242,11 +241,11 @@ class LatencyBudget:
         return self._problem(LatencyTable.from_dict(kept["table"]), kept["fraction"], library)
 
     def unbounded(self, library: FitLibrary) -> SearchProblem:
-        """Return the problem in which everything may be kept, by times that whole networks corrected."""
+        """Return the problem with the whole dense time as budget; whole networks calibrate its times."""
         return self._problem(self._corrected(self._measured_sites[0]), 1.0, library)
 
     def recosted(self, problem: SearchProblem, plans: Sequence[MeasuredPlan]) -> SearchProblem:
-        """Return a problem of `unbounded` by times that measured plans correct, too."""
+        """Return a problem of `unbounded` with its times calibrated on measured plans, too."""
         table, measured = self._measured_sites
         contents = {site.name: [each.content() for each in site.candidates] for site in measured}
         sites = problem.sites
@@ -265,11 +264,11 @@ class LatencyBudget:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether times are those of another device, on which plans cannot be timed but estimated alone."""
+        """Whether the times are those of another device, where plans can only be estimated, not timed."""
         return bool(self.options.tables)
 
     def estimate(self, problem: SearchProblem, choices: Sequence[int]) -> TimeEstimate | None:
-        """Return the estimated time of a plan on another device; None where times are taken here."""
+        """Return the estimated time of a plan on another device; None if plans are timed on this one."""
         if not self.elsewhere:
             return None
         taken = operations_of(problem.plan(choices, ""))
@@ -287,7 +286,7 @@ class LatencyBudget:
         return TimeEstimate(share, self._measured_sites[0].conditions, networks)
 
     def _estimated(self, table: LatencyTable, library: FitLibrary) -> SearchProblem:
-        """Return the problem on another device, whose budget is kept with a margin."""
+        """Return the problem on another device; its budget is kept with a margin."""
         _, sites = self._measured_sites
         least = least_fraction(table.attach(sites), table.budget(1.0, sites))
         if least > self.fraction:
@@ -302,18 +301,18 @@ class LatencyBudget:
         )
 
     def _corrected(self, table: LatencyTable) -> LatencyTable:
-        """Return the measured times, corrected by those of whole networks."""
+        """Calibrate the measured layer times on those of whole networks."""
         _, sites = self._measured_sites
         later = self.kit.later_trials(self._table()) if self.elsewhere else []
         return corrected(table, sites, correction(table, self._trials(table), later))
 
     def share_of_original(self, plan: CompressionPlan) -> RelativeTime:
-        """Return the time of the network under a plan / the original's; a plan is timed once."""
+        """Return the compressed network's time / the original's; a plan is timed once."""
         time = self._once(plan)
         return RelativeTime(self._ratio * time.share, self._ratio * time.width)
 
     def _adjusted(self, table: LatencyTable, library: FitLibrary) -> tuple[float, LatencyTable]:
-        """Return a fraction and a table with which greedy's plan keeps the budget."""
+        """Find a fraction and a corrected table with which greedy's plan keeps the budget."""
         _, sites = self._measured_sites
         first, later = self._trials(table), list[Trial]()
         tried: set[tuple[LayerPlan, ...]] = set()
@@ -350,7 +349,7 @@ class LatencyBudget:
     def _best(self, timed: Sequence[_TimedPlan], conditions: str) -> _TimedPlan:
         """Return the plan with the least loss among those that keep the budget with a margin.
 
-        Where none does, the fastest one, if it misses the budget by a hair at most.
+        Where none does, the fastest one, if it misses the budget by no more than timing noise.
         """
         fastest = min(timed, key=lambda plan: plan.time.share)
         keeping = [plan for plan in timed if plan.time.keeps(self.fraction)]
@@ -361,7 +360,7 @@ class LatencyBudget:
         return min(keeping, key=lambda plan: plan.loss)
 
     def _trials(self, table: LatencyTable) -> list[Trial]:
-        """Return whole networks that were timed, where layers compute in integers."""
+        """Return timed whole networks; none on this device where no layer computes in integers."""
         if self.elsewhere:
             return self.kit.trials(self._table())
         if not table.borders:
@@ -380,13 +379,13 @@ class LatencyBudget:
         return [Trial(tuple(parts), time) for parts, time in kept]
 
     def _once(self, plan: CompressionPlan) -> RelativeTime:
-        """Return the first time that `measured` gave for a plan: a second one differs by chance alone."""
+        """Time a plan once; a second timing would differ by noise alone."""
         if plan.layers not in self._timed:
             self._timed[plan.layers] = self.measured(plan)
         return self._timed[plan.layers]
 
     def measured(self, plan: CompressionPlan) -> RelativeTime:
-        """Return the time of the network under a plan / that without one, timed in turns."""
+        """Return the compressed network's time / the dense one's, timed in turns."""
         return self._timer.whole(plan)
 
     def timed_plans(
@@ -394,7 +393,7 @@ class LatencyBudget:
     ) -> TimedPlans:
         """Export and time the best plans of a search, until enough of them keep the budget with a margin.
 
-        Where none does, the fastest is taken. For another device, the estimates that were searched by count.
+        Where none does, the fastest is taken. For another device, only the search's estimates count.
         """
         tried = best_rows(result.rows, max(_PLANS_TRIED, count))
         if self.elsewhere:
@@ -425,22 +424,22 @@ class LatencyBudget:
         )
 
     def _key(self, table: LatencyTable, *others: object) -> str:
-        """Return the key of results that follow from a table, the candidates and all budgets."""
+        """Return the cache key of results that depend on a table, the candidates and all budgets."""
         _, sites = self._measured_sites
         candidates = [([candidate.content() for candidate in site.candidates], site.losses) for site in sites]
         return digest(table, candidates, self.counted, self._timer.conditions, others)
 
     @cached_property
     def _measured_sites(self) -> tuple[LatencyTable, list[CandidateSet]]:
-        """The measured times, and the sites, without candidates that are slower than their dense layer."""
+        """The measured times and the sites, without candidates slower than their dense layer."""
         return self._table().without_slower(self.sites)
 
     def _table(self) -> LatencyTable:
-        """Measure all candidates of all sites, or read the table that is kept."""
+        """Time all candidates of all sites, or read the cached table."""
         return self._timer.layers(self.sites)
 
     def _problem(self, table: LatencyTable, fraction: float, library: FitLibrary | None) -> SearchProblem:
-        """Return the problem within the counted budgets and this fraction of the network's time."""
+        """Return the problem with the counted budgets and this fraction of the network's time."""
         network = self.network
         return SearchProblem.from_costs(
             network.specs,
@@ -459,11 +458,12 @@ def first_trials(
     sites: Sequence[CandidateSet],
     measured: Callable[[Sequence[CandidateSet], np.ndarray], float],
 ) -> list[Trial]:
-    """Time the best and random plans of several budgets."""
+    """Time a greedy and a random plan within each of several budgets."""
     attached = table.attach(sites)
     least = least_fraction(attached, table.budget(1.0, sites))
     generator = np.random.default_rng(0)
     plans = []
+    # 1e-9 more than the least share: rounding must not leave a budget below the fastest plan.
     for share in _LATENCY_BUDGET_SHARES:
         budget = table.budget(min(1.0, least + share * max(0.0, 1 - least) + 1e-9), sites)
         plans += [allocate(attached, budget), spend_at_random(attached, budget, generator)]

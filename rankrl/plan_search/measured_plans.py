@@ -1,4 +1,4 @@
-"""Apply plans and measure their loss and latency; plans that anyone would write."""
+"""Apply plans and measure their loss and cost; list uniform and all-int8 plans as rivals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLEST_GAIN = 0.01
 
 @dataclass(frozen=True)
 class MeasuredPlan:
-    """A plan whose network was made, refit and all."""
+    """A plan that was applied and refitted, with its measured loss and cost."""
 
     name: str
     key: Choices
@@ -34,27 +34,27 @@ class MeasuredPlan:
     width: float | None = None
 
     def keeps(self, fraction: float) -> bool:
-        """Tell whether the plan costs at most so much of the original, a measured time with a margin."""
+        """Whether the plan costs at most this fraction of the original; a measured time, with a margin."""
         if self.width is None:
             return self.cost <= fraction
         return RelativeTime(self.cost, self.width).keeps(fraction)
 
     def dominates(self, other: MeasuredPlan) -> bool:
-        """Tell whether the plan is at least as good in both, and better in one of them."""
+        """Whether the plan is at least as good in loss and cost, and better in one of them."""
         cheaper = self.cost < other.cost * (1 - SMALLEST_GAIN)
         no_dearer = self.cost <= other.cost
         return (cheaper and self.loss <= other.loss) or (no_dearer and self.loss < other.loss)
 
 
 def spent(problem: SearchProblem, choices: Sequence[int]) -> float:
-    """Return what choices cost of the first budget's measure by the sum of the layers, as a fraction."""
+    """Return the layers' summed cost in the first budget's measure, as a fraction of its total."""
     budget = problem.budget
     assert budget is not None
     return budget.spent(problem.sites, choices) / budget.total
 
 
 def undominated(plan: MeasuredPlan, others: Iterable[MeasuredPlan]) -> MeasuredPlan:
-    """Return a plan, or the best of those that dominate it: what is returned is never dominated."""
+    """Return the plan, or the best of those that dominate it; the result is never dominated."""
     better = [other for other in others if other.dominates(plan)]
     if not better:
         return plan
@@ -74,7 +74,7 @@ log = logging.getLogger(__name__)
 
 
 class PlanMeter:
-    """Carries plans out, once each, and measures them."""
+    """Applies plans, once each, and measures their loss and cost."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class PlanMeter:
         self.plans: dict[Choices, MeasuredPlan] = {}
 
     def __call__(self, name: str, key: Sequence[int], chosen_by: str = "") -> MeasuredPlan:
-        """Return what is measured of a plan."""
+        """Measure a plan, or return its earlier measurement."""
         choices: Choices = tuple(map(int, key))
         if choices not in self.plans:
             plan = self.problem.plan(choices, chosen_by or name)
@@ -128,7 +128,7 @@ ALL_DENSE, ALL_INT8, CONVOLUTIONS = "all dense", "all int8", "int8 convolutions"
 
 
 def standard_plans(problem: SearchProblem) -> dict[str, Choices]:
-    """Return the plans of a problem that need no search, by name; those that keep its budget and differ."""
+    """Return the distinct plans that keep the budget and need no search, by name: dense, int8, uniform."""
     sites = problem.sites
     dense = tuple(site.dense for site in sites)
     plans = {ALL_DENSE: dense}
@@ -148,7 +148,7 @@ def standard_plans(problem: SearchProblem) -> dict[str, Choices]:
 
 
 def without_most_sensitive(sites: Sequence[CandidateSet], count: int) -> Choices:
-    """Return the plan with all layers in integers but those that lose most by it."""
+    """Return the plan with all layers in integers except the `count` that lose most by it."""
     plan = _chosen(sites, lambda candidate: candidate.only_integers)
     losses = [site.losses[choice] for site, choice in zip(sites, plan, strict=True)]
     spared = set(np.argsort(losses)[::-1][:count].tolist())
@@ -156,7 +156,7 @@ def without_most_sensitive(sites: Sequence[CandidateSet], count: int) -> Choices
 
 
 def _uniform_plans(problem: SearchProblem) -> dict[str, Choices]:
-    """Return the best format at the same share of every layer, in floating point and in integers."""
+    """Return the best uniform plan over all formats, in floating point and in integers."""
     best: dict[bool, tuple[float, str, Choices]] = {}
     for (name, integer), members in families(problem.sites).items():
         plan = uniform(problem, members)
@@ -168,7 +168,7 @@ def _uniform_plans(problem: SearchProblem) -> dict[str, Choices]:
 
 
 def uniform(problem: SearchProblem, members: Sequence[np.ndarray]) -> Choices | None:
-    """The plan of one family that keeps the same share of every layer, the largest within the budget."""
+    """Return one family's plan with the largest equal share of every layer within the budget, if any."""
     shares = _shares(problem.sites, members, problem.measure)
     for level in sorted({float(share) for each in shares for share in each if share < 1}, reverse=True):
         plan = _at_share(members, shares, level)
@@ -178,7 +178,7 @@ def uniform(problem: SearchProblem, members: Sequence[np.ndarray]) -> Choices | 
 
 
 def uniform_plans(sites: Sequence[CandidateSet], measure: str, share: float) -> dict[str, Choices]:
-    """Return the plans of each format and arithmetic at one share of every layer, by name."""
+    """Return each format's and arithmetic's plan at one share of every layer, by name."""
     return {
         _title(name, integer): _at_share(members, _shares(sites, members, measure), share)
         for (name, integer), members in families(sites).items()
@@ -190,7 +190,7 @@ def _title(name: str, integer: bool) -> str:
 
 
 def _shares(sites: Sequence[CandidateSet], members: Sequence[np.ndarray], measure: str) -> list[np.ndarray]:
-    """Return what each member of a family costs of its dense layer."""
+    """Return the cost of each member of a family, as a share of its dense layer's."""
     costs = [site.cost(measure).astype(float) for site in sites]
     return [cost[each] / cost[site.dense] for cost, each, site in zip(costs, members, sites, strict=True)]
 
@@ -200,13 +200,13 @@ def _at_share(members: Sequence[np.ndarray], shares: Sequence[np.ndarray], level
 
 
 def _under(shares: np.ndarray, level: float) -> int:
-    """Return the position of the largest share up to a level, of the smallest where all are above."""
+    """Return the index of the largest share up to a level, or of the smallest where all are above."""
     allowed = np.flatnonzero(shares <= level)
     return int(allowed[np.argmax(shares[allowed])] if len(allowed) else np.argmin(shares))
 
 
 def families(sites: Sequence[CandidateSet]) -> dict[tuple[str, bool], list[np.ndarray]]:
-    """Return the candidates of each format and arithmetic, the dense one of every site among them."""
+    """Group the candidates by format and arithmetic; each group has a fallback for every site."""
     kinds = sorted(
         {
             (candidate.generator, candidate.integer)
@@ -230,11 +230,11 @@ def _members(site: CandidateSet, kind: tuple[str, bool]) -> np.ndarray:
 
 
 def _of_format(site: CandidateSet, name: str, wanted: str) -> bool:
-    """Tell whether a site's candidates of a format are those of another, which may stand under its name."""
+    """Whether a site's candidates of format `name` count as `wanted`: 1x1 layers share matrix formats."""
     if name == wanted or site.spec.kernel_elements > 1:
         return name == wanted
     matrices = [each for each in list_formats() if get_format(each).two_matrices]
-    return name in matrices and wanted in matrices  # others are formats, or precisions of dense weights
+    return name in matrices and wanted in matrices  # a name may also be a precision of dense weights
 
 
 def _factorised(candidate: Candidate) -> bool:
@@ -246,7 +246,7 @@ def _factorised(candidate: Candidate) -> bool:
 
 
 def _chosen(sites: Sequence[CandidateSet], wanted: Callable[[Candidate], bool]) -> Choices:
-    """Return the first candidate of every site that answers a description, else the dense one."""
+    """Return the first candidate of every site that `wanted` accepts, else the dense one."""
     return tuple(
         next((index for index, each in enumerate(site.candidates) if wanted(each)), site.dense)
         for site in sites

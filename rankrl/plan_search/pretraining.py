@@ -1,4 +1,4 @@
-"""Pretrain one policy on many tasks: networks, formats, budgets."""
+"""Play episodes on many tasks (networks, formats, budgets) and pretrain one policy on them."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class TaskEpisodes:
     gains: np.ndarray
 
     def save(self, path: Path, identity: str) -> None:
-        """Write them, atomically, with what they depend on."""
+        """Write the episodes atomically, with the identity of their settings."""
         arrays = ("observations", "preset_losses", "losses", "gains")
         tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(self, name))) for name in arrays}
         write_state(path, tensors, {"task": asdict(self.task), "identity": identity}, _VERSION)
 
     @classmethod
     def load(cls, path: Path, identity: str) -> TaskEpisodes | None:
-        """Read a file of `save`; None where there is none, or it depends on something else."""
+        """Read a file of `save`; None if it is missing or has another identity."""
         if not path.exists():
             return None
         episodes, kept = _read(path)
@@ -56,7 +56,7 @@ class TaskEpisodes:
 
 
 def read_episodes(path: Path) -> TaskEpisodes:
-    """Read the episodes of a task, whatever they depend on."""
+    """Read the episodes of a task, whatever their identity."""
     return _read(path)[0]
 
 
@@ -71,7 +71,7 @@ def _read(path: Path) -> tuple[TaskEpisodes, str]:
 
 
 def weights_fingerprint(library: FitLibrary) -> str:
-    """Return a hash of a network's weights, whatever formats are fitted to them; 16 hexadecimal digits."""
+    """Hash a network's weights, independent of the fitted formats, to 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for name, weight in library.weights.items():
         digest.update(f"{name} {tuple(weight.shape)}".encode())
@@ -80,7 +80,7 @@ def weights_fingerprint(library: FitLibrary) -> str:
 
 
 def task_of(problem: SearchProblem, *, model: str, dataset: str) -> PolicyTask:
-    """Return what a search problem is called as a task."""
+    """Describe a search problem as a task: its network, dataset, formats and budgets."""
     assert problem.library is not None
     limits = () if problem.budget is None else problem.budget.limits
     return PolicyTask(
@@ -108,8 +108,8 @@ def play_episodes(
 ) -> TaskEpisodes:
     """Score random plans around greedy's, each on a few batches of images, in turn.
 
-    A plan's gain is taken against greedy's plan on the same images, so that few of them tell much, and no
-    image is met more often than another.
+    A plan's gain is its difference to greedy's plan on the same images, which cancels most of the noise of
+    few images; batches take turns, so that all images are used equally often.
     """
     generator = np.random.default_rng(seed)
     actions = ImportanceMap(problem, scale=importance_scale)
@@ -143,9 +143,9 @@ def _losses(problem: SearchProblem, choices: tuple[int, ...]) -> np.ndarray:
     return np.array([site.losses[choice] for site, choice in zip(problem.sites, choices, strict=True)])
 
 
-# Gains of this size and larger count less: plans far from greedy's tell little about the best one.
+# Gains from this size on get less weight: plans far from greedy's say little about the best one.
 _GAIN_UNIT = 0.03
-# Plans that lose more than this many times what greedy's does are left out.
+# Plans that lose more than this many times greedy's loss are left out.
 _FARTHEST = 2.0
 
 
@@ -159,7 +159,7 @@ class _Lesson:
 
     @classmethod
     def of(cls, episodes: TaskEpisodes) -> _Lesson:
-        total = max(float(episodes.preset_losses.sum()), 1e-300)
+        total = max(float(episodes.preset_losses.sum()), 1e-300)  # greedy may lose nothing
         excesses = (episodes.losses - episodes.preset_losses) / total
         near = excesses.sum(1) < _FARTHEST - 1
         return cls(
@@ -169,9 +169,9 @@ class _Lesson:
         )
 
     def unexplained(self, actions: Tensor, importance_scale: float) -> Tensor:
-        """Return the share of the gains' weighted squares that the model leaves over under actions (layers,).
+        """Return the unexplained share of the gains' weighted squares under actions (layers,).
 
-        The factor s is the best one.
+        The factor s is fitted by weighted least squares.
         """
         weights = 1 / (_GAIN_UNIT + self.gains.abs())
         counts = torch.exp(importance_scale * (actions - actions.mean()))
@@ -189,10 +189,10 @@ def train_policy(
     seed: int,
     on_step: Callable[[int], None] | None = None,
 ) -> PolicyFile:
-    """Train a policy.
+    """Train a policy on the plans of all tasks.
 
-    The previous action, the last number of an observation, keeps the weight 0: it is for the agents that
-    start from here and learn on.
+    The weight of the previous action, the last number of an observation, stays 0: only agents that go on
+    learning from the policy use it.
     """
     lessons = [_Lesson.of(each) for each in episodes]
     with torch.random.fork_rng(devices=[]):
@@ -226,7 +226,7 @@ def train_policy(
 
 
 def unexplained(episodes: TaskEpisodes, policy: PolicyFile | None = None) -> float:
-    """Return which share of a task's gains the additive model leaves over, 0 to 1 or a little more."""
+    """Return the share of a task's gains that the additive model leaves unexplained, about 0 to 1."""
     lesson = _Lesson.of(episodes)
     if policy is None:
         return float(lesson.unexplained(torch.zeros(len(lesson.observations)), 1.0))
@@ -235,7 +235,7 @@ def unexplained(episodes: TaskEpisodes, policy: PolicyFile | None = None) -> flo
 
 
 def _network(observed: int, hidden: Sequence[int]) -> nn.Sequential:
-    """Return a network whose actions begin near 0."""
+    """Build a policy network whose actions begin near 0, that is, near greedy's plan."""
     layers: list[nn.Module] = []
     for size, units in zip((observed, *hidden[:-1]), hidden, strict=True):
         layers += [nn.Linear(size, units), nn.ReLU()]
@@ -248,7 +248,7 @@ def _network(observed: int, hidden: Sequence[int]) -> nn.Sequential:
 
 log = logging.getLogger(__name__)
 
-_PACKAGES = ("rankrl", "torch", "stable-baselines3")
+_PACKAGES = ("rankrl", "torch", "stable-baselines3")  # whose versions a policy's card records
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def play_tasks(
     seed: int,
     warn: Callable[[str], None],
 ) -> list[TaskEpisodes]:
-    """Return the episodes of a network's tasks; those in the folder are read, the others played."""
+    """Play the episodes of a network's tasks, or read those that the folder holds."""
     predicted = network.library.all_candidates(limit=network.candidates)
     sites = scoring.weighed(network.library, _problem(network, predicted))
     played = []
@@ -354,7 +354,7 @@ def pretrained(
 
 @dataclass(frozen=True)
 class TaskFit:
-    """How well the additive model explains what plans of a task gain."""
+    """Fit of the additive model to the gains of one task's plans."""
 
     task: PolicyTask
     plans: int
@@ -366,7 +366,7 @@ class TaskFit:
 def task_fits(
     episodes: Sequence[TaskEpisodes], policy: PolicyFile, training: PretrainingOptions, *, seed: int
 ) -> list[TaskFit]:
-    """Return how well a policy explains the gains of every task, and how well one that has not seen them."""
+    """Return the policy's fit to the gains of every task, and that of a policy trained without the task."""
     kinds = [(each.task.network, each.task.formats) for each in episodes]
     without: dict[tuple[str, tuple[str, ...]], PolicyFile | None] = {}
     with progress_bar("leave out", total=len(set(kinds))) as bar:

@@ -1,4 +1,4 @@
-"""Ctrl-C that lets the current episode finish."""
+"""Run a search: propose, score and observe plans, save the state, resume, and finish on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rankrl.state_file import damaged_state, read_state, write_state
 class FinishOnInterrupt:
     """While the block runs, the first Ctrl-C only sets `requested`; the second interrupts at once.
 
-    Outside the main thread, where signals cannot be handled, Ctrl-C does what it always does.
+    Outside the main thread, where signals cannot be handled, Ctrl-C keeps its default effect.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class FinishOnInterrupt:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """A compressed layer."""
+    """Loss and savings of one compressed layer."""
 
     name: str
     loss: float
@@ -79,7 +79,7 @@ class LayerCost:
 
 
 def layer_costs(problem: SearchProblem, key: Choices) -> tuple[LayerCost, ...]:
-    """Return what every compressed layer of a plan loses and saves, the largest loss first."""
+    """Return the loss and savings of every compressed layer of a plan, the largest loss first."""
     budget = problem.budget
     timed = [each for each in (budget, budget and budget.also) if each and each.measure == "latency"]
     layers = []
@@ -96,7 +96,7 @@ def layer_costs(problem: SearchProblem, key: Choices) -> tuple[LayerCost, ...]:
 
 
 def as_numbers(layers: Sequence[LayerCost]) -> dict[str, Any]:
-    """Return the section `layers` of metrics.json; nothing where no layer was compressed."""
+    """Return the section `layers` of metrics.json, empty if no layer was compressed."""
     return {"layers": [asdict(layer) for layer in layers]} if layers else {}
 
 
@@ -106,7 +106,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class SearchState:
-    """How far a search has come."""
+    """Progress of a search, saved for resuming."""
 
     identity: Mapping[str, Any]
     rows: tuple[EpisodeRow, ...]
@@ -140,7 +140,7 @@ class SearchState:
             raise damaged_state(path, "search state", error) from error
 
     def check(self, identity: Mapping[str, Any], path: Path) -> None:
-        """Refuse to go on with a search that is not the one of `identity`."""
+        """Refuse to resume a search with another identity."""
         for key in self.differing(identity):
             raise CheckpointError(
                 f"{path} belongs to another search: {key} was {self.identity.get(key)!r}, is now "
@@ -150,7 +150,7 @@ class SearchState:
             )
 
     def differing(self, identity: Mapping[str, Any]) -> list[str]:
-        """Return the names of values in which the state's search differs from the one of `identity`."""
+        """Return the names of the values in which the state differs from `identity`."""
         now = json.loads(json.dumps(dict(identity)))
         return [key for key in sorted({*now, *self.identity}) if now.get(key) != self.identity.get(key)]
 
@@ -208,7 +208,7 @@ def search_numbers(result: SearchResult) -> dict[str, Any]:
 def with_row(
     problem: SearchProblem, result: SearchResult, row: EpisodeRow, missed: str | None = None
 ) -> SearchResult:
-    """Return the result with the plan of another of its rows; `missed` is its message about the budget."""
+    """Return the result with another row's plan; `missed` says why the budget is not kept, if it is not."""
     return replace(result, plan=problem.plan(row.key, result.plan.chosen_by), row=row, missed=missed)
 
 
@@ -233,10 +233,10 @@ def run_search(
     on_set_aside: Callable[[], None] | None = None,
     on_episode: Callable[[EpisodeRow], None] | None = None,
 ) -> SearchResult:
-    """Let a selector look for the plan with the best reward.
+    """Search with a selector for the plan with the best reward.
 
-    With a folder, the state is written atomically after every step, and a search that was killed at any
-    moment goes on, with `resume`, to the same result, bit for bit.
+    With a folder, the state is written atomically after every step; with `resume`, a search killed at any
+    moment continues to the same result, bit for bit.
     """
     check_limits(episodes, seconds, patience)
     reward = create_reward("accuracy", budgeted=problem.budget is not None) if reward is None else reward
@@ -316,12 +316,12 @@ def _identity(
         "selector options": dict(selector.options),
         "seed": selector.seed,
         "reward": [reward.name, dict(reward.options)],
-        "episodes": episodes,  # schedules span them
+        "episodes": episodes,  # selectors' schedules depend on it
     }
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename the files of a search whose rewards no longer count."""
+    """Rename the files of a search whose score has changed since."""
     for name in (STATE_FILE, EPISODES_FILE):
         if (folder / name).exists():
             (folder / name).replace(folder / f"old-{name}")

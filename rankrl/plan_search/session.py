@@ -1,4 +1,4 @@
-"""The goal of a search: budget, limits, reward, and how time is measured."""
+"""Prepare candidates, budget, evaluator and reward of one network, and run searches over them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEFAULT_KEPT_PARAMS = 0.4
 
 @dataclass(frozen=True)
 class SearchGoal:
-    """The common goal of all searches of a session."""
+    """Budget, limits, timing and reward of all searches of a session."""
 
     budget: BudgetOptions = field(default_factory=BudgetOptions)
     search: SearchOptions = field(default_factory=SearchOptions)
@@ -59,7 +59,7 @@ class SearchGoal:
         return not self.budget.fractions and reward_source(self.reward).needs_budget
 
     def setting(self, candidates: CandidateOptions) -> SearchSetting:
-        """Return the part of the search that its options decide."""
+        """Return the search's setting, as far as options alone decide it."""
         return SearchSetting(
             ("params",) if self.needs_budget else tuple(self.budget.fractions),
             bool(candidates.channels) or candidates.blocks,
@@ -82,7 +82,7 @@ def problem_of(
     goal: SearchGoal,
     library: FitLibrary | None = None,
 ) -> SearchProblem:
-    """Return what is searched over in a network where there is no budget in time."""
+    """Build the search problem of a network without a latency budget."""
     return SearchProblem.from_costs(
         network.specs,
         sites,
@@ -95,10 +95,10 @@ def problem_of(
 
 
 def check_reachable(network: PricedNetwork, candidates: CandidateOptions, goal: SearchGoal) -> None:
-    """Refuse a budget that no plan can reach, whatever the weights; one in time cannot be told yet.
+    """Refuse a budget that no plan can reach, whatever the weights; a latency budget cannot be checked yet.
 
-    Ranks are not rounded up to multiples here, nor are layers left out that integers do not suit, so a budget
-    that is passed may still be refused later.
+    Ranks are not rounded up to multiples here, and layers that do not suit integers still count, so a budget
+    that passes may be refused later.
     """
     if candidates.blocks and not goal.setting(candidates).measures:
         raise ConfigError(
@@ -121,8 +121,8 @@ def check_reachable(network: PricedNetwork, candidates: CandidateOptions, goal: 
 class SearchSession:
     """Everything that searches over one network share: candidates, budget, evaluator, reward.
 
-    Used as a context: worker processes end with the block. Whatever cannot work is refused when the block is
-    entered, before the fits take their time.
+    Used as a context: worker processes end with the block. Invalid options are refused when the block is
+    entered, before layers are fitted.
     """
 
     problem: SearchProblem
@@ -148,7 +148,7 @@ class SearchSession:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        with self._stack:  # which ends what was begun where something is refused
+        with self._stack:  # closes workers and evaluator if `_prepare` raises
             self._prepare()
             self._stack = self._stack.pop_all()
         return self
@@ -173,7 +173,7 @@ class SearchSession:
             self.latency = LatencyBudget(
                 self.network, unfitted, latency, goal.timing, self.library, counted=goal.budget.counted
             )
-            self.latency.fit(self._fitted)  # times do not depend on weights, and slow candidates need no fit
+            self.latency.fit(self._fitted)  # times need no weights, and slow candidates no fit
             bounded = goal.budget.drop is not None
             self.problem = (self.latency.unbounded if bounded else self.latency.problem)(self.library)
         self.reward = create_reward(
@@ -189,13 +189,13 @@ class SearchSession:
         return self.scoring.of_networks()
 
     def network_score(self, plan: CompressionPlan) -> float:
-        """Return the score of the network that a plan becomes, refit and all; it is made once."""
+        """Apply and refit a plan and return the network's score; each plan is scored once."""
         if plan.layers not in self._network_scores:
             self._network_scores[plan.layers] = self._of_network(self.applied(plan))
         return self._network_scores[plan.layers]
 
     def applied(self, plan: CompressionPlan) -> Any:
-        """Return the network that a plan becomes, refit and all."""
+        """Apply and refit a plan."""
         return self.network.applied(plan, self.library)
 
     def __exit__(
@@ -214,7 +214,7 @@ class SearchSession:
         on_set_aside: Callable[[], None] | None = None,
         on_episode: Callable[[EpisodeRow], None] | None = None,
     ) -> SearchResult:
-        """Let a selector look for the best plan; an interrupted search in `folder` is continued."""
+        """Search with a selector for the best plan; an interrupted search in `folder` is resumed."""
         run = SearchCall(
             selector, selector_options, seed, folder, anew_for_other_scores, on_set_aside, on_episode
         )
@@ -223,7 +223,7 @@ class SearchSession:
         return replace(result, layers=layer_costs(self.problem, result.row.key), estimate=estimate)
 
     def _ended(self, run: SearchCall) -> SearchResult:
-        """Search, and return the best of the plans that were carried out."""
+        """Search, and return the best of the plans that were applied."""
         if self.goal.budget.drop is not None:
             return within_bounded_loss(self, run, self.goal.budget.drop)
         result = self.searched(self.problem, run)
@@ -241,7 +241,7 @@ class SearchSession:
         return best_of_standard_plans(self, best, run)
 
     def searched(self, problem: SearchProblem, run: SearchCall) -> SearchResult:
-        """Let the selector look for the best plan of a problem with the session's candidates."""
+        """Run the selector on a problem with the session's candidates, without applying any plan."""
         options = self.goal.search
         selector = create_selector(
             run.selector, problem, seed=run.seed, episodes=options.episodes, **run.selector_options
@@ -277,7 +277,7 @@ class SearchSession:
         return result
 
     def _best_refit(self, result: SearchResult, rows: Sequence[EpisodeRow]) -> EpisodeRow:
-        """Return the row of the plan to apply, chosen by the networks that plans become if that is wanted."""
+        """Return the row of the plan to apply: of several, the one whose refitted network is best."""
         if len(rows) == 1:
             return rows[0]
         by = result.plan.chosen_by

@@ -1,1 +1,1 @@
-"""Pruning a network to a target."""
+"""Prune a network to a target fraction of its parameters or MACs."""

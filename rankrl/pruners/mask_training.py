@@ -1,4 +1,4 @@
-"""Training the masks of a pruning on a dataset, to be continued where it was interrupted."""
+"""Train channel masks on a dataset, and resume an interrupted mask training."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def train_channel_masks(
 
 
 def target_cost(measure: Measure, input_shape: Sequence[int]) -> Cost:
-    """Return what the target counts."""
+    """Return the cost function of the target's measure."""
     return count_parameters if measure == "params" else lambda network: count_macs(network, input_shape)
 
 
 def pruning_setup(data: ImageData, options: PruningOptions) -> dict[str, Any]:
-    """Return what must be equal for two prunings to be the same one."""
+    """Return everything that must be equal for a pruning to be resumed."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(options)))
     return {"dataset": data.name, "training images": len(data.train), **values}
 
@@ -98,14 +98,14 @@ def pruning_setup(data: ImageData, options: PruningOptions) -> dict[str, Any]:
 def read_pruning_state(
     path: Path, what: str, setup: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a state file of the same pruning."""
+    """Read a state file; refuse one of another pruning."""
     tensors, content = read_state(path, STATE_VERSION, what)
     check_setup(path, "pruning", content["setup"], setup)
     return tensors, content
 
 
 class _Epochs:
-    """Batches of training images; each iteration is the next epoch, seeded by its number."""
+    """Batches of training images; each iteration runs the next epoch, seeded by its number."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Epochs:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.epoch += 1
         seed = int(np.random.SeedSequence((self.options.seed, self.epoch)).generate_state(1)[0])
-        torch.manual_seed(seed)  # dropout and sampled gates
+        torch.manual_seed(seed)  # for dropout and sampled gates
         walk = batches(
             self.data.train,
             self.batch_size,

@@ -1,4 +1,4 @@
-"""How channels are chosen and removed, checked: a pruner, its options and the target."""
+"""Check the options of a pruning: the pruner, its own options and the target."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rankrl.options.training import PRUNERS, BlockOptions, CriterionOptions, Mas
 DEFAULT_KEPT_MACS = 0.5
 Measure = Literal["params", "macs"]
 _OF_TRAINING = ("epochs", "strength", "strengths", "limit")
-# Parameters of masks that those set who make and train them.
+# Parameters of masks that are no options: the code that builds and trains masks sets them.
 _NO_OPTIONS = ("units", "temperature")
 
 
 @dataclass(frozen=True)
 class PruningOptions:
-    """How channels are chosen, and how many.
+    """Choice of the channels or blocks to remove, and the target.
 
     Attributes:
         pruner: A registered name.
@@ -146,7 +146,7 @@ def _pruner(name: str) -> Pruner:
 
 
 def _mask_parameters(name: str) -> dict[str, tuple[Any, Any]]:
-    """Return types and defaults of what a user's mask takes; those of ours are left at their defaults."""
+    """Return types and defaults of a user's mask's parameters; none for the built-in masks."""
     pruner = get_pruner(name)
     if name in PRUNERS or not pruner.is_mask:
         return {}

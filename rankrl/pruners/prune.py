@@ -1,4 +1,4 @@
-"""Pruning a network to a target: channels or blocks, chosen by a criterion or by masks that learn."""
+"""Prune channels or blocks of a network to a target, chosen by a criterion or by trained masks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PrunedNetwork:
-    """A network without the channels that did not matter enough."""
+    """A pruned network with its plan."""
 
     network: nn.Module
     plan: CompressionPlan
@@ -69,7 +69,7 @@ class PrunedNetwork:
 
 
 def check_target(model: nn.Module, input_shape: Sequence[int], options: PruningOptions) -> None:
-    """Refuse what cannot be pruned before anything takes time; the weights do not matter."""
+    """Refuse a target that cannot be met, whatever the weights, before any training or fit."""
     inputs = example_tensor(model, input_shape)
     if options.definition.unit == "blocks":
         cost = target_cost(options.measure, input_shape)
@@ -92,10 +92,10 @@ def prune_network(
     *,
     state_file: Path | None = None,
 ) -> PrunedNetwork:
-    """Remove channels until the target is met; nothing is fine-tuned afterwards.
+    """Remove channels or blocks until the target is met, without fine-tuning.
 
     The weights that a criterion leaves are solved for anew, to compensate for the removed ones. A mask's
-    training changes the weights; held-out images decide between them and the dense ones, solved for as well.
+    training changes the weights; held-out images decide between these and the refitted dense ones.
     """
     setup = pruning_setup(data, options)
     if state_file is not None and state_file.exists():
@@ -186,7 +186,7 @@ def _by_blocks(
 
 
 def _removable_blocks(model: nn.Module, inputs: Tensor, layers: Sequence[str] | None) -> list[ResidualBlock]:
-    """Return the blocks that may be removed: all, or those that hold a layer of these names."""
+    """Return the blocks that may be removed: all, or those that contain one of these layers."""
     blocks = residual_blocks(model, inputs)
     if layers is None:
         return blocks
@@ -205,7 +205,7 @@ def _rewound(
     options: PruningOptions,
     calibration: Tensor,
 ) -> tuple[nn.Module, bool]:
-    """Return the network with the weights that the masks' training left or with the dense ones, and which."""
+    """Choose, by held-out accuracy, between mask-trained and refitted dense weights; return which."""
     if options.rewind is False:
         return trained, False
     try:

@@ -1,4 +1,4 @@
-"""Reports of runs: the page, its plots, and the table on the terminal."""
+"""Report runs: pages, plots, CSV files and tables on the terminal."""
 
 from __future__ import annotations
 

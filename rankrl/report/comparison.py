@@ -1,4 +1,4 @@
-"""Compare selectors over seeds: means, intervals, curves, the page."""
+"""Compare selectors over seeds: means, confidence intervals, learning curves, the page."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
 
 
 def milestones(plans: int) -> list[int]:
-    """Return after how many plans searches are compared, the last time after all of them."""
+    """Return the numbers of plans after which searches are compared, the last being all of them."""
     return [*(after for after in _AFTER if after < plans), plans]
 
 
@@ -103,7 +103,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """Return that of one value for each seed, at least one."""
+        """Return the spread of one value for each seed, at least one."""
         mean, count = float(statistics.fmean(values)), len(values)
         if count < 2:
             return cls(mean, None, None)
@@ -117,7 +117,7 @@ class Spread:
 
 
 def interval_note(counts: Iterable[int]) -> str:
-    """Return what `mean ± half_width` is, in a sentence; empty where every mean is of one value."""
+    """Explain `mean ± half_width` in a sentence; empty if every mean is of one value."""
     several = sorted({count for count in counts if count > 1})
     if not several:
         return ""
@@ -150,7 +150,7 @@ def summarise(rows: Sequence[ComparisonRow]) -> list[SelectorSummary]:
 def comparison_cells(
     rows: Sequence[ComparisonRow], measures: Sequence[str] = tuple(_TITLES)
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the table as text."""
+    """Return the table of means as text."""
     summaries = summarise(rows)
     taken = [name for name in measures if any(name in summary.measures for summary in summaries)]
     cells = [
@@ -161,7 +161,7 @@ def comparison_cells(
 
 
 def progress_cells(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[str]]]:
-    """Return as text how far searches had come after increasing numbers of plans."""
+    """Return the table of the best rewards after increasing numbers of plans, as text."""
     longest = max(len(row.best_rewards) for row in rows)
     if longest == 1:
         return ["Selector"], []
@@ -207,7 +207,7 @@ def _cell(spread: Spread | None, measure: str) -> str:
 _COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
 _DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)))
 _ONE_PLAN = (0, (2, 2))
-_FEWEST_FOR_CLOSER_LOOK = 4
+_FEWEST_FOR_CLOSER_LOOK = 4  # selectors, for a second panel in the range of the better half
 
 
 def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WIDE) -> Figure:
@@ -219,7 +219,7 @@ def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WI
         _draw_rewards(axes, rows)
         number_axis(axes)
         whole_axis(axes, bins=6)
-    # A search's first plans may be poor and flatten the rest.
+    # Poor first plans would stretch the axis, so the second panel starts at the reward after a quarter.
     _look_closer(panels, [row.best_rewards[len(row.best_rewards) // 4] for row in leaders], leaders)
     upper_legend(figure, columns=8 if size[0] > NARROW[0] else 3)
     return figure
@@ -263,7 +263,7 @@ def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     episodes = np.arange(1, longest + 1)
     for index, summary in enumerate(summarise(rows)):
         runs = [row.best_rewards for row in rows if row.selector == summary.selector]
-        # A search that ended early keeps what it had.
+        # A search that ended early keeps its last best reward.
         curves = np.array([[*run, *[run[-1]] * (longest - len(run))] for run in runs])
         one_plan = longest > 1 and all(len(run) == 1 for run in runs)
         colour = _COLOURS[index % len(_COLOURS)]
@@ -292,13 +292,13 @@ def _draw_accuracies(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
             axes.plot(
                 *zip(*points, strict=True), "o", color=PALETTE[colour], markersize=5, alpha=0.8, label=label
             )
-    labels = [re.sub("(?<=[:,])", "\n", name) for name in names]  # long ones would leave the dots no room
+    labels = [re.sub("(?<=[:,])", "\n", name) for name in names]  # broken, as long names shrink the panel
     axes.set_xticks(range(len(names)), labels, rotation=60 if len(names) > 4 else 0)
     axes.set_xlim(-0.6, len(names) - 0.4)
 
 
 def _look_closer(panels: Sequence[Axes], starts: Sequence[float], leaders: Sequence[ComparisonRow]) -> None:
-    """Set the second panel's range to what the better half reached."""
+    """Set the second panel's range to the values of the better half."""
     if len(panels) < 2:
         return
     ends = [row.best_reward for row in leaders]

@@ -1,4 +1,4 @@
-"""Axes with honest labels: no two are equal, no per cent exceeds 100, a single point is in the middle."""
+"""Draw the figures of a run (search, layers, fine-tuning) on axes with distinct labels within 0 to 100 %."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rankrl.report.run_folder import PRESET_PHASE, WARM_UP_PHASE, LayerRow, laye
 from rankrl.report.run_tables import HELDOUT_ACCURACY, Quality
 from rankrl.training import EpochRow
 
-_MARGIN = 0.05
-_ALONE = 0.01
+_MARGIN = 0.05  # of the range, on either side
+_ALONE = 0.01  # where all values are equal, so that the axis has a length
 _STEPS = (1, 2, 2.5, 5, 10)
 _MOST_DECIMALS = 6
 
@@ -37,7 +37,7 @@ class PercentTicks(Formatter):
 
 
 def percent_decimals(values: Sequence[float]) -> int:
-    """The decimals with which fractions are written as per cent, true to a hundredth of their steps."""
+    """Return the decimals that write fractions as percent, exact to a hundredth of their steps."""
     step = min((after - before for before, after in pairwise(sorted(set(values)))), default=1e-4)
     for decimals in range(_MOST_DECIMALS):
         if all(abs(round(value, decimals + 2) - value) <= step / 100 for value in values):
@@ -46,10 +46,10 @@ def percent_decimals(values: Sequence[float]) -> int:
 
 
 def percent_axis(axes: Axes, *, which: str = "y", bins: int = 6, low: float | None = None) -> None:
-    """Finish an axis of fractions, once everything is drawn on it and on those that share it.
+    """Format an axis of fractions, after everything is drawn on it and on axes that share it.
 
-    Its limits leave room around what is drawn and never leave 0 to 100 %; a value alone is in the middle,
-    with its neighbours. What lies on a limit is drawn whole.
+    Its limits leave a margin within 0 to 100 %; a single value is in the middle, between two ticks. Markers
+    on a limit are not clipped.
     """
     axis = axes.xaxis if which == "x" else axes.yaxis
     least, most = _drawn(axes, which)
@@ -64,7 +64,7 @@ def percent_axis(axes: Axes, *, which: str = "y", bins: int = 6, low: float | No
 
 
 def number_axis(axes: Axes, *, low: float | None = None) -> None:
-    """Finish a vertical axis of plain numbers (losses, rewards): labels in full, a value alone in the middle.
+    """Format a vertical axis of plain numbers (losses, rewards): full labels, a single value in the middle.
 
     Args:
         axes: The panel.
@@ -78,13 +78,13 @@ def number_axis(axes: Axes, *, low: float | None = None) -> None:
 
 
 def plain_numbers(axis: Axis) -> None:
-    """Write an axis's numbers in full, never as an offset and differences from it."""
+    """Write an axis's numbers in full, without matplotlib's offset."""
     axis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
     axis.set_major_formatter(ScalarFormatter(useOffset=False))
 
 
 def whole_axis(axes: Axes, *, which: str = "x", bins: int = 8) -> None:
-    """Finish an axis that counts: whole numbers only, and one alone in the middle."""
+    """Format an axis of counts: whole numbers only, a single one in the middle."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     least, most = _drawn(axes, which)
     if most - least < 1:
@@ -93,7 +93,7 @@ def whole_axis(axes: Axes, *, which: str = "x", bins: int = 8) -> None:
 
 
 def _drawn(axes: Axes, which: str) -> tuple[float, float]:
-    """Return the least and the largest value drawn on a panel or on those that share its axis."""
+    """Return the smallest and the largest value drawn on a panel or on those that share its axis."""
     shared = (axes.get_shared_x_axes() if which == "x" else axes.get_shared_y_axes()).get_siblings(axes)
     spans = [panel.dataLim.intervalx if which == "x" else panel.dataLim.intervaly for panel in shared]
     values = [float(value) for span in spans for value in span if math.isfinite(value)]
@@ -133,7 +133,7 @@ NARROW = (4.1, 3.3)
 FONT = 8.5
 """Size of all text in a figure, in points."""
 
-_FEWEST_AVERAGED = 5
+_FEWEST_AVERAGED = 5  # episodes in the moving average, at least
 _AVERAGED_FRACTION = 20
 
 _FIXED = {
@@ -148,7 +148,7 @@ _OTHERS = (("accent", "X"), ("second", "*"), ("muted", "p"))
 
 
 def method_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the colour's role and the marker of every method; a tensor format has the same on every page."""
+    """Return (role of the colour, marker) of every method; a tensor format has the same on every page."""
     others = [name for name in sorted(set(methods)) if name not in _FIXED]
     styles = {name: _OTHERS[index % len(_OTHERS)] for index, name in enumerate(others)}
     return {**{name: style for name, style in _FIXED.items() if name in methods}, **styles}
@@ -238,7 +238,7 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
 
 
 def layer_kind(row: LayerRow, *, mixed: bool) -> str:
-    """Return what became of a layer, in a legend's words; its format where layers have several."""
+    """Return a legend's entry for a layer's operations; its format if layers have several."""
     if row.params_after == 0:
         return REMOVED
     if not row.is_compressed:

@@ -1,4 +1,4 @@
-"""Gathering the runs below a folder: finished, failed and unfinished ones."""
+"""Gather the runs below a folder: finished, failed and unfinished ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rankrl.report.stages import ReportError, Stage, latency_change, stages
 
 Status = Literal["finished", "failed", "unfinished"]
 
-# Tasks that compute nothing to compare.
+# Tasks without results to compare.
 _NO_RUNS = ("report", "inspect")
 _CONFIGURATION = Path("state", "configuration.json")
 
@@ -39,13 +39,13 @@ class GatheredRun:
 
     @property
     def final(self) -> Stage | None:
-        """The compressed network as the run left it; None where the run compressed nothing."""
+        """The compressed network at the end of the run; None if the run compressed nothing."""
         last = self.stages[-1] if self.stages else None
         return None if last is None or last.name == "Baseline" else last
 
     @property
     def latency_change(self) -> str:
-        """How much faster or slower the compressed network is, as text."""
+        """The ratio of times as text, such as `1.70× faster`."""
         before, after = (None if costs is None else costs.latency_ms for costs in (self.baseline, self.final))
         return latency_change(self.metrics, before, after)
 
@@ -53,7 +53,7 @@ class GatheredRun:
     def method(self) -> str:
         """The tensor format, the pruner, or both."""
         names = [str(self.metrics[key]) for key in ("pruner", "decomposition") if self.metrics.get(key)]
-        if not self.metrics:  # which say it once the run is finished
+        if not self.metrics:  # an unfinished run has only its configuration
             pruned = self.config.get("task") == "prune"
             group, key = ("pruner", "name") if pruned else ("decomposition", "format")
             names = [str(self._configured(group, key) or "")]
@@ -76,7 +76,7 @@ class GatheredRun:
         return {name: value for name, value in budget.items() if value is not None and name not in unused}
 
     def named(self, key: str) -> str:
-        """Return a value of the metrics (model, dataset, selector) as text; empty where there is none."""
+        """Return a value of the metrics (model, dataset, selector) as text; empty if it is missing."""
         value = self.metrics.get(key)
         return "" if value is None else str(value)
 
@@ -138,7 +138,7 @@ def _read(path: Path, above: Path) -> GatheredRun:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one where it cannot be read."""
+    """Return the object in a JSON file, or an empty one if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Figures as inline SVG that follows the page's theme."""
+"""Render pages as HTML, with figures as inline SVG in the page's theme."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WRAPPING = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>", r
 _OPENING_TAG = re.compile(r"<svg[^>]*>", re.DOTALL)
 _VIEW_BOX = re.compile(r'viewBox="[^"]*"')
 _ID = re.compile(r' id="([^"]*)"')
-_FONT = re.compile(r"font: ([\d.]+)px [^;\"]*")  # as older versions of matplotlib write it
+_FONT = re.compile(r"font: ([\d.]+)px [^;\"]*")  # the form of older versions of matplotlib
 _FONT_FAMILY = re.compile(r"font-family: [^;\"]*;? ?")
 _STYLE_SHEET = re.compile(r"<style.*?</style>", re.DOTALL)
 _LINE_BREAK = re.compile(r"\s*\n\s*")
@@ -69,7 +69,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure in two drawings, of which the page shows the one that fits the window."""
+    """A figure in two sizes; the page shows the one that fits the window."""
 
     wide: str
     narrow: str
@@ -108,7 +108,7 @@ def drawing(
 def text_table(
     caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: Sequence[int] = (0,)
 ) -> Table | None:
-    """Return a table of plain text; None where it has no rows."""
+    """Return a table of plain text; None without rows."""
     cells = [[Cell(text) for text in row] for row in rows]
     return Table(caption, columns, cells, text_columns) if cells else None
 

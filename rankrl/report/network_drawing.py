@@ -1,4 +1,4 @@
-"""The plan drawn along the network: a block for every layer, which says what became of it when pointed at."""
+"""Draw the plan along the network: a block for every layer, with its operations as a tooltip."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rankrl.report.stages import format_count, format_large, format_share
 
 _STEP, _WIDTH = 20.0, 14.0
 _HEIGHT, _GAP = 84.0, 16.0
-_LEAST = 5.0
+_LEAST = 5.0  # so that the smallest layers are seen
 
 
 @dataclass(frozen=True)
 class Block:
-    """A layer: an outline as high as it was, filled as far as it is kept."""
+    """A layer: the outline shows its original size, the filling the share that is kept."""
 
     x: float
     y: float
@@ -41,7 +41,7 @@ class NetworkDrawing:
 
 @dataclass(frozen=True)
 class PlanDrawing:
-    """The plan, for wide and for narrow windows."""
+    """The drawing of a plan, for wide and for narrow windows."""
 
     wide: NetworkDrawing
     narrow: NetworkDrawing
@@ -50,7 +50,7 @@ class PlanDrawing:
 
 
 def plan_drawing(layers: Sequence[LayerRow]) -> PlanDrawing | None:
-    """Draw the layers in forward order; None where there are none.
+    """Draw the layers in forward order; None without layers.
 
     The height of an outline grows with the fourth root of the layer's parameters, so that the smallest are
     seen next to the largest.
@@ -77,7 +77,7 @@ def plan_drawing(layers: Sequence[LayerRow]) -> PlanDrawing | None:
 
 
 def _drawn(layers: Sequence[LayerRow], roles: Sequence[str], *, fewest: int, most: int) -> NetworkDrawing:
-    """Draw at most so many layers in a row, and leave room for the fewest: blocks stay of one size."""
+    """Draw up to `most` layers in a row, at least `fewest` blocks wide, so that blocks keep their size."""
     rows = math.ceil(len(layers) / most)
     per_row = math.ceil(len(layers) / rows)
     largest = max(row.params_before for row in layers)
@@ -107,7 +107,7 @@ def _drawn(layers: Sequence[LayerRow], roles: Sequence[str], *, fewest: int, mos
 
 
 def _title(row: LayerRow) -> str:
-    """Return what the layer was and is, a fact a line."""
+    """Return the tooltip of a layer: shape, operations and costs, one on each line."""
     facts = [f"{row.name}: {'×'.join(map(str, row.shape))}"]
     if row.ranks:
         facts.append(f"{row.format.replace('_', ' ') or 'ranks'} {', '.join(map(str, row.ranks))}")

@@ -1,4 +1,4 @@
-"""Command and machine of a result, and results in Markdown files."""
+"""Describe the command and the machine of a result, and write results into Markdown files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def hardware_line(*packages: str) -> str:
 def shown_command(
     arguments: Sequence[str], *, shortened: Mapping[str, str] | None = None, dropped: Sequence[str] = ()
 ) -> str:
-    """Return the command line for a page that others read: nothing in it belongs to this machine alone."""
+    """Return the command line for publication, without words that belong to this machine alone."""
     words: list[str] = []
     skip = False
     for word in arguments:

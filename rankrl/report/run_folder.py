@@ -1,4 +1,4 @@
-"""The data of a report: plain rows and numbers, as a run folder holds them."""
+"""Read the metrics, episodes and layers of a run folder as plain rows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def layer_formats(layers: Sequence[LayerRow]) -> list[str]:
 
 @dataclass(frozen=True)
 class RunReport:
-    """Everything that one run's page shows; what is empty is left out of the page."""
+    """Data of one run's page; empty parts are left out of the page."""
 
     metrics: Mapping[str, Any]
     layers: Sequence[LayerRow] = ()

@@ -1,4 +1,4 @@
-"""Tables of a run: costs, plans that were measured, runtimes, certificate."""
+"""Make the tables and notes of a run: quality, measured plans, runtimes, certificate, layer costs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ HELDOUT_ACCURACY = Quality("Held-out accuracy", ())
 
 
 def score_quality(metrics: Mapping[str, Any]) -> Quality | None:
-    """Return the score that plans were chosen by, where the run gives it a name (`score_name`)."""
+    """Return the score that plans were chosen by, if the run names it (`score_name`)."""
     name, values = metrics.get("score_name"), tuple(stage.score for stage in stages(metrics))
     known = [value for value in values if value is not None]
     if not name or not known:
@@ -78,14 +78,14 @@ def score_quality(metrics: Mapping[str, Any]) -> Quality | None:
 
 
 def epoch_score(metrics: Mapping[str, Any]) -> Quality:
-    """Return what the epochs of fine-tuning are judged by."""
+    """Return the score that chooses among the epochs of fine-tuning."""
     return score_quality(metrics) or HELDOUT_ACCURACY
 
 
 def qualities(metrics: Mapping[str, Any]) -> list[Quality]:
-    """Return what was measured of how good the networks are, what counts most first.
+    """Return the measures of quality, the most important first.
 
-    That is the score that plans were chosen by, then test accuracy, then the agreement with the original.
+    They are the score that plans were chosen by, test accuracy, and the agreement with the original.
     """
     score, run_stages = score_quality(metrics), stages(metrics)
     measured = [
@@ -99,7 +99,7 @@ def qualities(metrics: Mapping[str, Any]) -> list[Quality]:
 
 
 def certificate_note(metrics: Mapping[str, Any]) -> str:
-    """Return what is lost with its interval, and what that certifies; empty where the numbers do not say."""
+    """Return a note on the loss, its interval and the verdict, or on why there is none; else empty."""
     loss, low, high = (number(metrics, "certificate", key) for key in ("loss", "low", "high"))
     if loss is None or low is None or high is None:
         reason = metrics.get("uncertified")
@@ -114,7 +114,7 @@ def certificate_note(metrics: Mapping[str, Any]) -> str:
 
 
 def certificate_card(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the headline number of the loss: name, value and note; none where the numbers do not say."""
+    """Return the headline of the loss of score as (name, value, note); empty without a certificate."""
     loss, low, high = (number(metrics, "certificate", key) for key in ("loss", "low", "high"))
     if loss is None or low is None or high is None:
         return []
@@ -129,7 +129,7 @@ def certificate_card(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _verdict(metrics: Mapping[str, Any]) -> str:
-    """Return what the interval says of the loss that was accepted."""
+    """Return whether the interval certifies the accepted loss, in words."""
     certificate, drop = metrics["certificate"], number(metrics, "certificate", "drop")
     seen = "" if certificate["independent"] else ", by which the plan may have been chosen, too"
     if drop is None:
@@ -148,7 +148,7 @@ def _verdict(metrics: Mapping[str, Any]) -> str:
 
 
 def _amount(value: float, unit: str, *, named: bool = True) -> str:
-    """Write a difference of scores: in points where they are shares."""
+    """Write a difference of scores, in percentage points if they are fractions."""
     points = f"{value:.3g}" if unit == "score" else f"{100 * value:.2f}"
     text = "0" if float(points) == 0 else points.replace("-", "−")
     return f"{text} points" if named and unit != "score" else text
@@ -179,7 +179,7 @@ def measured_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]
 
 
 def measured_note(metrics: Mapping[str, Any]) -> str:
-    """Return a paragraph on the plan that was taken; empty where none was measured."""
+    """Return a paragraph on the chosen plan; empty if none was measured."""
     plans = _plans(metrics)
     if not plans:
         return ""
@@ -197,7 +197,7 @@ def measured_note(metrics: Mapping[str, Any]) -> str:
 
 
 def estimate_note(metrics: Mapping[str, Any]) -> str:
-    """Return a sentence on the time on another device that was searched for; empty where there was none."""
+    """Return a sentence on the estimated time on the target device; empty without one."""
     estimate = (metrics.get("search") or {}).get("estimate")
     if estimate is None:
         return ""
@@ -209,7 +209,7 @@ def estimate_note(metrics: Mapping[str, Any]) -> str:
 
 
 def device_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the table of finished networks that were measured on another device; no rows where none was."""
+    """Return the table of finished networks measured on another device; no rows without any."""
     rows = [
         [
             str(each["title"]) + (" (this plan)" if each["taken"] else ""),
@@ -223,7 +223,7 @@ def device_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
 
 
 def device_note(metrics: Mapping[str, Any]) -> str:
-    """Return a sentence on where finished networks were measured; empty where none was."""
+    """Return a sentence on the device that measured finished networks; empty without any."""
     if not _finished(metrics):
         return ""
     return (
@@ -269,7 +269,7 @@ def runtime_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
 
 
 def runtime_note(metrics: Mapping[str, Any]) -> str:
-    """Return a paragraph: the fastest file, how runtimes compare, and what else to know."""
+    """Return a paragraph on the fastest file, the runtimes' relative speeds, and their checks."""
     section = metrics.get("runtimes") or {}
     sentences = [*_fastest(section), *_speeds(section), *_checks(section)]
     clocks = {name: entry["clock"] for name, entry in section.items() if "clock" in entry}
@@ -283,7 +283,7 @@ def runtime_note(metrics: Mapping[str, Any]) -> str:
 
 
 def _cell(section: Mapping[str, Any], runtime: str, before: str) -> str:
-    """Return a file's time in a runtime, and its score there."""
+    """Format a file's time and score in a runtime."""
     time, score = (number(section, runtime, f"{before}{each}") for each in ("latency_ms", "score"))
     if time is None:
         return UNKNOWN
@@ -291,7 +291,7 @@ def _cell(section: Mapping[str, Any], runtime: str, before: str) -> str:
 
 
 def _fastest(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield which file is fastest of all, and where."""
+    """Yield a sentence on the fastest file and its runtime."""
     times = {
         (name, before): time
         for name in section
@@ -304,7 +304,7 @@ def _fastest(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _speeds(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how the files' times in each runtime compare with those in onnxruntime."""
+    """Yield a sentence for each runtime on its times relative to onnxruntime's."""
     for name in section:
         changes = []
         for before, title in _FILES.items():
@@ -317,7 +317,7 @@ def _speeds(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _checks(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how far the exported file's outputs in each runtime are those of PyTorch."""
+    """Yield a sentence for each runtime on the difference of its outputs from PyTorch's."""
     for name in section:
         difference, agreement = (number(section, name, key) for key in ("max_abs_difference", "agreement"))
         if difference is not None:
@@ -329,7 +329,7 @@ def _checks(section: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Remaining:
-    """One bar."""
+    """A bar: the share of a quality or cost that remains after compression."""
 
     name: str
     kept: float
@@ -339,17 +339,17 @@ class Remaining:
 
     @property
     def width(self) -> float:
-        """Length of the bar in per cent; what is beyond 0 or everything is drawn as that."""
+        """Length of the bar in percent, clamped to 0 to 100."""
         return round(100 * min(1.0, max(0.0, self.kept)), 2)
 
     @property
     def is_more(self) -> bool:
-        """Whether a cost has grown."""
+        """Whether the cost has grown."""
         return self.kept > 1 and not self.good_if_kept
 
 
 def remains(metrics: Mapping[str, Any]) -> list[Remaining]:
-    """Return a bar for what was measured of quality, parameters, MACs, time and bytes."""
+    """Return a bar for each measured one of quality, parameters, MACs, time and bytes."""
     run_stages = stages(metrics)
     if len(run_stages) < 2:
         return []
@@ -382,7 +382,7 @@ LAYER_COSTS_NOTE = (
 
 
 def layer_cost_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the table as text; no rows where the numbers do not tell."""
+    """Return the table of layer costs as text; no rows if the metrics lack them."""
     layers = metrics.get("layers") or ()
     whole = sum(layer["loss"] for layer in layers) or 1.0
     timed = any(layer["saved_time"] is not None for layer in layers)

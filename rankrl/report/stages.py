@@ -1,4 +1,4 @@
-"""The error that the report package raises."""
+"""Read the stages of a run from its metrics, and format their numbers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
 
 
 def dense_int8(metrics: Mapping[str, Any]) -> Stage | None:
-    """Return the dense network in 8-bit integers, which needs no search; None where it was not measured."""
+    """Return the stage of the dense network in 8-bit integers; None if it was not measured."""
     if not metrics.get("dense_int8"):
         return None
     latency, faster = (
@@ -93,7 +93,7 @@ def dense_int8(metrics: Mapping[str, Any]) -> Stage | None:
 
 
 def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
-    """Return one number of the metrics, or None where it is not there."""
+    """Return one number of the metrics, or None if it is missing."""
     value = (metrics.get(section) or {}).get(key)
     if value is None:
         return None
@@ -105,7 +105,7 @@ def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
 def heldout_note(metrics: Mapping[str, Any]) -> str:
     """Return a sentence for readers of held-out accuracies; empty where the network has not seen the images.
 
-    A checkpoint that rankrl trained says what was held out; what another was trained on cannot be known.
+    A checkpoint trained by rankrl records its held-out images; for others the training images are unknown.
     """
     if not metrics.get("checkpoint") or metrics.get("heldout_is_new"):
         return ""
@@ -122,7 +122,7 @@ def format_accuracy(accuracy: float | None) -> str:
 
 def format_share(share: float) -> str:
     """Write a fraction as percent with one decimal."""
-    return f"{round(100 * share, 1) + 0.0:.1f}{_SPACE}%"  # never -0.0
+    return f"{round(100 * share, 1) + 0.0:.1f}{_SPACE}%"  # + 0.0 turns -0.0 into 0.0
 
 
 def format_count(count: float | None) -> str:
@@ -193,7 +193,7 @@ def format_speed(faster: float, low: float | None, high: float | None) -> str:
 
 
 def latency_note(metrics: Mapping[str, Any]) -> str:
-    """Return a paragraph on how the latency was measured and how far it can be trusted."""
+    """Return a paragraph on the conditions and the uncertainty of the latency."""
     onnx = metrics.get("onnx") or {}
     parts = [f"Latency is the median {_CLOCKS.get(str(onnx.get('clock')), 'time')}"]
     batch, threads = number(metrics, "onnx", "batch"), number(metrics, "onnx", "threads")
@@ -215,7 +215,7 @@ def latency_note(metrics: Mapping[str, Any]) -> str:
 
 
 def rival_note(metrics: Mapping[str, Any]) -> str:
-    """Say what the dense network in 8-bit integers does, which needs no compression and no training."""
+    """Return a paragraph on the dense network in 8-bit integers, which needs no compression or training."""
     accuracy, faster = (number(metrics, "dense_int8", key) for key in ("accuracy", "latency_ratio"))
     if accuracy is None or faster is None:
         return ""

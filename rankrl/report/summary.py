@@ -1,4 +1,4 @@
-"""Tables of results for the terminal."""
+"""Make the tables of results for the terminal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _TITLES = {
 }
 _NOTE = "2.00×: half of the dense network's"
 _MOST_ROWS = 40
-_NAME = 28
+_NAME = 28  # characters of a run's name in a line
 
 
 def results_table(folder: str | Path) -> Table:
@@ -66,7 +66,7 @@ def results_table(folder: str | Path) -> Table:
             _TITLES.get(column.key, column.title), justify="right" if index else "left", overflow="fold"
         )
     for name, *row in rows[:_MOST_ROWS]:
-        # A job's name is broken between its options.
+        # Break a job's name between its options.
         lines = wrap(name.text.replace("+", "+ "), _NAME, break_long_words=False, break_on_hyphens=False)
         table.add_row("\n".join(lines).replace("+ ", "+"), *(cell.text for cell in row))
     return table
@@ -79,10 +79,7 @@ _COST_WORDS = {"Parameters": "parameters", "MACs": "MACs", "Time": "time", "Byte
 
 
 def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the before/after table as text, for the terminal and the page.
-
-    Shapes: returns (accuracy, parameters, MACs, latency, file).
-    """
+    """Return the before/after table as (titles, rows): accuracy, parameters, MACs, latency and file size."""
     run_stages = stages(metrics)
     if not run_stages:
         return [], []
@@ -131,7 +128,7 @@ def summary_table(metrics: Mapping[str, Any]) -> Table:
 
 
 def conclusion(metrics: Mapping[str, Any]) -> str:
-    """Return what a run came to, and what its loss is known to be; empty where it compressed nothing."""
+    """Return the result of a run and the certified loss in words; empty if it compressed nothing."""
     bars = remains(metrics)
     costs = [f"{bar.share} of the {_COST_WORDS[bar.name]}" for bar in bars if not bar.good_if_kept]
     if not costs:
@@ -146,7 +143,7 @@ def conclusion(metrics: Mapping[str, Any]) -> str:
 
 
 def _worth(metrics: Mapping[str, Any]) -> str:
-    """Return how good the compressed network is, by what counts most; empty where that is not known."""
+    """Return the compressed network's quality by its most important measure; empty if unknown."""
     known = [each for each in qualities(metrics) if each.before is not None and each.after is not None]
     if not known:
         return ""
@@ -156,17 +153,17 @@ def _worth(metrics: Mapping[str, Any]) -> str:
 
 
 def runtimes_table(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of runtimes for the terminal; without rows where only one was measured."""
+    """Return the table of runtimes for the terminal; without rows if only one was measured."""
     return _table(*runtime_rows(metrics), caption=runtime_note(metrics))
 
 
 def measured_table(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of measured plans for the terminal; without rows where none was measured."""
+    """Return the table of measured plans for the terminal; without rows if none was measured."""
     return _table(*measured_rows(metrics), caption=measured_note(metrics))
 
 
 def device_table(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of networks measured on another device; without rows where none was."""
+    """Return the table of networks measured on another device; without rows if none was."""
     return _table(*device_rows(metrics), caption=device_note(metrics))
 
 

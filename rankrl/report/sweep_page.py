@@ -1,4 +1,4 @@
-"""Write the page of many runs: Pareto front, table, means over seeds, failures."""
+"""Write the page of many runs: Pareto fronts, table of runs, means over seeds, failures."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ Network = tuple[str, str, float]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points (cost, accuracy) that no other one beats, by rising cost.
+    """Return the Pareto-optimal points (cost, accuracy), by rising cost.
 
-    A point is beaten by one that costs no more and is no less accurate, and is better in one of the two.
+    A point is dominated by one that costs no more, is no less accurate, and is better in one of the two.
     """
     front: list[tuple[float, float]] = []
     for cost, accuracy in sorted(set(points), key=lambda point: (point[0], -point[1])):
@@ -60,7 +60,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def plotted(runs: Sequence[GatheredRun], cost: str) -> list[tuple[GatheredRun, float, float]]:
-    """Return the runs that have an accuracy and this cost, with both."""
+    """Return the runs whose accuracy and cost were measured, with both."""
     points = []
     for run in runs:
         final = run.final
@@ -71,9 +71,9 @@ def plotted(runs: Sequence[GatheredRun], cost: str) -> list[tuple[GatheredRun, f
 
 
 def rivals(runs: Sequence[GatheredRun], cost: str) -> dict[Network, tuple[float, float]]:
-    """Return cost and accuracy of each dense network in 8-bit integers, which needs no compression.
+    """Return cost and accuracy of each dense network in 8-bit integers.
 
-    Its parameters and MACs are those of the dense network, so that it is a rival in time and in bytes alone.
+    Its parameters and MACs are those of the dense network, so that it competes in time and bytes only.
     """
     costs: dict[Network, tuple[float, float]] = {}
     for run in runs:
@@ -87,11 +87,10 @@ def rivals(runs: Sequence[GatheredRun], cost: str) -> dict[Network, tuple[float,
 
 
 def with_fronts(runs: Sequence[GatheredRun]) -> list[GatheredRun]:
-    """Return the runs with what each is best in (`GatheredRun.best_in`).
+    """Return the runs with the measures in which each is Pareto-optimal (`GatheredRun.best_in`).
 
-    That is every cost in which nothing is as accurate and cheaper, dense networks in floating point and in
-    8-bit integers included, and `all at once` where no other run is as accurate and costs no more in all that
-    was measured, and is better in one.
+    They are the costs in which it is on the front (dense networks in floating point and in 8-bit integers
+    compete, too), and `all at once` if no other run dominates it in accuracy and all measured costs.
     """
     best: dict[Path, list[str]] = {run.folder: [] for run in runs}
     for cost, name in COSTS.items():
@@ -107,13 +106,13 @@ def with_fronts(runs: Sequence[GatheredRun]) -> list[GatheredRun]:
 
 
 def _front(runs: Sequence[GatheredRun], cost: str) -> list[tuple[float, float]]:
-    """Return the front of runs and dense networks, in floating point and in integers."""
+    """Return the Pareto front of runs and dense networks, in floating point and in integers."""
     points = [(value, accuracy) for _, value, accuracy in plotted(runs, cost)]
     return pareto_front([*points, *dense_costs(runs, cost).values(), *rivals(runs, cost).values()])
 
 
 def _all_costs(run: GatheredRun) -> dict[str, float]:
-    """Return a run's costs and its error, which all are better when they are less."""
+    """Return a run's costs and its error (1 - accuracy), all of them to be minimised."""
     costs = {cost: value for cost in COSTS for _, value, _ in plotted([run], cost)}
     accuracy = None if run.final is None else run.final.accuracy
     return {} if accuracy is None else {"error": 1 - accuracy, **costs}
@@ -218,7 +217,7 @@ def dense_costs(runs: Sequence[GatheredRun], cost: str) -> dict[Network, tuple[f
 
 
 def dense_network(run: GatheredRun) -> Network:
-    """Return what tells a run's dense network from others: model, dataset and accuracy."""
+    """Return the identity of a run's dense network: model, dataset and accuracy."""
     accuracy = None if run.baseline is None else run.baseline.accuracy
     return run.named("model"), run.named("dataset"), math.nan if accuracy is None else accuracy
 
@@ -235,7 +234,7 @@ _NO_MEANS = ("seed", "folder", "best_in")
 
 
 def mean_rows(runs: Sequence[GatheredRun]) -> list[dict[str, Any]]:
-    """Return a row for all runs that differ in their seed alone, those that have ended."""
+    """Return a row of means for each group of finished runs that differ in the seed alone."""
     rows = []
     columns = [column for column in (*varied_columns(runs), *COLUMNS) if column.key not in _NO_MEANS]
     for group in seed_groups(runs):
@@ -252,7 +251,7 @@ def mean_rows(runs: Sequence[GatheredRun]) -> list[dict[str, Any]]:
 
 
 def mean_table(runs: Sequence[GatheredRun]) -> Table | None:
-    """Return the table of means for the page; None where no two runs differ in their seed alone."""
+    """Return the table of means for the page; None if no two runs differ in the seed alone."""
     groups = seed_groups(runs)
     if len(groups) == len(runs):
         return None
@@ -264,7 +263,7 @@ def mean_table(runs: Sequence[GatheredRun]) -> Table | None:
 
 
 def seed_groups(runs: Sequence[GatheredRun]) -> list[list[GatheredRun]]:
-    """Return the runs that have ended, those together that differ in their seed alone."""
+    """Group the finished runs that differ in the seed alone."""
     finished = [run for run in runs if run.status == "finished"]
     columns = [
         column
@@ -345,7 +344,7 @@ def sweep_page(runs: Sequence[GatheredRun], folder: Path, *, date: str = "") -> 
 
 
 def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
-    """Return the most accurate run, and the smallest and the fastest that lose at most a point."""
+    """Return the most accurate run, and the smallest and fastest that lose at most one percentage point."""
     values = []
     measured = [run for run in runs if run.final is not None and run.final.accuracy is not None]
     if measured:
@@ -378,7 +377,7 @@ def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
 
 
 def _best_score(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
-    """Return the run with the highest score, where all call it the same."""
+    """Return the headline of the highest score, if all runs have the same name for it."""
     scores = [(quality, run) for run in runs if (quality := score_quality(run.metrics)) is not None]
     known = [(quality.after, quality, run) for quality, run in scores if quality.after is not None]
     if len({quality.title for _, quality, _ in known}) != 1:

@@ -1,4 +1,4 @@
-"""Columns and rows of a table of many runs."""
+"""Make the columns, rows and CSV text of a table of many runs."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from rankrl.runs.run_folder import COMPRESS
 BUDGET = "budget."
 """What names of budgets begin with."""
 
-# What the table of runs has columns of its own for.
+# Options that have a column of their own in the table.
 _HAVE_COLUMNS = (
     *("task", "seed", "model", "model.architecture", "dataset", "dataset.name", "decomposition"),
     *("decomposition.format", "selector", "selector.name", "pruner", "pruner.name"),
 )
-# The entries that say which choice of a group a configuration holds.
+# Keys that name the choice of a group in a configuration.
 _NAMES = ("name", "format", "architecture")
 Option = str | int | float | bool | None
 
 
 class Configured(Protocol):
-    """A run whose configuration is known."""
+    """A run with a known configuration."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ class Configured(Protocol):
 
     @property
     def overrides(self) -> Sequence[str]:
-        """What it was composed from, `optim.lr=0.001`."""
+        """The overrides of its configuration, such as `optim.lr=0.001`."""
 
     @property
     def budgets(self) -> Mapping[str, Any]:
@@ -72,7 +72,7 @@ def option(run: Configured, name: str) -> Option:
 
 
 def varied_options(runs: Sequence[Configured]) -> list[str]:
-    """Return the names of the options in which runs differ, without those that the table names itself."""
+    """Return the names of the options in which runs differ, except those with a column of their own."""
     names = dict.fromkeys(name for run in runs for name in _asked(run))
     return [
         name
@@ -134,7 +134,7 @@ def _dense(name: str) -> Callable[[GatheredRun], Any]:
 
 
 def _accuracy(run: GatheredRun) -> float | None:
-    """Return the accuracy of the network that the run left, which may be the dense one."""
+    """Return the accuracy of the run's last network, which may be the dense one."""
     last = run.final or run.baseline
     return None if last is None else last.accuracy
 
@@ -221,7 +221,7 @@ _DENSE_COLUMNS = ("accuracy", "params", "macs", "latency_ms")
 
 
 def varied_columns(runs: Sequence[GatheredRun]) -> list[Column]:
-    """Return a column for every option in which runs differ and that has none of its own."""
+    """Return a column for every option in which runs differ and that has no fixed column."""
     taken = {column.key for column in COLUMNS}
     return [_varied(name, runs) for name in varied_options(runs) if name not in taken]
 
@@ -233,7 +233,7 @@ def _varied(name: str, runs: Sequence[GatheredRun]) -> Column:
 
 
 def shown_columns(runs: Sequence[GatheredRun]) -> list[Column]:
-    """Return the columns in which a run has something, and the optional ones only where runs differ.
+    """Return the columns with a value in some run, optional ones only if runs differ in them.
 
     Options in which runs differ follow the words; budgets have one column together.
     """
@@ -248,13 +248,13 @@ def shown_columns(runs: Sequence[GatheredRun]) -> list[Column]:
 
 
 def _titled(column: Column, runs: Sequence[GatheredRun]) -> Column:
-    """Return the column of the score under its name, where all runs call it the same."""
+    """Return the column of the score under its name, if all runs have the same name for it."""
     names = {run.named("score_name") for run in runs} - {""}
     return replace(column, title=names.pop()) if column.key == SCORE and len(names) == 1 else column
 
 
 def shared_values(runs: Sequence[GatheredRun]) -> dict[str, str]:
-    """Return what all runs have in common, by title."""
+    """Return the values that all runs share, by title."""
     shared = {}
     for column in COLUMNS:
         values = {column.value(run) for run in runs} - {None, ""}
@@ -264,7 +264,7 @@ def shared_values(runs: Sequence[GatheredRun]) -> dict[str, str]:
 
 
 def written(column: Column, run: GatheredRun) -> str:
-    """Return what a run has in a column, as the page shows it."""
+    """Return a run's value in a column as text for the page."""
     value = column.value(run)
     if column.write is None:
         return UNKNOWN if value in (None, "") else str(value)
@@ -273,7 +273,7 @@ def written(column: Column, run: GatheredRun) -> str:
 
 
 def table_rows(runs: Sequence[GatheredRun], columns: Sequence[Column]) -> list[list[Cell]]:
-    """Return the cells of every run, the best first; the first cell leads to the run's own page."""
+    """Return the cells of every run, the best first; the first cell links to the run's own page."""
 
     def order(run: GatheredRun) -> float:
         known = [value for value in (_accuracy(run), _score(run)) if value is not None]
@@ -289,7 +289,7 @@ def table_rows(runs: Sequence[GatheredRun], columns: Sequence[Column]) -> list[l
 
 
 def run_rows(runs: Sequence[GatheredRun]) -> list[dict[str, Any]]:
-    """Return a row for every run: the options in which they differ, plain numbers, and what failed."""
+    """Return a row for every run: the options in which they differ, plain numbers, and errors."""
     columns = [*varied_columns(runs), *(column for column in COLUMNS if column.key != "folder")]
     return [
         {

@@ -1,4 +1,4 @@
-"""Write the page and plots of a run."""
+"""Write the report of a run: the page, its tables and plots."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _eyebrow(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the numbers that a reader looks for first."""
+    """Return the headline numbers as (name, value, note)."""
     run_stages = stages(metrics)
     if len(run_stages) < 2:
         return []
@@ -148,9 +148,9 @@ def _comparison(metrics: Mapping[str, Any]) -> Table | None:
 
 
 def agreement_note(metrics: Mapping[str, Any]) -> str:
-    """Return what the agreement of each output is, and of the worst of several quantities in one.
+    """Return a note on the agreement of each output, and of the worst of several quantities in one.
 
-    Empty where the numbers do not say.
+    Empty if the metrics lack it.
     """
     outputs = metrics.get("outputs", {}).items()
     meanings: dict[str, list[str]] = {}
@@ -174,7 +174,7 @@ _SCORED = {
 
 
 def _scored(metrics: Mapping[str, Any], value: float) -> str:
-    """Return what a plan's score says, by the name that the run gives it."""
+    """Return a plan's score with the name that the run gives it."""
     score = score_quality(metrics)
     if score is not None:
         return f"{score.title} {score.write(value)} before the refit"
@@ -193,7 +193,7 @@ def _runtimes(metrics: Mapping[str, Any]) -> Table | None:
 
 def _search(report: RunReport) -> Drawing | None:
     rows = report.episodes
-    ruled = len(rows) == 1 and _of_file(report.metrics)  # the one plan of a rule is no search
+    ruled = len(rows) == 1 and _of_file(report.metrics)  # the single plan of a heuristic is no search
     if not rows or ruled:
         return None
     best = max(rows, key=lambda row: row.reward)
@@ -372,7 +372,7 @@ def write_report(
 
 
 def _files(folder: Path) -> list[tuple[str, str]]:
-    """Return the files of the folder that the page leads to; `metrics.json` is written after it."""
+    """Return the files that the page links to; `metrics.json` is one of them, though written later."""
     return [(name, text) for name, text in _FILES.items() if name == METRICS or (folder / name).is_file()]
 
 

@@ -1,1 +1,1 @@
-"""Runs: their folders, locks and records, `sweeps` of many and `tracking` of each."""
+"""Keep run folders, their locks and records; run `sweeps` of many runs; track each (`tracking`)."""

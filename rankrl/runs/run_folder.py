@@ -1,4 +1,4 @@
-"""Configurations as run folders record them, and how they differ."""
+"""Manage run folders: their files, the recorded configuration, and its differences from another."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from rankrl.runs.run_lock import LOCK_FILE, locked
 from rankrl.runs.tracking import NOT_TRACKED, Tracking
 
 _MISSING = "not set"
-_NETWORK = "network"  # recorded as a hash, which tells a reader nothing
+_NETWORK = "network"  # recorded as a hash, which is not shown to readers
 _LONGEST_SHOWN = 60
 _MOST_NAMED = 3
-# Options that change nothing in a run's results.
+# Options without effect on a run's results.
 _WITHOUT_EFFECT = (
     "resume",
     "reuse",
@@ -48,7 +48,7 @@ _WITHOUT_EFFECT = (
 
 
 def with_effect(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
-    """Return the part of a configuration that a run's results depend on."""
+    """Return the options of a configuration that a run's results depend on."""
     return {
         name: with_effect(value, f"{within}{name}.") if isinstance(value, Mapping) else value
         for name, value in config.items()
@@ -57,19 +57,19 @@ def with_effect(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
 
 
 def digest(config: Mapping[str, Any]) -> str:
-    """Return what tells a configuration from those with other results."""
+    """Return a hash of the options that a run's results depend on."""
     text = json.dumps(with_effect(as_recorded(config)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return the options in which two configurations differ, in words; empty where there are none."""
+    """Return the options in which two configurations differ, in words; empty if there are none."""
     changes = list(_changes(before, after))
     return "; ".join(changes[:_MOST_NAMED]) + ("; ..." if len(changes) > _MOST_NAMED else "")
 
 
 def as_recorded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as its record holds it."""
+    """Convert a configuration to the form of its record."""
     plain: dict[str, Any] = json.loads(json.dumps(config))
     return plain
 
@@ -103,12 +103,12 @@ _ANOTHER_FOLDER = (
 )
 _BEGIN_ANEW = "begin anew with overwrite=True (overwrite=true at the command line), or choose another folder"
 _LONGEST_NAME = 200
-_BEGAN = time.time()  # when this process did, or a little later
+_BEGAN = time.time()  # start of this process, roughly
 
 
 @dataclass
 class RunNotes:
-    """Results of a run's steps for its `metrics.json`."""
+    """Notes of a run's steps for its `metrics.json`."""
 
     warnings: list[str] = field(default_factory=list)
     trainings: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class RunFolder:
     notes: RunNotes = field(default_factory=RunNotes, compare=False)
 
     def warn(self, text: str) -> None:
-        """Log a warning at once, and keep it for `metrics.json`, the report and the end of the run."""
+        """Log a warning, and keep it for `metrics.json`, the report and the end of the run."""
         log.warning(text)
         self.notes.warnings.append(text)
 
@@ -201,7 +201,7 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether a run has ended here; numbers that are damaged are written again."""
+        """Whether a run has ended here; damaged metrics do not count, so that they are written again."""
         try:
             return isinstance(json.loads(self.metrics.read_text(encoding="utf-8")), dict)
         except (OSError, ValueError):
@@ -209,19 +209,19 @@ class RunFolder:
 
     @property
     def holds_results(self) -> bool:
-        """Whether a run has ended here, or has got far enough to go on."""
+        """Whether a run has ended here, or has kept a state to resume from."""
         files = (self.metrics, self.plan, self.path / "episodes.csv")
         states = (*self.state.rglob("*.safetensors"), *self.searches.rglob("*"))
         return any(file.is_file() and self._wrote(file) for file in (*files, *states))
 
     def _wrote(self, file: Path) -> bool:
-        """Whether a run wrote a file; that is taken for granted where it kept no list."""
+        """Whether a run wrote a file; assumed for runs without a list."""
         written = written_files(self.path)
         return written is None or file.relative_to(self.path).as_posix() in written
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep every other run out of the folder, and list what is written into it."""
+        """Lock the folder against other runs, and record the files written into it."""
         with locked(self.path), recording(self.path):
             yield
 
@@ -233,7 +233,7 @@ class RunFolder:
         resume: bool = False,
         paths: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Record the configuration whose results the folder is about to hold."""
+        """Check the folder, and record the configuration of the run that starts in it."""
         if not resume:
             self.check(config)
         places = {
@@ -252,7 +252,7 @@ class RunFolder:
             raise ConfigError(f"{self.path} holds a run {difference}; {advice if known else _BEGIN_ANEW}")
 
     def replace(self, config: Mapping[str, Any]) -> None:
-        """Begin anew where the folder holds results of another configuration; the same one's stay."""
+        """Start over if the folder holds results of another configuration; those of the same one stay."""
         difference = self.difference(config)
         if difference is not None:
             log.warning("%s held a run %s; it is overwritten", self.path, difference)
@@ -260,12 +260,12 @@ class RunFolder:
         check_own(self.path)
 
     def begin_anew(self) -> None:
-        """Set a run's files aside, and no other file, until the next run here has ended."""
+        """Set aside a run's files, and no others, until the next run here has ended."""
         check_own(self.path)
         set_aside(self.path)
 
     def bring_back(self) -> bool:
-        """Bring back what `begin_anew` set aside, unless there are new results; return whether it did."""
+        """Restore what `begin_anew` set aside, unless there are new results; tell whether it did."""
         return not self.holds_results and bring_back(self.path)
 
     def finish(self, metrics: Mapping[str, Any]) -> None:
@@ -274,18 +274,18 @@ class RunFolder:
         remove_previous(self.path)
 
     def training_state(self, stage: str) -> Path:
-        """Return the file that a training keeps its state in, such as that of the stage `finetune`."""
+        """Return the state file of a training, by stage, such as `finetune`."""
         return self.state / f"{stage}.safetensors"
 
     @classmethod
     def below(cls, folder: Path) -> Iterator[RunFolder]:
-        """Yield the folders of runs below another one, by name."""
+        """Yield the run folders below a folder, sorted by name."""
         for record in sorted(folder.rglob("state/configuration.json")):
             if record.parents[1].name != PREVIOUS:
                 yield cls(record.parents[1])
 
     def difference(self, config: Mapping[str, Any]) -> str | None:
-        """Return in which way results in the folder are of another configuration, or None."""
+        """Describe how the configuration of the results in the folder differs, or return None."""
         if not self.holds_results:
             return None
         before = self.recorded()
@@ -296,11 +296,14 @@ class RunFolder:
         return f"with another configuration ({changes})" if changes else None
 
     def remove_results(self) -> None:
-        """Remove the files that a run ends with, `metrics.json` first, before another run writes its own."""
+        """Remove the files that a run ends with, `metrics.json` first, before another run writes its own.
+
+        Without `metrics.json` an interrupted removal leaves an unfinished run.
+        """
         remove_written(self.path, [name for name in RESULTS if self._wrote(self.path / name)])
 
     def recorded(self) -> dict[str, Any] | None:
-        """Return the recorded configuration, or None where there is none that can be read."""
+        """Return the recorded configuration, or None if there is no readable one."""
         try:
             config = json.loads(self.record.read_text(encoding="utf-8"))["config"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -308,10 +311,10 @@ class RunFolder:
         return config if isinstance(config, dict) else None
 
     def discard(self) -> None:
-        """Remove what a refused run wrote, unless the folder holds results, and the folder if that is all.
+        """Remove the files of a refused run unless the folder holds results, and the folder if empty then.
 
-        What was there before this process began is someone else's. Folders above it that are empty then go
-        with it, up to the current one.
+        Files older than this process belong to others and stay. Empty parent folders are removed, too, up to
+        the current one.
         """
         if self.holds_results or not self.path.is_dir() or self.bring_back():
             return
@@ -327,11 +330,11 @@ class RunFolder:
                 break
             try:
                 folder.rmdir()
-            except OSError:  # other runs are in it
+            except OSError:  # not empty: other runs are in it
                 break
 
     def prepare(self) -> None:
-        """Create the folder and make sure that it can be written."""
+        """Create the folder and check that it can be written."""
         try:
             self.state.mkdir(parents=True, exist_ok=True)
             probe = self.state / f".probe-{os.getpid()}"
@@ -345,7 +348,7 @@ class RunFolder:
 
 
 def _relative(text: str, folder: Path) -> str:
-    """The path from a folder, or from the root where there is none, as between drives."""
+    """Return the path relative to a folder, or the absolute one where there is none, as between drives."""
     try:
         return os.path.relpath(text, folder)
     except ValueError:
@@ -353,7 +356,7 @@ def _relative(text: str, folder: Path) -> str:
 
 
 def check_writable(folder: Path, option: str) -> None:
-    """Refuse a folder that cannot be made or written; folders made for this check are removed again."""
+    """Refuse a folder that cannot be created or written; folders made for this check are removed again."""
     made: list[Path] = []
     try:
         for place in (*reversed(folder.parents), folder):
@@ -376,7 +379,7 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for fits that later runs reuse: RANKRL_CACHE, or `rankrl` in the user's cache."""
+    """Return the cache folder, whose fits later runs reuse: RANKRL_CACHE, or `rankrl` in the user's cache."""
     named = os.environ.get("RANKRL_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(named) if named else Path(base) / "rankrl"

@@ -1,9 +1,9 @@
-"""One run at a time in a folder: a lock of the operating system, in a file that says who holds it.
+"""Lock a run folder with a lock of the operating system, on a file that names its holder.
 
-The lock ends with the process that holds it, however that ends. The file is removed with the lock; a file
-that a killed process leaves behind locks nothing. On a network's file system the lock holds for all machines
-where the file system supports it, as NFS and Lustre (mounted with `flock`) do. Where there are no locks at
-all, only processes of the same machine are seen.
+The lock ends with the process that holds it, even if that is killed; the file it leaves then locks nothing.
+Otherwise the file is removed with the lock. On a network file system that supports locks, such as NFS and
+Lustre (mounted with `flock`), the lock holds across machines; on one without locks, only processes of the
+same machine are noticed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
 _HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK, errno.EDEADLK}
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
-_BEYOND_THE_WORDS = 1 << 30  # others cannot read a byte that Windows locks
-_LONGEST_COMMAND = 200
+_BEYOND_THE_WORDS = 1 << 30  # Windows forbids others to read a locked byte, so one past the text is locked
+_LONGEST_COMMAND = 200  # characters
 _MOST_TURNS = 1000
 _TURNS, _TURN = 20, 0.01
 _held: set[int] = set()
@@ -40,7 +40,7 @@ _held: set[int] = set()
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep every other run out of a folder, runs in other threads included.
+    """Lock a folder against every other run, runs in other threads included.
 
     Processes that this one starts do not hold the lock.
     """
@@ -57,16 +57,16 @@ def locked(folder: Path) -> Iterator[None]:
         _write_words(descriptor)
         yield
     finally:
-        if os.getpid() == process:  # not in a child that has left the block too
+        if os.getpid() == process:  # a forked child leaves the block, too, but must not release the lock
             _held.discard(descriptor)
             _release(path, descriptor)
-            with suppress(OSError):  # there are results
+            with suppress(OSError):  # a folder with results is not empty
                 for place in made:
                     place.rmdir()
 
 
 def check_free(folder: Path) -> None:
-    """Refuse a folder that a run is using; nothing is written."""
+    """Refuse a folder that a run uses; nothing is written."""
     path = folder / LOCK_FILE
     try:
         descriptor = os.open(path, os.O_RDWR)
@@ -80,9 +80,9 @@ def check_free(folder: Path) -> None:
 
 
 def _acquired(path: Path) -> int:
-    """Return the descriptor of the locked file; make the folder where there is none.
+    """Return the descriptor of the locked file; create the folder if necessary.
 
-    The previous holder may remove file and folder between any two of these calls, hence the turns.
+    The loop is needed as the previous holder may remove file and folder between any two of these calls.
     """
     for _ in range(_MOST_TURNS):
         with suppress(FileNotFoundError):
@@ -104,14 +104,14 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        if folder.exists():  # and is a file; a folder may be gone by now
+        if folder.exists():  # it is a file; a folder may have been removed in the meantime
             raise
 
 
 def _release(path: Path, descriptor: int) -> None:
-    if sys.platform == "win32":  # which removes no file that is open
+    if sys.platform == "win32":  # Windows removes no open file
         os.close(descriptor)
-        with suppress(OSError):  # the next one has it already
+        with suppress(OSError):  # the next holder has opened it already
             path.unlink()
     else:
         with suppress(OSError):
@@ -120,7 +120,7 @@ def _release(path: Path, descriptor: int) -> None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed; return False where somebody else holds it."""
+    """Lock an open file until it is closed; return False if another process holds it."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -143,20 +143,20 @@ def _lock(descriptor: int) -> bool:
 
 def _write_words(descriptor: int) -> None:
     path = Path(sys.argv[0])
-    program = path.parent.name if path.name == "__main__.py" else path.name  # python -m rankrl
+    program = path.parent.name if path.name == "__main__.py" else path.name  # the former for python -m rankrl
     words = {
         "process": os.getpid(),
         "host": socket.gethostname(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join([program, *sys.argv[1:]])[:_LONGEST_COMMAND],
     }
-    with suppress(OSError), os.fdopen(descriptor, "r+b", closefd=False) as file:  # a disk may be full
+    with suppress(OSError), os.fdopen(descriptor, "r+b", closefd=False) as file:  # the disk may be full
         file.truncate(0)
         file.write(json.dumps(words).encode())
 
 
 def _read_words(descriptor: int) -> dict[str, Any]:
-    """Return who holds a lock; empty where that is not written yet, or was cut off."""
+    """Return the holder's description; empty if it is not written yet, or only in part."""
     try:
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             file.seek(0)
@@ -172,7 +172,7 @@ def _in_use(folder: Path, descriptor: int | None = None) -> FolderInUseError:
         words = {} if descriptor is None else _read_words(descriptor)
         if words:
             break
-        time.sleep(_TURN)  # whoever has just got the lock writes them now
+        time.sleep(_TURN)  # a new holder of the lock is about to write its description
     owner = "another run"
     if words:
         owner = "process {process} on {host}, since {since} (`{command}`)".format(**words)
@@ -183,7 +183,7 @@ def _in_use(folder: Path, descriptor: int | None = None) -> FolderInUseError:
 
 
 def _nobody_here(descriptor: int) -> bool:
-    """Return whether no process of this machine holds a file that cannot be locked."""
+    """Tell whether no process of this machine holds a file on a file system without locks."""
     words = _read_words(descriptor)
     if words and words["host"] == socket.gethostname() and _lives(int(words["process"])):
         return False
@@ -196,13 +196,13 @@ def _lives(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # a process of another user
         pass
     return True
 
 
 def _close_in_child() -> None:
-    """Close the files that a forked process shares with its parent, or the lock would outlive the parent."""
+    """Close the locked files in a forked process, or the lock would outlive the parent."""
     for descriptor in _held:
         with suppress(OSError):
             os.close(descriptor)

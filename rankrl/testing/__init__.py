@@ -1,7 +1,7 @@
-"""The contracts of selectors and runtimes as tests, for those of your own too; they need pytest.
+"""Test the contracts of selectors and runtimes, also of your own ones, with pytest.
 
-`class TestMine(SelectorContract): names = ("mine",)` in a test file is all that it takes. Formats and pruners
-have theirs in `decomposition.testing` and `pruning.testing`.
+Write `class TestMine(SelectorContract): names = ("mine",)` in a test file. The contracts of formats and
+pruners are in `decomposition.testing` and `pruning.testing`.
 """
 
 from rankrl.testing.runtimes import RuntimeContract

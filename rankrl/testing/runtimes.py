@@ -1,5 +1,4 @@
-"""The contract of runtimes as tests."""
-# ruff: noqa: D102 (a test says by its name what it holds to)
+"""Test the contract of runtimes: verifying, timing and scoring ONNX files."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ INPUT_SHAPE = (3, 8, 8)
 
 
 class RuntimeContract:
-    """What verifying, timing and scoring files count on with every runtime.
+    """Properties that verifying, timing and scoring files require of every runtime.
 
-    A runtime that cannot be used on this machine is skipped, with its own words for why. The fixture
-    `exported` can be replaced by other networks with inputs of shape (3, 8, 8).
+    A runtime that cannot be used on this machine is skipped with its own message. The fixture `exported` can
+    be replaced by other networks with inputs of shape (3, 8, 8).
 
     Attributes:
         names: Registered names of the runtimes that are tested.
@@ -88,7 +87,7 @@ class RuntimeContract:
 
     @pytest.fixture
     def heavy_file(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """The file of a network that computes for a while."""
+        """The file of a network whose pass takes a measurable time."""
 
         def write(path: Path) -> None:
             network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3))
@@ -164,7 +163,7 @@ class RuntimeContract:
         assert timed.compare(0, 1).ratio_low <= timed.compare(0, 1).ratio_high
 
     def test_one_thread_computes_in_the_thread_that_calls(self, runtime: str, heavy_file: Path) -> None:
-        """The processor time of a pass stands on that; elsewhere passes are timed on the wall."""
+        """Timing a pass by processor time requires this; otherwise passes are timed by wall clock."""
         if not get_runtime(runtime).in_calling_thread:
             pytest.skip(f"{runtime} does not promise it")
         session = open_session(heavy_file, threads=1, runtime=runtime)
@@ -181,7 +180,7 @@ class RuntimeContract:
 
 
 def _written_once(factory: pytest.TempPathFactory, name: str, write: Callable[[Path], None]) -> Path:
-    """Return a file that is written on its first use and kept for the session."""
+    """Write a file on its first use and keep it for the session."""
     path = factory.getbasetemp() / "runtime_contract" / f"{name}.onnx"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
@@ -195,7 +194,7 @@ def images(count: int) -> np.ndarray[Any, Any]:
 
 
 def small_network() -> nn.Module:
-    """Return a network with batch norm statistics that are not trivial, in evaluation mode."""
+    """Return a network with non-trivial batch norm statistics, in evaluation mode."""
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(8)
     network = nn.Sequential(

@@ -1,5 +1,4 @@
-"""The contract of selectors as tests."""
-# ruff: noqa: D102 (a test says by its name what it holds to)
+"""Test the contract of selectors: budgets, seeds, and resuming from a state."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import rich.style  # noqa: F401 (it draws from `random` when it is imported, which scikit-learn does)
+import rich.style  # noqa: F401 (draws from `random` on import, which scikit-learn would do within a test)
 import torch
 from torch import nn
 
@@ -31,7 +30,7 @@ INPUT_SHAPE = (1, 8, 8)
 
 
 class SelectorContract:
-    """What a search counts on with every selector.
+    """Properties that a search requires of every selector.
 
     Attributes:
         names: Registered names of the selectors that are tested.
@@ -101,7 +100,7 @@ class SelectorContract:
 
 @cache
 def small_network() -> nn.Module:
-    """Return three convolutions and a linear layer."""
+    """Return a network of three convolutions and a linear layer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(
@@ -125,7 +124,7 @@ def small_library(formats: tuple[str, ...]) -> FitLibrary:
 
 
 def small_problem(formats: tuple[str, ...] = ("tucker",), **budget: Any) -> SearchProblem:
-    """Return the search for a plan of the small network within a budget."""
+    """Return the search problem of the small network within a budget."""
     library = small_library(formats)
     sites = library.all_candidates(limit=8)
     problem = SearchProblem.from_model(small_network(), sites, INPUT_SHAPE, library=library, **budget)
@@ -133,7 +132,7 @@ def small_problem(formats: tuple[str, ...] = ("tucker",), **budget: Any) -> Sear
 
 
 def plans_of(selector: Selector, steps: int) -> list[Choices]:
-    """Return the plans that a selector proposes in so many steps; larger candidates are rewarded."""
+    """Return the plans that a selector proposes in `steps` steps, with a reward for larger candidates."""
     plans = []
     for _ in range(steps):
         proposals = selector.propose()
@@ -143,5 +142,5 @@ def plans_of(selector: Selector, steps: int) -> list[Choices]:
 
 
 def surroundings() -> list[Any]:
-    """Return the states of everybody's random numbers."""
+    """Return the states of the global random generators."""
     return [torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()]

@@ -1,4 +1,4 @@
-"""Timing of files, layers and networks, and the ranks that are fast on this processor."""
+"""Time files, layers and networks, and find the ranks that are fast on this processor."""
 
 from __future__ import annotations
 

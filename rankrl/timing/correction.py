@@ -1,8 +1,8 @@
-"""A table of latencies corrected by the times of a few whole networks.
+"""Calibrate a table of layer latencies by the times of a few whole networks.
 
 Layers timed one by one do not quite add up: tensors are cold or warm, additions of residual branches cost
-more where precisions differ, and the memory layout that suits one layer does not suit another. A handful of
-whole networks under different plans, exported and timed, shows by how much each kind of time is off.
+more where precisions differ, and the memory layout that suits one layer does not suit another. The times of a
+few whole networks under different plans give a correction factor for each kind of time.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Trial:
 
 
 def correction(table: LatencyTable, first: Sequence[Trial], later: Sequence[Trial] = ()) -> np.ndarray:
-    """Return the factors, one for each part, with which sums come closest to the trials' times.
+    """Fit the factors, one for each part, with which sums come closest to the trials' times.
 
-    They come from non-negative least squares on relative errors, drawn towards 1; a part that is in no trial
-    keeps its factor.
+    They solve non-negative least squares on relative errors, regularised towards 1; a part that is in no
+    trial keeps its factor.
     """
     factors = _factors(table, first, np.ones(_KINDS + 2), _PRIOR)
     return _factors(table, later, factors, _LATER_PRIOR)

@@ -1,4 +1,4 @@
-"""Choose ranks and forms by what is fast on this processor."""
+"""Choose rank multiples, and staged or contracted cores, by the times on this processor."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ STEPS = (32, 16, 8, 4)
 """Widths to try, the widest first."""
 _ALIKE = 0.93
 """A rank that takes this part of the time at the step's end, or more, is no faster than that."""
-_SHAPE = (16, 64, 32, 32)
+_SHAPE = (16, 64, 32, 32)  # batch, channels, height, width of the timed convolutions
 _ELSEWHERE = 8
 """For processors that are not at hand: two registers of floats with NEON, one with AVX2."""
-_RUNS = 60  # steps and a straight line differ by little
+_RUNS = 60  # many, since steps and a straight line differ by little
 
 
 @lru_cache(maxsize=4)
 def fast_multiple(folder: Path | None = None, runtime: str = DEFAULT_RUNTIME) -> int:
     """Return the number whose multiples are the fastest ranks, in a runtime on this processor.
 
-    It is the width of the widest step whose ranks halfway up cost as much as those at its end, by the
-    times of a few convolutions (16 with AVX-512, which computes 16 channels at a time).
+    Latency grows with the rank in steps. The number is the width of the widest step with the same time
+    halfway and at its end, by the times of a few convolutions (16 with AVX-512, which computes 16 channels at
+    a time).
     """
     conditions = measuring_conditions(_SHAPE[0], 1, runtime)
     key = digest(conditions, STEPS, _SHAPE, _RUNS)
@@ -46,7 +47,7 @@ def fast_multiple(folder: Path | None = None, runtime: str = DEFAULT_RUNTIME) ->
 
 
 def suited_multiple(timing: LatencyOptions) -> int:
-    """Return what ranks are multiples of in plans for the device that is timed."""
+    """Return the number of which ranks are multiples in plans for the timed device."""
     return fast_multiple(timing.folder, timing.runtime) if not timing.tables else _ELSEWHERE
 
 
@@ -90,12 +91,12 @@ def fastest_form(
 ) -> tuple[nn.Module, str, Path | None]:
     """Return the form of a compressed network that is fastest in the runtime, its name, and its file.
 
-    Fewer multiply-accumulates are not always fewer milliseconds: `staged` runs the cores of every layer as
-    layers, `contracted` contracts them to dense weights once, when the file is loaded, `mixed` does for each
-    layer what is faster between its neighbours. All hold the same cores, and the first wins among forms that
-    are equally fast. The choice is kept in the scratch folder, so that a run that goes on after an
-    interruption repeats it whatever a later timing says. The file is None where no file of this form was
-    written now: without cores, with rounded cores, or with a form other than `staged` that was chosen before.
+    Fewer multiply-accumulates are not always faster: `staged` runs the cores of every layer as layers,
+    `contracted` contracts them to dense weights once, when the file is loaded, `mixed` takes for each layer
+    the form that is faster between its neighbours. All hold the same cores, and the first wins among forms
+    that are equally fast. The choice is kept in the scratch folder, so that a resumed run repeats it whatever
+    a later timing gives. The file is None where no file of this form was written now: without cores, with
+    rounded cores, or with a form other than `staged` that was chosen before.
     """
     layers = factorised_layers(network)
     if not layers:

@@ -1,8 +1,7 @@
-"""Timed forward passes.
+"""Time forward passes of ONNX files, several files in turns, and compare the times.
 
-With one thread the runtimes of the CPU work in the calling thread, and what is measured is that thread's
-processor time: time that others spend on the core does not count. With several threads, or on a GPU, it is
-wall time.
+With one thread the runtimes of the CPU work in the calling thread, and that thread's processor time is
+measured, which excludes other processes on the core. With several threads, or on a GPU, it is wall time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Clock = Literal["processor", "wall"]
 Times = np.ndarray[Any, np.dtype[np.float64]]
 """Milliseconds."""
 
-_FINE_CLOCK = 1e-6  # seconds; the processor time of some systems moves in steps of 16 ms
+_FINE_CLOCK = 1e-6  # seconds; on some systems processor time has a resolution of 16 ms, too coarse for passes
 
 
 def timed_passes(
@@ -68,7 +67,7 @@ def _ticks(clock: Clock) -> Callable[[], int]:
 
 
 def measuring_conditions(batch: int, threads: int, runtime: str = DEFAULT_RUNTIME) -> str:
-    """Return all that times depend on apart from the layers, for the reader and for keys."""
+    """Return everything besides the layers on which times depend, for readers and cache keys."""
     return (
         f"{runtime} {get_runtime(runtime).version}, batch {batch}, threads {threads}, {processor_name()}, "
         f"ms of {clock_for(threads, runtime)} time"
@@ -79,9 +78,9 @@ SMALLEST_CHANGE = 0.03
 """Two sessions of the same file differ by where their memory lies: by up to 2.4 % in 60 comparisons on a busy
 machine, 7 of which would count as changes by the interval alone."""
 _SPREAD_PERCENTILES = (10, 90)
-_INTERVAL_PERCENTILES = (2.5, 97.5)
-_RESAMPLES = 2000
-_BUSY_SHARE = 0.1
+_INTERVAL_PERCENTILES = (2.5, 97.5)  # 95 % bootstrap interval
+_RESAMPLES = 2000  # of the turns, for the bootstrap
+_BUSY_SHARE = 0.1  # of wall time waited for a core
 _BUSY_LOAD = 0.5  # of a core, beyond those there are: our own work before the timing counts as load too
 
 
@@ -114,7 +113,7 @@ class RelativeTime:
     def keeps(self, fraction: float) -> bool:
         """Tell whether a second timing of the network would stay within a fraction of the time, too.
 
-        The margin is the width of the interval, and at least half of what two sessions of one file differ by.
+        The margin is the width of the interval, and at least half the difference of two sessions of one file.
         """
         return self.share + max(self.width, self.share * SMALLEST_CHANGE / 2) <= fraction
 
@@ -142,7 +141,7 @@ class LatencyComparison:
 
 
 def is_unchanged(ratio: float, low: float | None = None, high: float | None = None) -> bool:
-    """Tell whether a ratio of two times is no change, for reports and choices alike."""
+    """Tell whether a ratio of two times is within the noise, for reports and choices alike."""
     if max(ratio, 1 / ratio) < 1 + SMALLEST_CHANGE:
         return True
     return low is not None and high is not None and low <= 1 <= high

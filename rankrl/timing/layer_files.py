@@ -1,7 +1,7 @@
-"""Files of small networks side by side, to time them.
+"""Write small networks side by side into one ONNX file, to time them.
 
-Layers that are convolutions and matrix products in a row are written as such: tracing them with torch's
-exporter takes longer than timing them. Whatever else there is (a contraction, a sum) is exported.
+Layers that are convolutions and matrix products in a row are written node by node: tracing them with torch's
+exporter takes longer than timing them. Other modules (a contraction, a sum) are exported.
 """
 
 from __future__ import annotations

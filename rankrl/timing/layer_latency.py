@@ -1,4 +1,4 @@
-"""The table of measured layers behind a budget in time: every candidate of every layer in onnxruntime.
+"""Measure every candidate of every layer, for the latency table behind a budget in time.
 
 Layers of the same geometry are measured once (`LayerTimer`).
 """
@@ -57,7 +57,7 @@ class SiteTimes:
         factor = min(1.0, _LARGEST_SHARE * whole / dense)
         rest, integer_factor = whole - factor * dense, 1.0
         if in_integers is not None and np.isfinite(in_integers):
-            # Layers without integers take in that network what they take in the other one.
+            # Layers without integers have the same time in both networks.
             integers = {site.name: self._in_integers(site) for site in sites}
             quantised = sum(map(sum, integers.values()))
             floats = factor * sum(self.times[name][-1] for name, own in integers.items() if not own)
@@ -140,15 +140,14 @@ def _together(sites: Sequence[CandidateSet]) -> CandidateSet:
 
 
 def _identity(candidate: Candidate) -> str:
-    """Return all that a candidate's time depends on; of the channels it reads that is their number alone."""
+    """Return the key of a candidate's time; of the channels that it reads only their number counts."""
     return repr((candidate.inputs, [operation.to_dict() for operation in candidate.operations]))
 
 
 def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSet) -> _SiteTimes:
     """Return the time of every candidate, and at every number of outputs that the next site may read.
 
-    The latter is measured for dense layers; factorised ones are assumed to save nothing, which is on the safe
-    side.
+    The latter is measured for dense layers; factorised ones are assumed to save nothing, an upper bound.
     """
     groups: dict[int, list[int]] = {}
     for index, candidate in enumerate(site.candidates):
@@ -174,7 +173,7 @@ def _site_times(timer: LayerTimer, module: DecomposableModule, site: CandidateSe
 
 
 def _adds(site: CandidateSet) -> bool:
-    """Tell whether a block adds the site's output to its input: then all is lost when the site leaves."""
+    """Tell whether a block adds the site's output to its input, an addition that goes with the site."""
     return any(candidate.removed is not None and candidate.error > 0 for candidate in site.candidates)
 
 
@@ -183,6 +182,6 @@ def _factorised(candidate: Candidate) -> bool:
 
 
 def geometry(site: CandidateSet) -> str:
-    """Return all that a layer's latencies depend on apart from its operations."""
+    """Return the key of a layer's latencies besides its operations: its geometry."""
     nameless = replace(site.spec, name="", index=0, batch_norm=None)
     return repr((nameless, [fewer and fewer.rows for fewer in site.candidates[site.dense].narrower]))

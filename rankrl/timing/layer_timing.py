@@ -1,13 +1,13 @@
-"""Times of candidates in a runtime as they stand in a network: between neighbours.
+"""Time candidates of layers in a runtime between neighbours, as in a network.
 
-Alone, a layer pays for conversions that a network makes once: of the memory layout, and from floating point
-to integers and back. So each candidate stands between two small convolutions that compute in its own
-precision, and the time of these, with the conversions at the ends, is subtracted:
+A layer timed alone includes conversions that a network makes once: of the memory layout, and from floating
+point to integers and back. So each candidate is timed between two small convolutions in its own precision,
+and the time of these, with the conversions at the ends, is subtracted:
 
     time = t(before, layer, after) - (t(before, before) + t(after, after)) / 2
 
-All sandwiches of a layer and precision stand in one graph, which is written and quantised once and cut into
-one graph each.
+All of these networks of a layer and precision form one graph, which is written and quantised once and cut
+into one graph each.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class LayerTimer:
                 for part in (mine[start : start + together] for start in range(0, len(mine), together)):
                     layers = [_structure(dense, spec, operations[j]) for j in part]
                     total[part] += self._between(layers, shape, after, integer)
-        # A difference of measured times may fall below zero where the layer takes next to nothing. It is none
-        # where a file does not run.
+        # A difference of measured times may fall below zero for a very fast layer; it is NaN where a file
+        # does not run.
         return np.where(np.isfinite(total), np.maximum(total, 1e-4), np.inf)
 
     def forms(self, spec: LayerSpec, layers: Sequence[nn.Module]) -> np.ndarray:
@@ -181,7 +181,7 @@ class LayerTimer:
 
 
 def _most_together(dense: DecomposableModule, shape: tuple[int, ...], after: tuple[int, ...]) -> int:
-    """Return how many graphs with a layer, its neighbours and what passes between them are open at a time."""
+    """Return the number of graphs that fit into half the free memory together, with weights and tensors."""
     free = free_memory()
     if free is None:
         return _MOST_TOGETHER

@@ -1,4 +1,4 @@
-"""Times of files on this machine."""
+"""Time groups of files on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Times of an LSTM of a file, alone: what it takes and gives is floating point whatever it computes with."""
+"""Write single LSTM nodes of a graph as files to be timed.
+
+They need no neighbours: their inputs and outputs are in floating point whatever they compute with.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class LoneNode:
         return models, values
 
     def _part(self) -> tuple[ir.Model, Feed]:
-        """Return the node as a graph of its own, and what it takes."""
+        """Return the node as a graph of its own, and its inputs."""
         model = self.network.graph_model()
         node = next(node for node in model.graph if node.name == self.site.name)
         variable = depending(model.graph, model.graph.inputs)

@@ -1,4 +1,4 @@
-"""Times of a network: its layers one by one, and the whole network under a plan."""
+"""Time a network's layers one by one, and the whole network under plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _METHOD = 8
 
 
 class TimedFiles(Protocol):
-    """Files to time of a network under plans."""
+    """Writes the files of a network under plans, to be timed."""
 
     channel_block: int
 
@@ -40,11 +40,11 @@ class TimedFiles(Protocol):
 
     @property
     def feed(self) -> Batch:
-        """The batch that they are timed on."""
+        """Batch on which they are timed."""
 
     @property
     def conditions(self) -> object:
-        """All that times depend on apart from the options and the layers, as part of a key (`digest`)."""
+        """Everything besides options and layers on which times depend, as part of a key (`digest`)."""
 
     def write(self, path: Path, plan: CompressionPlan | None) -> None:
         """Write the network under a plan, or as it is; weights do not matter, so nothing is refitted."""
@@ -62,11 +62,11 @@ class NetworkTimer:
 
     @property
     def conditions(self) -> object:
-        """All that times depend on apart from the options and the layers."""
+        """Everything besides options and layers on which times depend."""
         return self.files.conditions
 
     def about(self, sites: Sequence[CandidateSet]) -> dict[str, str]:
-        """Return what the files of all candidates are of, whatever times them."""
+        """Describe the network and candidates of the files, for kits and their tables of times."""
         candidates = [
             (site.name, geometry(site), [candidate.content() for candidate in site.candidates])
             for site in sites
@@ -105,7 +105,7 @@ class NetworkTimer:
         return self.table(sites, LocalStopwatch(self.options.threads, self.options.runtime), self._here)
 
     def table(self, sites: Sequence[CandidateSet], stopwatch: Stopwatch, conditions: str) -> LatencyTable:
-        """Return the table that `layers` returns, of times that a stopwatch tells."""
+        """Return the table that `layers` returns, with the times of a stopwatch."""
         files = self.files
         timer = LayerTimer(**self.options.timing, channel_block=files.channel_block, stopwatch=stopwatch)
         with progress_bar("time layers", total=len(sites)) as bar:
@@ -148,7 +148,7 @@ class NetworkTimer:
 
     @cached_property
     def _dense(self) -> Path:
-        """The dense network's file, which dozens of plans are compared with."""
+        """File of the dense network, written once and compared with dozens of plans."""
         return self._file("dense", None)
 
     def _file(self, name: str, plan: CompressionPlan | None) -> Path:
@@ -158,5 +158,5 @@ class NetworkTimer:
 
 
 def operations_of(plan: CompressionPlan) -> list[object]:
-    """Return what becomes of every layer, as plain values."""
+    """Return the operations of every layer as plain values, for keys."""
     return [[each.to_dict() for each in layer.operations] for layer in plan]

@@ -1,4 +1,4 @@
-"""Convolutions of a graph that are faster when they compute several positions at once, by their times."""
+"""Find by timing the convolutions of a graph that are faster when they compute several positions at once."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _RUNS = 9
 def faster_positions(
     network: OnnxNetwork, sites: Sequence[Site], feed: Feed, options: LatencyOptions
 ) -> dict[str, SeveralPositions]:
-    """Return the nodes that are faster when they compute several positions at once, with how they do so.
+    """Return the axis and number of positions of nodes that are faster when they compute several at once.
 
-    Every node is timed alone in each of its ways, and the network as a whole in the end: where that is no
-    faster, there are none.
+    Every node is timed alone in each of its ways, and then the network as a whole; the result is empty where
+    that is no faster.
     """
     if not _ways(network, sites, max(STEPS)):
         return {}

@@ -30,7 +30,7 @@ from rankrl.timing.lone_node import LoneNode
 
 @dataclass(frozen=True, eq=False)
 class GraphFiles:
-    """A network in an ONNX file as it is written; a `TimedFiles`."""
+    """Writes a network in an ONNX file under plans; a `TimedFiles`."""
 
     prepared: PreparedFile
     feed: Feed
@@ -62,7 +62,7 @@ class GraphFiles:
 
 
 def relative_time(original: OnnxNetwork, network: OnnxNetwork, feed: Feed, options: LatencyOptions) -> float:
-    """Return the time of a network / that of the one it was rewritten from, measured once."""
+    """Return the time of a network / that of the network before rewriting, measured once."""
 
     def measured() -> float:
         with tempfile.TemporaryDirectory() as scratch:
@@ -87,7 +87,7 @@ def compared_with_original(
 
 
 def _padding(site: Site) -> tuple[int, ...]:
-    """Return the padding, the same on both sides, with which a layer costs as much as the node."""
+    """Return the symmetric padding with which a layer costs as much as the node."""
     if site.spec.kind == "linear":
         return ()
     return tuple(
@@ -98,7 +98,7 @@ def _padding(site: Site) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class ModuleFiles:
-    """A PyTorch module as it is exported; a `TimedFiles`."""
+    """Exports a PyTorch module under plans; a `TimedFiles`."""
 
     model: nn.Module
     input_shape: InputShape
@@ -108,7 +108,7 @@ class ModuleFiles:
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
-        """The dense layers by name, and all that holds them."""
+        """All modules by name, the dense layers among them."""
         return dict(self.model.named_modules())
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Training and fine-tuning: `train` a network by a `TrainingRecipe`, measure its `accuracy`."""
+"""Train and fine-tune networks: `train` by a `TrainingRecipe`, measure the `accuracy`."""
 
 from __future__ import annotations
 

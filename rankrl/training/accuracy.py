@@ -1,4 +1,4 @@
-"""Losses and accuracies of classifiers, and those of guessing."""
+"""Compute losses and accuracies of classifiers, and compare them with those of guessing."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rankrl.device import (
 from rankrl.errors import DataError, NonFiniteError
 
 _STANDARD_ERRORS = 3.0
-_LOSS_FRACTION = 0.98
-_WORSE = 1.005
+_LOSS_FRACTION = 0.98  # of guessing's loss: below it, the scores depend on the image
+_WORSE = 1.005  # of guessing's loss: a network on the plateau of guessing fluctuates around it
 
 
 def guessing_share(labels: Tensor) -> float:
-    """Return the accuracy of one answer to all images, the commonest class: its share, in (0, 1].
+    """Return the accuracy of always answering the commonest class: its share of the labels, in (0, 1].
 
     Shapes: labels (N,).
     """
@@ -40,7 +40,7 @@ def guessing_share(labels: Tensor) -> float:
 def guessing_loss(labels: Tensor) -> float:
     """Return the least cross-entropy of scores that do not depend on the image, in nats.
 
-    It is the entropy of the classes' shares, log(classes) where all are equal.
+    This is the entropy of the classes' shares, log(classes) where all are equal.
 
     Shapes: labels (N,).
     """
@@ -49,21 +49,21 @@ def guessing_loss(labels: Tensor) -> float:
 
 
 def near_guessing(accuracy: float, share: float, images: int) -> bool:
-    """Return whether an accuracy is hardly better than guessing.
+    """Whether an accuracy is hardly better than guessing.
 
-    It is when it lies within three standard errors of a binomial of `share`, or when it is below 1.5 times
-    the share and less than a twentieth of the way from there to 1.
+    True within three standard errors of a binomial of `share`, or below 1.5 times the share and less than a
+    twentieth of the way from the share to 1.
     """
     margin = max(guessing_noise(share, images), min(share / 2, (1 - share) / 20))
     return accuracy <= share + margin
 
 
 def is_guessing(accuracy: float, loss: float, labels: Tensor, images: int) -> bool:
-    """Return whether an epoch of training brought nothing that guessing does not.
+    """Whether an epoch's accuracy and loss are no better than those of guessing.
 
-    Both signs are needed. The loss of a network that is slow to begin stays near that of guessing while more
-    of its answers become right than by chance; where one class is far commoner than the others, the loss
-    falls before any other class is answered. With labels of one class there is nothing to guess.
+    Both criteria are needed. While a network learns slowly, its accuracy leaves that of guessing before its
+    loss does; where one class is far commoner than the others, the loss falls before any other class is
+    answered. With labels of one class there is nothing to guess.
     """
     share = guessing_share(labels)
     if share == 1:
@@ -74,16 +74,16 @@ def is_guessing(accuracy: float, loss: float, labels: Tensor, images: int) -> bo
 
 
 def worse_than_guessing(loss: float, labels: Tensor) -> bool:
-    """Return whether scores that do not depend on the image would have a smaller loss.
+    """Whether scores that do not depend on the image would have a smaller loss.
 
-    A network that is slow to begin comes near that loss and stays there for long: larger steps may free it,
-    smaller ones do not. One whose steps are too large lies above it.
+    A network that learns slowly stays near that loss for long: larger steps may free it, smaller ones do
+    not. A network whose steps are too large lies above it.
     """
     return loss > _WORSE * guessing_loss(labels)
 
 
 def guessing_noise(share: float, images: int) -> float:
-    """Return how far the accuracy of guessing may lie from its share by chance: three standard errors."""
+    """Return three standard errors of the accuracy of guessing."""
     return _STANDARD_ERRORS * math.sqrt(share * (1 - share) / images)
 
 
@@ -133,7 +133,7 @@ def predict_logits(
 ) -> Tensor:
     """Return the class scores of a network in evaluation mode.
 
-    Decomposed layers run contracted to dense weights: the same function, for whole datasets in less time.
+    Decomposed layers are contracted to dense weights: the same function, faster over whole datasets.
 
     Shapes: returns (N, classes).
     """
@@ -160,7 +160,7 @@ def correct_images(
     precision: Precision | None = None,
     batch_size: int = 500,
 ) -> Tensor:
-    """Return for every image whether its highest class score is that of its label, shape (N,), bool.
+    """Return, for every image, whether its highest class score is that of its label, shape (N,), bool.
 
     The arguments are those of `predict_logits`.
     """
@@ -208,9 +208,9 @@ def correct_test_images(
     std: Sequence[float],
     batch_size: int = 500,
 ) -> Tensor:
-    """Return for every image of the test set whether it is classified right, in full float32, for a report.
+    """Return, for every test image, whether it is classified correctly in full float32, for a report.
 
-    Nothing may be chosen by it: that is what `accuracy` on held-out images is for.
+    Nothing may be chosen by it: choose by `accuracy` on held-out images.
 
     Shapes: returns (N,).
     """

@@ -1,4 +1,4 @@
-"""Train faster: steps as a CUDA graph, subnormal numbers as zero."""
+"""Replay training steps from a CUDA graph, and flush subnormal numbers to zero."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NEGLIGIBLE = 1e-10
 
 @contextmanager
 def subnormals_as_zero() -> Iterator[None]:
-    """Take subnormal numbers as zero, in operands and results, on the calling thread.
+    """Flush subnormal operands and results to zero on the calling thread.
 
-    Threads that PyTorch starts in this context take them so, too; those it has already started do not, so the
-    command line enters it first of all. What cannot do this (some processors) goes on as before.
+    Threads that PyTorch starts in this context do so, too; those already running do not, so the command line
+    enters it first of all. Processors that cannot flush them compute as before.
     """
     if _taken_as_zero():
         yield
@@ -36,7 +36,7 @@ def subnormals_as_zero() -> Iterator[None]:
 def clear_negligible(model: nn.Module) -> None:
     """Set weights to zero that are at most 1e-10 times the largest of their tensor, in place.
 
-    They change no output; what runs the network elsewhere would be slowed by their products all the same.
+    They change no output, but products with them may be subnormal and slow down other runtimes.
     """
     for weights in model.parameters():
         if weights.is_floating_point() and weights.numel():
@@ -45,13 +45,13 @@ def clear_negligible(model: nn.Module) -> None:
 
 
 def _taken_as_zero() -> bool:
-    return not torch.full((1,), 1e-39).mul(0.5).any()
+    return not torch.full((1,), 1e-39).mul(0.5).any()  # 1e-39 is subnormal in float32
 
 
 Pass = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From inputs and labels to loss and outputs; adds the gradients to the parameters' `.grad`."""
 
-# PyTorch asks for a few runs on another stream first: libraries make their handles and workspaces there.
+# PyTorch requires runs on a side stream before a capture: libraries allocate handles and workspaces there.
 _WARM_UPS = 2
 
 
@@ -62,9 +62,9 @@ class CannotCaptureError(Exception):
 class GraphedPass:
     """A pass that is captured once and then replayed, for batches of one shape.
 
-    The kernels are those that run without the graph, so results are the same. Buffers and PyTorch's random
-    numbers are after the constructor what they were before, also where it fails: a training that is resumed
-    tries to capture again, and must go on as if it had not.
+    The kernels are those that run without the graph, so results are equal. The constructor leaves buffers and
+    PyTorch's random generators unchanged, even where it fails: a resumed training captures again, and must
+    continue as if it had not.
     """
 
     def __init__(self, compute: Pass, model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -79,7 +79,7 @@ class GraphedPass:
                 self._warm_up(compute, model, stream)
                 if any(buffers.get(name) is not buffer for name, buffer in model.named_buffers()):
                     raise CannotCaptureError("it replaces its buffers")
-                # Without gradients before, the backward pass writes them where each replay writes them again.
+                # With no gradients before it, the captured backward pass overwrites instead of accumulating.
                 model.zero_grad(set_to_none=True)
                 with torch.cuda.device(x.device), torch.cuda.graph(self._graph, stream=stream):
                     self._loss, self._outputs = compute(self._x, self._y)
@@ -93,7 +93,7 @@ class GraphedPass:
             model.zero_grad(set_to_none=True)
 
     def _warm_up(self, compute: Pass, model: nn.Module, stream: torch.cuda.Stream) -> None:
-        """Run the pass as often as a capture wants, and look for what it would fail at."""
+        """Run the pass as often as a capture requires, and check that it can be captured."""
         device, host = self._x.device, _host_randomness()
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
@@ -101,7 +101,7 @@ class GraphedPass:
                 compute(self._x, self._y)
             torch.cuda.reset_peak_memory_stats(device)
             held = torch.cuda.memory_allocated(device)
-            # A capture that fails leaves PyTorch's generators unusable, so it is not tried in vain.
+            # A failed capture leaves PyTorch's generators unusable, so its causes are looked for first.
             with _refusing_to_wait():
                 compute(self._x, self._y)
         if host != _host_randomness():
@@ -111,7 +111,7 @@ class GraphedPass:
             raise CannotCaptureError("it needs more than half of the free memory, which a graph keeps")
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return loss and outputs of a batch, which the next call overwrites; gradients are in `.grad`."""
+        """Return a batch's loss and outputs, which the next call overwrites; gradients are in `.grad`."""
         self._x.copy_(x)
         self._y.copy_(y)
         self._graph.replay()
@@ -122,7 +122,7 @@ class GraphedPass:
 
 @contextmanager
 def _refusing_to_wait() -> Iterator[None]:
-    """Raise `CannotCaptureError` if what runs in the block waits for the device."""
+    """Raise `CannotCaptureError` if code in the block synchronises with the device."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -134,5 +134,5 @@ def _refusing_to_wait() -> Iterator[None]:
 
 
 def _host_randomness() -> tuple[Any, ...]:
-    """Return the states of the generators on the host, comparable."""
+    """Return the states of the host's random generators, in comparable form."""
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())

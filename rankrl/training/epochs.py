@@ -1,4 +1,4 @@
-"""Epochs of any training: steps, scores, divergence and a way back, whatever is learned from."""
+"""Run epochs of any training: take steps, score, detect divergence, and start again at half the rate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STEPS_BETWEEN_CHECKS = 25
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a training has come, for a progress bar or a tracker."""
+    """Progress of a training, for a progress bar or a tracker."""
 
     epoch: int
     epochs: int
@@ -62,7 +62,7 @@ class DivergedError(Exception):
 
 
 class Epochs(ABC):
-    """Runs one epoch after the other on a `TrainingState`; holds what does not change between them."""
+    """Runs epochs on a `TrainingState`; holds everything that does not change between them."""
 
     def __init__(
         self,
@@ -81,21 +81,21 @@ class Epochs(ABC):
 
     @abstractmethod
     def batches(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
-        """Walk through the inputs and labels of an epoch, whose order follows from the seed."""
+        """Yield the batches of inputs and labels of an epoch, in an order given by the seed."""
 
     @abstractmethod
     def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
-        """Return the loss of a step; `taught` is what the teacher says, or None."""
+        """Return the loss of a step; `taught` are the teacher's outputs, or None."""
 
     def watch(self, outputs: Any, labels: Any) -> None:  # noqa: B027 - nothing unless overridden
-        """Take note of what the network made of a batch, before the step is taken."""
+        """Record statistics of a batch's outputs, before the optimizer's step."""
 
     @abstractmethod
     def score(self, model: nn.Module) -> float:
         """Return a network's score on the held-out inputs; higher is better."""
 
     def judge(self, state: TrainingState, epoch: int, loss: float) -> None:
-        """Tell whether an epoch, whose steps had this mean loss, has led anywhere."""
+        """Raise `DivergedError` if an epoch with this mean loss has led nowhere."""
         state.learned = True
 
     def run(self, state: TrainingState) -> None:
@@ -119,7 +119,7 @@ class Epochs(ABC):
 
     def _train_epoch(self, state: TrainingState, epoch: int) -> tuple[float, float]:
         """Take the steps of an epoch; return its mean loss and the learning rate of its last step."""
-        # Order, augmentation and dropout follow from the seed and the epoch alone: nothing to save.
+        # Order, augmentation and dropout depend on the seed and the epoch alone: a state needs no generators.
         seed = int(np.random.SeedSequence((self.recipe.seed, epoch)).generate_state(1)[0])
         torch.manual_seed(seed)
         state.model.train()
@@ -138,7 +138,7 @@ class Epochs(ABC):
         return float(losses.mean()), lr
 
     def _step(self, state: TrainingState, x: Inputs, y: Any, lr: float) -> Tensor:
-        """Return the loss of one step, which has been taken."""
+        """Take one step and return its loss."""
         recipe = self.recipe
         state.optimizer.zero_grad(set_to_none=True)
         loss, outputs = self.passes(state.model, x, y)
@@ -153,7 +153,7 @@ class Epochs(ABC):
         return loss
 
     def passes(self, model: nn.Module, x: Inputs, y: Any) -> tuple[Tensor, Any]:
-        """Run a batch forwards and backwards."""
+        """Run a batch forward and backward; return its loss and outputs."""
         with self.precision.autocast():
             outputs = run_model(model, x)
             taught = None
@@ -202,7 +202,7 @@ class Epochs(ABC):
 
 @subnormals_as_zero()
 def follow(state: TrainingState, epochs: Epochs, recipe: TrainingRecipe, path: Path | None) -> TrainingResult:
-    """Train to the last epoch, or until patience ends, and give the network the weights that are returned."""
+    """Train to the last epoch, or until patience ends, and load the weights that the recipe returns."""
     start = state.begin(epochs.score(state.model)) if state.start is None else state.start
     while len(state.history) < recipe.epochs and not _out_of_patience(state, recipe):
         try:
@@ -237,7 +237,7 @@ def follow(state: TrainingState, epochs: Epochs, recipe: TrainingRecipe, path: P
 
 
 def decayed_products(model: nn.Module, recipe: TrainingRecipe) -> list[FactorisedLayer]:
-    """Return the layers whose products decay, with cores sized alike."""
+    """Balance the cores of the layers whose products decay, and return these layers."""
     layers = list(factorised_layers(model).values()) if recipe.product_decay else []
     for layer in layers:
         if not is_rounded(layer):

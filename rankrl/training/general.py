@@ -83,6 +83,7 @@ def imitation_loss(outputs: Any, taught: Any, weights: Sequence[Tensor | None] |
             continue
         lost = (y.float() - t.float()).square()
         if weight is None:
+            # Clamped, since a teacher's output may be all zeros.
             shares.append(lost.sum() / t.float().square().sum().clamp_min(1e-30))
         else:
             shares.append((lost * weight.to(lost.device).square()).mean())
@@ -92,7 +93,7 @@ def imitation_loss(outputs: Any, taught: Any, weights: Sequence[Tensor | None] |
 
 
 def quantity_weights(teacher: nn.Module, inputs: Inputs) -> list[Tensor | None]:
-    """Return what every output is multiplied by so that its quantities count alike; None for one quantity."""
+    """Return the factors of each output by which its quantities count alike; None for a single quantity."""
     device, weights = model_device(teacher), list[Tensor | None]()
     with evaluation_mode(teacher), torch.no_grad():
         few = mapped(lambda x: x.to(device), rows(inputs, slice(0, _ANSWERED)))

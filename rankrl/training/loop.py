@@ -1,4 +1,4 @@
-"""The training loop, for training from scratch and for fine-tuning."""
+"""Train classifiers of images, from scratch or to fine-tune, and recover from divergence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rankrl.training.state import TrainingState
 
 log = logging.getLogger(__name__)
 
-# Fewer steps show nothing of a network that never learned anything.
+# After fewer steps, a network that learned nothing so far may still begin to.
 _FEWEST_STEPS_JUDGED = 100
 
 
@@ -56,11 +56,11 @@ def train(
     training file score every epoch; the test set is never read. Equal arguments give equal weights on the
     same machine with the same number of threads.
 
-    A training that diverges starts again from its first weights with half the learning rate, at most
-    `recipe.halvings` times, and is then that of a recipe with this rate. It diverges when a loss or a score
-    is no finite number; when an epoch falls back to guessing (`rankrl.training.accuracy`) after one that did
-    better; and when the warm-up is over, or 100 steps done if that is later, no epoch did better, and the
-    loss is above that of guessing. A network that merely waits on the plateau of guessing is left to it.
+    A training that diverges restarts from its first weights with half the learning rate, at most
+    `recipe.halvings` times, as if the recipe had this rate. It diverges when a loss or a score is not finite;
+    when an epoch falls back to guessing (`rankrl.training.accuracy`) after a better one; and when, after the
+    warm-up and at least 100 steps, no epoch did better than guessing and the loss is above that of guessing.
+    A network on the plateau of guessing, with no larger loss, trains on.
     """
     precision = inference_precision() if precision is None else precision
     path = None if state_file is None else Path(state_file)
@@ -125,7 +125,7 @@ class _ImageEpochs(Epochs):
         self._right = torch.zeros((), dtype=torch.int64, device=precision.device)
 
     def batches(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
-        """Walk through the training images, augmented if the recipe says so; count from 0 again."""
+        """Yield batches of training images, augmented if the recipe says so; reset the epoch's counts."""
         self._entropies = []
         self._right.zero_()
         walk = batches(
@@ -153,13 +153,13 @@ class _ImageEpochs(Epochs):
         )
 
     def watch(self, outputs: Any, labels: Any) -> None:
-        """Count the right answers and keep the cross-entropy."""
+        """Count the correct answers and record the cross-entropy."""
         scores = outputs.float()
         self._entropies.append(F.cross_entropy(scores, labels))
         self._right += (scores.argmax(1) == labels).sum()
 
     def passes(self, model: nn.Module, x: Inputs, y: Any) -> tuple[Tensor, Any]:
-        """Run a batch forwards and backwards, on a GPU as a graph that the first batch makes."""
+        """Run a batch forward and backward; on a GPU, replay the graph captured with the first batch."""
         if not isinstance(x, Tensor) or self.precision.device.type != "cuda":
             return super().passes(model, x, y)
         if not self._tried_graph:
@@ -176,7 +176,7 @@ class _ImageEpochs(Epochs):
         return accuracy(model, self.heldout, mean=mean, std=std, precision=self.precision)
 
     def judge(self, state: TrainingState, epoch: int, loss: float) -> None:
-        """Raise `DivergedError` for an epoch of guessing while the rate can still be halved."""
+        """Raise `DivergedError` for an epoch no better than guessing while the rate can still be halved."""
         images, labels = self.steps * self.batch_size, self.train_images.y
         entropy = float(torch.stack(self._entropies).mean())
         if not is_guessing(int(self._right) / images, entropy, labels, images):
@@ -194,7 +194,7 @@ class _ImageEpochs(Epochs):
 
 
 def _near(images: Images, device: torch.device) -> Images:
-    """Return the images on the device when they take at most half of its free memory, else as they are."""
+    """Move the images to the device if they take at most half of its free memory."""
     if device.type != "cuda":
         return images
     free, _ = torch.cuda.mem_get_info(device)
@@ -202,7 +202,7 @@ def _near(images: Images, device: torch.device) -> Images:
 
 
 def _setup(data: ImageData, recipe: TrainingRecipe, teacher: nn.Module | None = None) -> dict[str, object]:
-    """Return what must be equal for two runs to be the same run."""
+    """Return everything that must be equal for a training to be resumed."""
     recipe_values = asdict(recipe)
     recipe_values["optimizer_options"] = dict(recipe.optimizer_options)
     return {

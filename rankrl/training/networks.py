@@ -1,4 +1,4 @@
-"""The optimizer's step of fine-tuning as an ONNX graph in a file of its own."""
+"""Build, name, score and train a configuration's network; export the optimizer's step as ONNX."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ JUDGED_IMAGES = 1000
 """Held-out images that tell whether a network has learned anything."""
 RANGE_IMAGES = 512
 """Held-out images that set the ranges of activations in integers; their labels are not read."""
-# Options by which functions that build many networks are told which.
+# Options by which functions that build many networks select one, in order of precedence.
 _NAMING_OPTIONS = ("name", "model_name", "arch")
 
 
@@ -72,10 +72,10 @@ def build_network(model: Mapping[str, Any], data: ImageData, *, seed: int) -> nn
 
 
 def model_title(model: Mapping[str, Any], network: nn.Module) -> str:
-    """Return what a network is called: `resnet20`, `resnet10t (timm.create_model)`, `my_models.SmallNet`.
+    """Return a network's title: `resnet20`, `resnet10t (timm.create_model)`, `my_models.SmallNet`.
 
-    A custom network is called by the option that names it, else by its class, and by the function that built
-    it; a class of torch says nothing.
+    A custom network's title is the option that names it, else its class (unless torch's, such as
+    Sequential), with the function that built it.
     """
     named = next((str(model[option]) for option in _NAMING_OPTIONS if model.get(option)), None)
     target = model.get("_target_")
@@ -102,7 +102,7 @@ def guessing_warning(network: nn.Module, data: ImageData) -> str | None:
 
 
 def heldout_accuracy(network: nn.Module, data: ImageData, images: Images | None = None) -> float:
-    """A network's accuracy on held-out images, scored as trainings do; the network stays on the CPU."""
+    """Return a network's accuracy on held-out images, in training's precision; leave it on the CPU."""
     precision, images = inference_precision(), data.heldout if images is None else images
     try:
         network.to(precision.device)
@@ -112,12 +112,12 @@ def heldout_accuracy(network: nn.Module, data: ImageData, images: Images | None 
 
 
 def images_for_ranges(data: ImageData) -> Images:
-    """Return the held-out images that set the ranges of activations in integers."""
+    """Return the held-out images that calibrate the ranges of quantised activations."""
     return data.heldout.first(RANGE_IMAGES)
 
 
 def range_images(data: ImageData) -> Iterator[torch.Tensor]:
-    """Walk through the images that set the ranges of activations in integers, normalised."""
+    """Yield the images that calibrate the ranges of quantised activations, normalised."""
     images = images_for_ranges(data)
     return (x for x, _ in batches(images, len(images), mean=data.mean, std=data.std))
 
@@ -132,7 +132,7 @@ def run_training(
     teacher: nn.Module | None = None,
     on_epoch: Callable[[EpochRow], None] | None = None,
 ) -> TrainingResult:
-    """Train a network in place with a progress bar, going on from `state_file` where it exists.
+    """Train a network in place with a progress bar, resuming from `state_file` if it exists.
 
     The network is returned to the CPU; `on_epoch` is called with the row of every new epoch.
     """

@@ -1,4 +1,4 @@
-"""Training recipes: optimizer, schedule of the rate, average of the weights."""
+"""Define training recipes; build their optimizer, learning-rate schedule and weight average."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def learning_rate_factor(schedule: str, step: int, steps: int, warmup: float) ->
 
 @register_schedule("constant")
 def constant(step: int, steps: int, warmup: float) -> float:
-    """Rise linearly during the warm-up, then stay."""
+    """Rise linearly during the warm-up, then stay at 1."""
     rising = round(warmup * steps)
     return (step + 1) / (rising + 1) if step < rising else 1.0
 
@@ -80,9 +80,9 @@ def _half_cosine(start: float, end: float, progress: float) -> float:
 
 @dataclass(frozen=True)
 class TrainingRecipe(RecipeOptions):
-    """How to train, from scratch or from trained weights.
+    """Recipe of a training, from scratch or from trained weights.
 
-    The defaults suit the fine-tuning of a compressed network; training from scratch wants more epochs and
+    The defaults suit the fine-tuning of a compressed network; training from scratch needs more epochs and
     usually SGD: `TrainingRecipe(epochs=200, lr=0.1, optimizer="sgd", optimizer_options={"momentum": 0.9,
     "weight_decay": 1e-4}, decay_vectors=True)` is near that of He et al. 2016.
 
@@ -123,11 +123,11 @@ _DECAY_OPTIONS = ("weight_decay", "norm_coefficient", "norm_coefficient_post")
 
 
 def build_optimizer(model: nn.Module, recipe: TrainingRecipe) -> Optimizer:
-    """Make the recipe's optimizer with two groups: parameters with and without weight decay.
+    """Build the recipe's optimizer with two groups: parameters with and without weight decay.
 
-    Spared are vectors, that is biases and the parameters of normalisation layers (everything of one dimension
-    or none), unless `recipe.decay_vectors`, and the cores of factorised layers where `recipe.product_decay`
-    is above 0.
+    No decay applies to vectors, that is biases and the parameters of normalisation layers (everything of one
+    dimension or none), unless `recipe.decay_vectors`, nor to the cores of factorised layers where
+    `recipe.product_decay` is above 0.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     layers = factorised_layers(model).values() if recipe.product_decay else ()
@@ -166,15 +166,15 @@ class WeightAverage(AveragedModel):
         super().__init__(model, multi_avg_fn=self._follow, use_buffers=True)
         self.decay = decay
         self.eval().requires_grad_(False)
-        self.update_parameters(model)  # torch takes over the first weights as they are
+        self.update_parameters(model)  # torch copies the weights at the first update
 
     @torch.no_grad()
     def _follow(self, averages: Tensors, values: Tensors, _: Tensor | int) -> None:
-        """Move averages, all of one dtype, towards the present values."""
+        """Move averages, all of one dtype, towards the current values."""
         if not averages[0].is_floating_point():
             torch._foreach_copy_(averages, values)
             return
-        # Not the count that torch passes: it lies on the weights' device, and a GPU would be waited for.
+        # Not the count that torch passes: it lies on the weights' device, and reading it would stall a GPU.
         updates = int(self.n_averaged) - 1
         decay = min(self.decay, (1 + updates) / (10 + updates))
         torch._foreach_lerp_(averages, values, 1 - decay)

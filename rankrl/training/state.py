@@ -1,9 +1,9 @@
-"""The state of a training between two epochs, in one file, so that a killed run goes on exactly.
+"""Save and restore the state of a training between epochs, so that a killed run resumes exactly.
 
-Everything random in an epoch follows from the recipe's seed and the epoch's number, and the learning rate
-from the step and the number of halvings; so the state is the tensors (network, average, optimizer, best and
-first weights), the history and that number. One .safetensors file, whose metadata holds the rest as JSON, is
-replaced atomically: it is never half of one epoch and half of the next.
+Everything random in an epoch depends on the recipe's seed and the epoch's number, and the learning rate on
+the step and the number of halvings; so the state is the tensors (network, average, optimizer, best and first
+weights), the history and that number. One .safetensors file, whose metadata holds the rest as JSON, is
+replaced atomically, so that it never mixes two epochs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TrainingState:
         return max([*start, *self.history], key=lambda row: row.accuracy, default=None)
 
     def begin(self, accuracy: float) -> float:
-        """Note the held-out accuracy of the first weights, which are the best so far, and return it."""
+        """Record and return the held-out accuracy of the first weights, the best so far."""
         self.start = accuracy
         self.best = _copied(self.model)
         return accuracy
@@ -91,7 +91,7 @@ class TrainingState:
             self.best = _copied(self.scored_model)
 
     def start_again(self) -> None:
-        """Go back to the first weights and halve the learning rate."""
+        """Restore the first weights and halve the learning rate."""
         self.model.load_state_dict(self._first)
         self.model.zero_grad(set_to_none=True)
         self.halvings += 1
@@ -126,7 +126,7 @@ class TrainingState:
         write_state(path, tensors, content, STATE_VERSION)
 
     def restore(self, path: Path) -> None:
-        """Take over the state that `save` wrote."""
+        """Load a state that `save` wrote."""
         tensors, content = read_state(path, STATE_VERSION, "training state")
         check_setup(path, "training", content["setup"], self.setup)
         try:
@@ -158,13 +158,13 @@ class TrainingState:
         self.optimizer.load_state_dict({"state": entries, "param_groups": content["optimizer_groups"]})
         for parameter, values in self.optimizer.state.items():
             for name, value in values.items():
-                # As in the undisturbed run, moments lie in memory like their parameter: the same kernels run.
+                # Moments get their parameter's memory format, as if uninterrupted: the same kernels run.
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def extend_training(source: Path, target: Path, epochs: int) -> None:
-    """Write the state of a training that has ended, to go on with for more epochs."""
+    """Rewrite the state of a finished training so that it can be resumed for more epochs."""
     tensors, content = read_state(source, STATE_VERSION, "training state")
     done = len(content["history"])
     if epochs <= done:

@@ -1,4 +1,4 @@
-"""Teachers other than the dense network that was compressed: read from files, several at a time."""
+"""Read teachers for distillation from files, and average the outputs of several."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DISTILLATION = 0.9
 
 
 class MeanOutputs(nn.Module):
-    """Several classifiers as one: the mean of their class scores (N, classes)."""
+    """Ensemble of classifiers: the mean of their class scores (N, classes)."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class MeanOutputs(nn.Module):
 
 
 def together(teachers: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """Return one teacher for several."""
+    """Combine several teachers into one, `MeanOutputs`."""
     if isinstance(teachers, nn.Module) and not isinstance(teachers, nn.ModuleList):
         return teachers
     networks = list(teachers) if isinstance(teachers, Sequence | nn.ModuleList) else [teachers]
@@ -45,7 +45,7 @@ def together(teachers: nn.Module | Sequence[nn.Module]) -> nn.Module:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A network that others learn from."""
+    """A network to distil from."""
 
     network: nn.Module
     title: str
@@ -55,7 +55,7 @@ class Teacher:
 def read_teacher(
     options: FineTuningOptions, model: Mapping[str, Any], data: ImageData, *, seed: int
 ) -> Teacher:
-    """Return the teacher that options name, or the mean of several."""
+    """Read the teacher that the options name, or the mean of several."""
     names = options.teacher_models or (str(model["architecture"]),)
     names *= 1 if len(names) > 1 else len(options.teachers)
     own = {} if options.teacher_model else model
@@ -82,7 +82,7 @@ def read_teacher(
 
 
 def _check_normalisation(path: str, data: ImageData) -> None:
-    """Refuse a file that says that its network's images are normalised in another way."""
+    """Refuse a checkpoint whose network was trained on images with another normalisation."""
     known, own = checkpoint_preprocessing(path) or {}, data.preprocessing.to_dict()
     for name in ("mean", "std"):
         if known.get(name, own[name]) != own[name]:

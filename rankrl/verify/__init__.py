@@ -1,1 +1,1 @@
-"""Verification: what a finished network answers, compared with the original, and what it costs."""
+"""Verify compressed networks: compare outputs with the original's, export, score and certify."""

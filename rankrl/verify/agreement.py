@@ -1,4 +1,4 @@
-"""How good a compressed network is: how far it agrees with the original on inputs that nothing saw."""
+"""Measure the agreement of a compressed network's outputs with the original's on unseen inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankrl.onnx.output_scores import OutputKind, OutputScore, output_score
 
 
 class Answers(Protocol):
-    """What answers batches of inputs: a session, or a network."""
+    """A session, or a network, that returns outputs for batches of inputs."""
 
     @property
     def output_names(self) -> list[str]:
@@ -27,7 +27,7 @@ class Answers(Protocol):
 
 @dataclass(frozen=True)
 class UnitAgreement:
-    """How far one quantity of an output agrees, of several that have different units."""
+    """Agreement of one quantity of an output, of several that have different units."""
 
     channels: str
     score: float
@@ -36,7 +36,7 @@ class UnitAgreement:
 
 @dataclass(frozen=True)
 class OutputAgreement:
-    """How far one output agrees.
+    """Agreement of one output.
 
     Shapes: values (N,).
     """
@@ -52,7 +52,7 @@ class OutputAgreement:
 
     @property
     def score(self) -> float:
-        """How far it agrees, 1 at most; about 0 for the best answer that is the same for every input."""
+        """Agreement, 1 at most; about 0 for the best answer that is the same for every input."""
         return float(self.values.mean())
 
     @property
@@ -67,7 +67,7 @@ class OutputAgreement:
 
 
 def output_scores(original: Answers, batches: Sequence[Any], classes: bool = False) -> list[OutputScore]:
-    """Return what each output of a network is scored by, decided from its answers."""
+    """Return the score of each output of a network, chosen from its answers."""
     _check(batches)
     answers = [[np.atleast_1d(each) for each in original.run(feed)] for feed in batches]
     return [
@@ -149,7 +149,7 @@ class _SquaredError:
 def _agreement(
     name: str, score: OutputScore, errors: _SquaredError, values: Sequence[Array], same: Sequence[Array]
 ) -> OutputAgreement:
-    """Return how far an output agrees, from its scores (quantities, N) in every batch."""
+    """Return the agreement of an output, from its scores (quantities, N) in every batch."""
     error, *of_units = errors.relative()
     rows = np.concatenate(values, axis=1)
     worst = int(rows.mean(1).argmin())
@@ -175,11 +175,11 @@ def _classes(output: Array) -> Array | None:
 
 
 def constant_agreement(original: Answers, batches: Sequence[Any]) -> list[OutputAgreement]:
-    """Return how far the best answer that is the same for every input agrees with a network.
+    """Return the agreement of the best constant answer with a network.
 
     Its numbers are the means of the outputs (over all positions, too, where their sizes differ), its class is
-    the commonest one. Errors are those of a mean that the inputs themselves took no part in: n / (n - 1) of
-    the squared error on n inputs.
+    the commonest one. Squared errors on n inputs are multiplied by n / (n - 1), since the mean was fitted to
+    these inputs.
     """
     answers = [original.run(feed) for feed in batches]
     return [
@@ -203,7 +203,7 @@ def _constant(name: str, values: Sequence[Array]) -> OutputAgreement:
 
 
 def agreement_score(outputs: Sequence[OutputAgreement]) -> float:
-    """Return one number for several outputs, 1 at most: the mean of their scores."""
+    """Return the mean of the outputs' scores, 1 at most."""
     return float(np.mean([each.score for each in outputs]))
 
 

@@ -1,4 +1,4 @@
-"""Intervals of a loss, and networks that collapsed."""
+"""Certify the loss of a compressed network by an interval, and detect collapsed networks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _REMEDY = (
 def collapse(
     outputs: Sequence[OutputAgreement], constant: Sequence[OutputAgreement], inputs: int
 ) -> str | None:
-    """Return what to tell a reader if a compressed network answers no better than a constant, else None.
+    """Return a message if a compressed network answers no better than a constant, else None.
 
-    An output of several quantities has collapsed where one of them has a score of 0 or less. Any other output
-    without classes has where its squared error is that of the original's mean output or
-    more (R^2 <= 0); one with classes where it has the original's class hardly more often than one answer to
-    all inputs. Inputs so few that chance decides about that must show both.
+    An output of several quantities has collapsed where one of them has a score of 0 or less; any other output
+    without classes where its squared error is at least that of the original's mean output (R^2 <= 0); one
+    with classes where it has the original's class hardly more often than one answer to all inputs. With so
+    few inputs that this may be chance, both criteria must hold.
     """
     for output, guess in zip(outputs, constant, strict=True):
         shown, name, worst = _no_better(output, guess, inputs), output.name, output.worst
@@ -42,14 +42,14 @@ def collapse(
 
 
 def _lost(unit: UnitAgreement) -> str | None:
-    """Return what shows that one quantity of an output is no better than its mean, else None."""
+    """Return a message if one quantity of an output is no better than its mean, else None."""
     if unit.score > 0:
         return None
     return f"a squared error of {1 - unit.score:.2f} of its variance, more than the original's mean output"
 
 
 def _no_better(output: OutputAgreement, guess: OutputAgreement, inputs: int) -> str | None:
-    """Return what shows that an output is no better than a constant, else None."""
+    """Return a message if an output is no better than a constant, else None."""
     useless = output.error >= guess.error
     if guess.error <= _HARDLY_VARIES:
         return None
@@ -65,12 +65,12 @@ def _no_better(output: OutputAgreement, guess: OutputAgreement, inputs: int) -> 
 
 
 def _tells(share: float, inputs: int) -> bool:
-    """Tell whether inputs are so many that what is near guessing is far from anything good."""
+    """Tell whether the noise of guessing on so many inputs is small next to what guessing misses."""
     return share < 1 and guessing_noise(share, inputs) <= (1 - share) / 4
 
 
 def accuracy_collapse(accuracy: float, baseline: float, share: float, images: int) -> str | None:
-    """Return what to tell a reader if a network's accuracy has fallen to that of guessing, else None."""
+    """Return a message if a network's accuracy has fallen to that of guessing, else None."""
     fallen = near_guessing(accuracy, share, images) if _tells(share, images) else accuracy <= share
     if near_guessing(baseline, share, images) or not fallen:
         return None
@@ -83,13 +83,13 @@ def accuracy_collapse(accuracy: float, baseline: float, share: float, images: in
 CONFIDENCE = 0.95
 _Z = 1.959963984540054
 """Quantile of the normal distribution at (1 + CONFIDENCE) / 2."""
-_MOST_INPUTS = 2**40
+_MOST_INPUTS = 2**40  # ends the doubling where no number of inputs certifies the drop
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
 class Basis:
-    """What a certificate stands on."""
+    """Kind and inputs of the scores behind a certificate."""
 
     unit: str
     what: str
@@ -103,7 +103,7 @@ OWN_SCORE = Basis("score", "inputs of your score", independent=False)
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a compressed network loses of the original's score, by the scores of single inputs."""
+    """Loss of a compressed network's score against the original's, from the scores of single inputs."""
 
     loss: float
     low: float
@@ -121,7 +121,7 @@ class Certificate:
 
 
 def uncertified(basis: Basis) -> str:
-    """Return why there is no certificate, and what to do about it."""
+    """Return a message that says why there is no certificate, and how to get one."""
     if basis.unit == "score":
         return "your score is one number for all inputs; return an array of one for each"
     return (

@@ -1,4 +1,4 @@
-"""Check that a network computes what the original does."""
+"""Check that a network, as read or rewritten for compression, computes the original's outputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def departure(
     *,
     floor: float = FLOOR,
 ) -> str | None:
-    """Return how far outputs are off, if they are further than rounding explains, else None."""
+    """Return a message if outputs differ by more than rounding explains, else None."""
     for name, expected, value, *others in zip(names, known, computed, *noisy, strict=True):
         allowed = max(floor, *(_TIMES_NOISE * relative_error(expected, other) for other in others))
         error = relative_error(expected, value)
@@ -54,7 +54,7 @@ def departure(
 
 
 def nudged(x: AnyArray) -> AnyArray:
-    """Return an input that is different by a few roundings: numbers of 32 bits and more by a millionth."""
+    """Perturb an input by a few roundings: numbers of 32 bits and more by a millionth."""
     wide = x.dtype in (np.float32, np.float64, torch.float32, torch.float64)
     return x * (1 + 1e-6) if wide else x
 
@@ -100,13 +100,12 @@ _INPUTS = 4
 
 
 def check_as_read(prepared: PreparedFile) -> None:
-    """Refuse a file that would be compressed as something else than it is.
+    """Refuse a file whose network was read or rewritten wrongly.
 
-    Some held-out inputs are sent through the file as it lies there, and through what is about to be
-    compressed: the network as it was read and rewritten, every node that can be compressed put there anew, as
-    a dense one with the weight that was read for it. How far they may differ is seen by running the file
-    without onnxruntime's optimisations, and on inputs that are nudged a little. That costs three sessions and
-    four passes of four inputs.
+    Held-out inputs are run through the file itself and through the network to be compressed: as it was read
+    and rewritten, with every node that can be compressed replaced by a dense one with the weight that was
+    read for it. The allowed difference is that of runs without onnxruntime's optimisations, and of runs on
+    slightly perturbed inputs. That costs three sessions and four passes of four inputs.
     """
     source = prepared.original.source
     feed = next(prepared.network.axes.parts(prepared.split.heldout[0], _INPUTS))
@@ -132,16 +131,16 @@ def check_as_read(prepared: PreparedFile) -> None:
 
 
 def _content(network: OnnxNetwork) -> ir.Model | str:
-    """Return the path of a file, or its content.
+    """Return the path of a file, or its changed content.
 
-    That is changed where sizes are 0, which onnxruntime obeys, and where outputs are no tensors.
+    It is changed where sizes are 0, which onnxruntime obeys, and where outputs are no tensors.
     """
     model = load_model(network.source)
     return model if free_sizes(model.graph) or network.aside.outputs else network.source
 
 
 def _written_anew(prepared: PreparedFile) -> ir.Model:
-    """Return the network with every node that can be compressed in the place of itself."""
+    """Return the network with every compressible node replaced by its own dense layer."""
     model = prepared.network.graph_model()
     for site in prepared.sites:
         if site.spec.refusal is None and not site.hidden:
@@ -150,12 +149,12 @@ def _written_anew(prepared: PreparedFile) -> ir.Model:
 
 
 def _rounds(prepared: PreparedFile) -> bool:
-    """Tell whether the network rounds by itself, to half precision or to integers."""
+    """Tell whether the original network rounds, to half precision or to integers."""
     return bool(prepared.network.half) or any(map(rounds, prepared.network.graph_model().graph.all_nodes()))
 
 
 def _first_departing(source: str, dense: ir.Model, feed: Feed, floor: float) -> str | None:
-    """Return the name of the first node of a file whose output is another one in a graph; None for none."""
+    """Return the name of the first node of a file whose output differs in a graph; None for none."""
     file = load_model(source)
     made = {output.name for node in dense.graph for output in node.outputs}
     nodes = {
@@ -175,10 +174,10 @@ def _first_departing(source: str, dense: ir.Model, feed: Feed, floor: float) -> 
 
 
 def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
-    """Refuse a network that would be compressed as something else than it is.
+    """Refuse a network whose layers were rewritten wrongly.
 
-    Four inputs are sent through the user's network and through the copy that layers were rewritten in. How
-    far they may differ is seen by sending them through the first in smaller batches, and nudged a little.
+    Four inputs are run through the user's network and through the copy with rewritten layers. The allowed
+    difference is that of the user's network run in smaller batches, and on slightly perturbed inputs.
     """
     some = rows(inputs, slice(_INPUTS))
     known = network_outputs(model, some)
@@ -205,12 +204,12 @@ def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
 
 
 def _like(expected: Array, computed: Array) -> Array:
-    """Return what is found; what is expected where it has another shape, as halves of (layers, N, size)."""
+    """Return `computed`, or `expected` if shapes differ, as those of half batches of (layers, N, size) do."""
     return computed if computed.shape == expected.shape else expected
 
 
 def _joined(parts: Iterable[Mapping[Place, Array]]) -> dict[Place, Array]:
-    """Return the outputs of several batches as those of one; what has no first axis is that of the first."""
+    """Concatenate the outputs of several batches; those without axes are taken from the first."""
     first, *others = parts
     return {
         place: np.concatenate([y, *(each[place] for each in others)]) if y.ndim else y
@@ -231,7 +230,7 @@ def _rewritten_first_departing(
 
 @contextmanager
 def _watched(network: nn.Module) -> Iterator[dict[str, Array]]:
-    """Collect what modules return first, in the order in which they end; the network itself left out."""
+    """Collect the first output of every module but the network itself, in the order in which they end."""
     seen: dict[str, Array] = {}
 
     def hook(name: str) -> Any:

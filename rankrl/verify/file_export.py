@@ -1,4 +1,4 @@
-"""From a compressed network to its ONNX file, verified and timed along with the dense network's."""
+"""Export a compressed network as an ONNX file, verify it, and time it along with the dense network's."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ log = logging.getLogger(__name__)
 
 
 class FileInputs(ABC):
-    """What a network's file takes, and the inputs that it is made, verified and timed with."""
+    """Input shape of a network's file, and the inputs with which it is calibrated, verified and timed."""
 
     shape: InputShape
     preprocessing: Preprocessing | None = None
 
     @abstractmethod
     def ranges(self) -> Iterator[Inputs]:
-        """Walk through the inputs that set ranges of activations, as the network takes them."""
+        """Yield the inputs that set ranges of activations, as the network takes them."""
 
     @abstractmethod
     def feeds(self) -> Iterator[Batch]:
-        """Walk through the same as the file takes them."""
+        """Yield the same inputs as the file takes them."""
 
     @abstractmethod
     def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
         """Compare a file with its network."""
 
     def scores(self, path: Path) -> dict[str, float]:
-        """Return what else is measured of a finished file, by its name in metrics.json."""
+        """Return further measurements of a finished file, by their names in metrics.json."""
         return {}
 
     @property
@@ -132,7 +132,7 @@ def export_file(
 def rival_numbers(
     path: Path, measured: Callable[[Path], tuple[dict[str, Any], LatencyComparison]]
 ) -> dict[str, Any] | None:
-    """Return what the dense network in 8-bit integers costs and is worth, the section `dense_int8`."""
+    """Measure the dense network in 8-bit integers: the section `dense_int8` of metrics.json."""
     try:
         with logged_seconds(log, "the dense network in 8-bit integers"):
             worth, times = measured(path)
@@ -151,7 +151,7 @@ def rival_numbers(
 
 
 def warn_if_busy(busy: str | None) -> None:
-    """Log a warning where times were taken on a busy machine; `busy` is what showed it."""
+    """Log a warning where times were taken on a busy machine; `busy` is the evidence."""
     if busy is not None:
         log.warning(
             "the machine was busy while latency was measured: %s. Measure again when it is quiet: "

@@ -1,4 +1,4 @@
-"""What became of every layer, as the report shows it, and what the parameters take as they are stored."""
+"""Measure compressed networks and their files: stored bytes, rows of layers, accuracy, verification, int8."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ COMPARED_BATCH = 250
 _VERIFIED_IMAGES = 64
 _COMPARED_IMAGES = 1000
 _LEAST_AGREEMENT = 0.99
-_SLACK = 0.02
+_SLACK = 0.02  # of the images
 NO_CACHE = Cache(None)
 _METHOD = 1
 """Version of the way the dense network is exported; files of another version are not taken up."""
 
 
 def _inside(options: LatencyOptions, data: ImageData) -> Preprocessing | None:
-    """Return the preprocessing that becomes part of the graph, if any does."""
+    """Return the preprocessing that the graph does itself, None without it."""
     return data.preprocessing if options.preprocess else None
 
 
@@ -140,12 +140,12 @@ def test_accuracy(network: nn.Module, data: ImageData) -> float:
 
 
 def behaviour_of(network: nn.Module, data: ImageData) -> str:
-    """Return the hash of a network and of what it computes of two random images."""
+    """Return the hash of a network and of its outputs on two random images."""
     return behaviour_digest(network, random_batch(network, data.input_shape, 2))
 
 
 def kept_correct_tests(dense: nn.Module, data: ImageData, cache: Cache) -> torch.Tensor:
-    """Return `correct_tests` of a dense network, which are kept for other runs that begin with it."""
+    """Return `correct_tests` of a dense network, cached for other runs of it."""
     if cache.folder is None:
         return correct_tests(dense, data)
     images = [data.test.for_report().digest(), data.preprocessing.to_dict()]
@@ -154,7 +154,7 @@ def kept_correct_tests(dense: nn.Module, data: ImageData, cache: Cache) -> torch
 
 
 def correct_tests(network: nn.Module, data: ImageData) -> torch.Tensor:
-    """Return which test images are classified right in float32, shape (N,), bool.
+    """Return the mask (N,) of the test images that are classified right in float32.
 
     The network goes back to the CPU.
     """
@@ -175,7 +175,7 @@ def export_dense(
 ) -> Path:
     """Export the dense network, and return the file.
 
-    Done before a search, it refuses a network that no file could be written of before anything takes time.
+    Before a search, this refuses early a network that cannot be exported.
     """
     path = folder / "dense.onnx"
     key = ""
@@ -199,18 +199,18 @@ def export_dense(
 
 
 class ImageInputs(FileInputs):
-    """Images of a dataset: held-out ones verify a file, test images say how good it is."""
+    """Images of a dataset: held-out ones verify a file, test images score it."""
 
     def __init__(self, data: ImageData, options: ExportOptions) -> None:
         self.data, self.options = data, options
         self.shape, self.preprocessing = data.input_shape, _inside(options, data)
 
     def ranges(self) -> Iterator[Inputs]:
-        """Walk through the held-out images that set ranges of activations."""
+        """Yield the held-out images that set ranges of activations."""
         return range_images(self.data)
 
     def feeds(self) -> Iterator[Batch]:
-        """Walk through the same as the file takes them."""
+        """Yield the same images as the file takes them."""
         return range_batches(self.data, self.options)
 
     def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
@@ -307,7 +307,7 @@ def compared_images(data: ImageData) -> Images:
 
 
 def range_batches(data: ImageData, options: ExportOptions) -> Iterator[np.ndarray]:
-    """Walk through the held-out images that set ranges of activations, as the file takes them."""
+    """Yield the held-out images that set ranges of activations, as the file takes them."""
     images = images_for_ranges(data)
     return (x.numpy() for x, _ in file_batches(images, min(options.batch, len(images)), data, options))
 
@@ -315,7 +315,7 @@ def range_batches(data: ImageData, options: ExportOptions) -> Iterator[np.ndarra
 def file_batches(
     images: Images, batch_size: int, data: ImageData, options: ExportOptions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Walk through images as the file takes them: normalised, or as bytes, channels last."""
+    """Yield images as the file takes them, normalised or as bytes with channels last, and their labels."""
     if not options.preprocess:
         yield from batches(images, batch_size, mean=data.mean, std=data.std)
         return
@@ -325,6 +325,6 @@ def file_batches(
 
 
 def with_preprocessing(plan: CompressionPlan, data: ImageData) -> CompressionPlan:
-    """Return the plan with what the network's images go through in its metadata, as `preprocessing`."""
+    """Return the plan with the preprocessing of the network's images in its metadata (`preprocessing`)."""
     noted = {**plan.metadata, "preprocessing": data.preprocessing.to_dict()}
     return dataclasses.replace(plan, metadata=noted)

@@ -1,4 +1,4 @@
-"""A user's own inputs: what is fitted to, what is held out, how good a network is on it."""
+"""Score networks on a user's held-out inputs, and verify files on them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LARGEST_ERROR, _SLACK = 0.05, 0.02
 
 
 class HeldoutScore:
-    """How good a network is on held-out inputs: its accuracy, or its agreement with the dense network."""
+    """The score of a network on held-out inputs: its accuracy, or its agreement with the dense network."""
 
     def __init__(self, dense: nn.Module, sample: Sample, what: str = "heldout") -> None:
         self.sample, self.what = sample, what
@@ -69,7 +69,7 @@ class HeldoutScore:
         )
 
     def values(self, network: nn.Module) -> Array | None:
-        """Return the same for every input, shape (N,)."""
+        """Return the score of every input, shape (N,)."""
         return (
             self._right(network)
             if self.by_class
@@ -78,23 +78,23 @@ class HeldoutScore:
 
     @property
     def unit(self) -> str:
-        """What the score is: the `accuracy`, or the `agreement` with the dense network."""
+        """Name of the score: `accuracy`, or `agreement` with the dense network."""
         return "accuracy" if self.by_class else "agreement"
 
     def _right(self, network: nn.Module) -> Array:
-        """Return which of the inputs with labels get their class."""
+        """Return the mask of the labelled inputs that are classified right."""
         answers = _Answers.of(network, split(self._labelled.inputs, BATCH)).answers
         classes = np.concatenate([scores.argmax(1) for (scores,) in answers])
         right: Array = classes == self._labelled.labels.numpy()
         return right
 
     def agreement(self, network: nn.Module) -> list[OutputAgreement]:
-        """Return how far each output agrees with the dense network's."""
+        """Return the agreement of each output with the dense network's."""
         answers = _Answers.of(network, self._batches)
         return agreement(self._known, answers, range(len(self._batches)), self.output_scores)
 
     def collapsed(self, network: nn.Module) -> str | None:
-        """Return what to tell a reader if a network answers no better than a constant, else None."""
+        """Return a message if a network answers no better than a constant, else None."""
         if self.by_class:
             share, known = guessing_share(self._labelled.labels), self._known.answers
             dense = np.concatenate([each[0].argmax(1) for each in known])
@@ -120,20 +120,20 @@ class OwnInputs(FileInputs):
         return self._timed
 
     def ranges(self) -> Iterator[Inputs]:
-        """Walk through the calibration inputs on the network's device."""
+        """Yield the calibration inputs on the network's device."""
         device = model_device(self.model)
         return (mapped(lambda x: x.to(device), each) for each in split(self.calibration.inputs, BATCH))
 
     def feeds(self) -> Iterator[Batch]:
-        """Walk through the same as the file takes them."""
+        """Yield the same inputs as the file takes them."""
         return (feed_of(self.model, each) for each in split(self.calibration.inputs, BATCH))
 
     def agreement(self, baseline: Path, path: Path) -> list[OutputAgreement]:
-        """Return how far the outputs of one file agree with another's on the held-out inputs."""
+        """Return the agreement of the outputs of two files on the held-out inputs."""
         return self._agreement(self._answers(baseline), self._answers(path))
 
     def score(self, baseline: Path) -> Callable[[Session], float]:
-        """Return what says how far an open file agrees with another one on the held-out inputs."""
+        """Return the function that measures an open file's agreement with `baseline` on held-out inputs."""
         known = self._answers(baseline)
 
         def agreeing(session: Session) -> float:
@@ -144,7 +144,7 @@ class OwnInputs(FileInputs):
         return agreeing
 
     def accuracy(self, path: Path) -> float:
-        """Return on what fraction of the held-out inputs with a class a file gives it."""
+        """Return a file's accuracy on the labelled held-out inputs, a fraction."""
         classes = np.concatenate([scores.argmax(1) for (scores,) in self._answers(path).answers])
         labels = self.heldout.labels.numpy()
         known = labels != UNLABELLED
@@ -159,7 +159,7 @@ class OwnInputs(FileInputs):
         export_onnx(plain, floats, self.shape)
         difference = verify_onnx(plain, floats, some)
         simulated = _Answers.of(network, split(self.heldout.inputs, BATCH))
-        # Errors, not classes: of few inputs, a single near tie would decide.
+        # Errors, not classes: on few inputs a single near tie would decide.
         file, exact = self._answers(path), self._answers(floats)
         error, unrounded, moved = (
             max(each.largest_error for each in self._agreement(known, found))
@@ -180,7 +180,7 @@ class OwnInputs(FileInputs):
         return agreement(known, found, batches, output_scores(known, batches, self._by_class))
 
     def _answers(self, path: Path) -> _Answers:
-        """Return what a file says to the held-out inputs."""
+        """Return a file's outputs on the held-out inputs."""
         session = OnnxNetwork.load(path).session()
         feeds = (feed_of(self.model, each) for each in split(self.heldout.inputs, BATCH))
         (first, *_) = session.input_names
@@ -190,14 +190,14 @@ class OwnInputs(FileInputs):
 
 @dataclass(frozen=True)
 class _Answers:
-    """Outputs that are known, by the number of their batch."""
+    """Stored outputs, by the number of their batch."""
 
     output_names: list[str]
     answers: Sequence[list[Array]]
 
     @classmethod
     def of(cls, network: nn.Module, batches: Iterable[Inputs]) -> _Answers:
-        """Return what a network answers to batches of inputs."""
+        """Store a network's outputs on batches of inputs."""
         found = [network_outputs(network, each) for each in batches]
         return cls(output_names(list(found[0])), [list(each.values()) for each in found])
 

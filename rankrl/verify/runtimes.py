@@ -1,4 +1,4 @@
-"""The finished files in several runtimes, and what quantisers make of the original."""
+"""Score and time finished files in several runtimes, next to quantised versions of the original."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class ComparedFiles:
-    """A finished file, what it was made from, and how both are judged in any runtime."""
+    """A finished file, its original, and the score and inputs of both in any runtime."""
 
     baseline: Path
     path: Path
@@ -55,8 +55,8 @@ def runtime_numbers(
 ) -> dict[str, dict[str, Any]] | None:
     """Score and time the finished file and the original in every runtime, the latter in integers, too.
 
-    All are timed in the same turns. A file that a runtime cannot run, or computes something else of, is
-    warned of and not timed there.
+    All are timed in the same turns. A file that a runtime cannot run, or runs with different outputs, causes
+    a warning and is not timed there.
     """
     options = files.options
     if len(options.compared_runtimes) == 1:
@@ -120,7 +120,7 @@ def image_runtimes(
 
 @contextmanager
 def _rivals(files: ComparedFiles, scratch: Path, *, integers: bool) -> Iterator[dict[str, Path]]:
-    """Yield what quantisers make of the original, by name; one that cannot be made is warned of."""
+    """Yield the quantised versions of the original, by name; warn of those that cannot be made."""
     made: dict[str, Path] = {}
     nncf = integers and _NNCF_RUNTIME in files.options.compared_runtimes
     if nncf and nncf_obstacle() is not None:
@@ -148,7 +148,7 @@ def _rivals(files: ComparedFiles, scratch: Path, *, integers: bool) -> Iterator[
 
 @contextmanager
 def _left_out(quantiser: str) -> Iterator[None]:
-    """Log what a quantiser cannot do, and go on."""
+    """Log the error of a quantiser that fails, and go on."""
     try:
         yield
     except ExportError as error:
@@ -174,7 +174,7 @@ def _scored(
 
 
 def _times(timed: TimedTurns, keys: list[_Key], key: _Key) -> dict[str, Any]:
-    """Return what metrics.json says of a file's time in a runtime."""
+    """Return the entries of metrics.json for a file's time in a runtime."""
     (runtime, file), position = key, keys.index(key)
     latency, before = timed.latencies[position], _before(file)
     others = {
@@ -192,5 +192,5 @@ def _times(timed: TimedTurns, keys: list[_Key], key: _Key) -> dict[str, Any]:
 
 
 def _before(file: str) -> str:
-    """Return what stands before the names of a file's numbers."""
+    """Return the prefix of a file's entries in metrics.json."""
     return f"{file}_" if file else ""

@@ -1,4 +1,4 @@
-"""Whether the integers that PyTorch simulates are those of the ONNX file."""
+"""Compare the integers that PyTorch simulates with those of the ONNX file."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from rankrl.progress import logged_seconds
 from rankrl.verify.file_export import FileInputs
 
 _INPUTS = 8
-_LARGEST_ERROR, _SLACK, _TIMES = 0.05, 0.02, 3
+_LARGEST_ERROR, _SLACK, _TIMES = 0.05, 0.02, 3  # relative errors, and their ratio in `allowed_error`
 
 log = logging.getLogger(__name__)
 
 
 def allowed_error(simulated: float, file: float) -> float:
-    """Return how far a file in integers may be from its simulation.
+    """Return the largest error allowed between an integer file and its simulation.
 
-    Two roundings of one network drift apart, step by step, as far as rounding moves it at all, further where
-    they go to different sides. Where one of them is moved several times as far as the other, it rounds
-    something else.
+    Two roundings of one network may drift apart, step by step, by as much as rounding changes the outputs, or
+    more where they round to different sides. Where one changes them several times as much as the other, they
+    round different values.
     """
     return max(_LARGEST_ERROR, _TIMES * min(simulated, file) + _SLACK)
 
@@ -60,10 +60,10 @@ def unlike_file(
     inputs: FileInputs,
     reduce_range: bool | None,
 ) -> list[str]:
-    """Return the layers whose integers PyTorch does not simulate as the file computes with them.
+    """Return the layers whose integers PyTorch does not simulate as the file has them.
 
-    The dense network in integers, all of its layers or, where that fails, as many as go together, is compared
-    with its file on real inputs. A warning names every other layer, and why.
+    The dense network in integers, with all of its layers or, where that fails, with as many as agree
+    together, is compared with its file on real inputs. A warning names every other layer, and the reason.
     """
     usable = [spec.name for spec in specs if spec.refusal is None and spec.kind not in OPAQUE_KINDS]
     bits = REDUCED_BITS if reduces(reduce_range) else 8
@@ -102,7 +102,7 @@ def unlike_file(
 
 
 def _difference(exact: Sequence[Array], simulated: Sequence[Array], found: Sequence[Array]) -> str:
-    """Say how far a file is from its simulation, if it is further than rounding explains."""
+    """Return a message if a file differs from its simulation by more than rounding explains."""
     for right, own, other in zip(exact, simulated, found, strict=True):
         if right.dtype.kind != "f" or not right.size:
             continue

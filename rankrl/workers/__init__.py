@@ -1,1 +1,1 @@
-"""Worker processes, on this machine or on a Ray cluster."""
+"""Run work in worker processes, on this machine or on a Ray cluster."""

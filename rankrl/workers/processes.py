@@ -1,4 +1,4 @@
-"""Worker processes that score plans: on this machine, or on a Ray cluster.
+"""Define pools of workers, and run them as processes on this machine.
 
 A worker gets one function that builds a scorer, calls it once, and then applies the scorer to one task after
 the other.
@@ -108,7 +108,7 @@ class LocalWorkers:
             initializer=_begin,
             initargs=(self._build, self._threads),
         )
-        # A process inherits what its parent ignores, so that Ctrl-C spares it from its first moment on.
+        # A process inherits ignored signals from its parent, so that Ctrl-C never reaches it.
         main_thread = threading.current_thread() is threading.main_thread()
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN) if main_thread else None
         try:
@@ -134,14 +134,14 @@ class Workers:
 
 
 class WorkerCluster(Protocol):
-    """The place of workers; the pools of one cluster follow one another."""
+    """A place where workers run, one pool at a time."""
 
     workers: Workers
 
     def spread(self, function: Callable[[Any], Any], jobs: Iterable[Any], work: str) -> Iterator[Any]:
         """Yield the results of a function on jobs, in the order in which they are finished.
 
-        A job is made when a worker is free for it. `work` says in messages what is done.
+        A job is taken from `jobs` when a worker is free for it. `work` names the work in messages.
         """
 
     def pool(self, build: Builder) -> WorkerPool:
@@ -193,7 +193,7 @@ def _end_with_parent() -> None:
 
 
 def _ready() -> None:
-    """Do nothing: a first task makes the executor start a process."""
+    """Do nothing; as the first task it makes the executor start a process."""
 
 
 def _succeeded(future: Future[Any]) -> bool:
@@ -201,7 +201,7 @@ def _succeeded(future: Future[Any]) -> bool:
 
 
 def _apply(task: Any) -> Any:
-    # Built here rather than at the start of the process: what goes wrong then reaches the caller.
+    # Built here rather than at the start of the process, so that exceptions reach the caller.
     if _Process.scorer is None:
         _Process.scorer = pickle.loads(_Process.build)()
     return _Process.scorer(task)

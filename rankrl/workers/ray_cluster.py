@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster, driven by Ray's own actors."""
+"""Run workers as actors on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class RayCluster:
             work.running, work.again, work.deaths = {}, [], {}
 
     def _finished(self, work: _Work) -> Iterator[tuple[int, Any]]:
-        """Wait for an actor that is up, or for a result, and yield that."""
+        """Wait for a started actor or for a result, and yield a result."""
         errors = self._ray.exceptions
         done, _ = self._ray.wait([*work.running, *self._starting], num_returns=1, timeout=_PATIENCE)
         if not done and not work.running:
@@ -195,7 +195,7 @@ class _Pool:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of an actor."""
+    """The place of an actor on the cluster."""
 
     host: str
     device: str
@@ -223,7 +223,7 @@ class _Actor:
 
 @dataclass(frozen=True)
 class _Ungraded:
-    """Builds a function that records nothing for gradients, as processes for fits do not."""
+    """Builds a function that runs without gradients, as in the processes for fits."""
 
     function: Callable[[Any], Any]
 

@@ -1,6 +1,6 @@
-"""The configuration: types, groups, folder, the command line's overrides, and what becomes of them.
+"""Define, compose and check the configuration: types, groups, overrides, input files, resumed runs.
 
-Importing it registers the types and groups with Hydra, for whoever composes the configuration.
+Importing the package registers the types and groups with Hydra, which composing needs.
 """
 
 from __future__ import annotations

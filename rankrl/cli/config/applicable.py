@@ -1,6 +1,6 @@
-"""Options without effect: what the command line sets, and would be ignored, is refused.
+"""Refuse options that are set on the command line and have no effect.
 
-One table says when an option does nothing; its default may stand, only who sets it expects something of it.
+One table lists when an option has no effect. Defaults pass: only an option that is set is meant to matter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """When an option does nothing."""
+    """A condition under which options have no effect, and the reason."""
 
     option: str
     idle: Callable[[Config], bool]
@@ -26,14 +26,14 @@ class Rule:
     advice: str
 
     def concerns(self, name: str) -> bool:
-        """Return whether an option, or a group's choice, is this rule's."""
+        """Tell whether the rule applies to an option, or to a group's choice."""
         if self.option.endswith("."):
             return name.startswith(self.option) or name == self.option.removesuffix(".")
         return name == self.option
 
 
 def check_applicable(config: Config, names: Sequence[str]) -> None:
-    """Refuse options that are set and have no effect."""
+    """Refuse options in `names` that have no effect in this configuration."""
     for name in names:
         value = _value(config, name)
         for rule in RULES:
@@ -82,7 +82,7 @@ _FITTING = ("inspect", "apply", "pretrain", "timing_kit", *_SEARCHING)
 
 
 def _section(name: str, reason: str, *tasks: str) -> Rule:
-    """The rule of a section that other tasks than these do not read."""
+    """Return the rule for a section that only these tasks read."""
     *others, last = tasks
     choice = f"{', '.join(others)} or {last}" if others else last
     return Rule(
@@ -117,7 +117,7 @@ def _is_rule(config: Config) -> bool:
 
 
 def _unused_by_onnx(option: str) -> Rule:
-    """The rule of options that say how a network in PyTorch is trained, scored or exported."""
+    """Return the rule for an option of the training, scoring or export of PyTorch networks."""
     return Rule(
         f"{option}." if "." not in option else option,
         _is_onnx,

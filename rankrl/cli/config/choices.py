@@ -1,4 +1,4 @@
-"""Groups of options and their choices."""
+"""Read the groups of options and their choices from registries and files, and store them for Hydra."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class Group:
         return {key: _plain(value) for key, value in self.defaults(name).items()}
 
     def node(self, name: str) -> dict[str, Any]:
-        """Return what the configuration holds for a choice."""
+        """Return the configuration node of a choice."""
         options = self.options(name)
         return {self.key: name, **({"options": options} if self.nested else options)}
 
 
 def _plain(value: Any) -> Any:
-    """Return a default as YAML has it."""
+    """Convert a default to YAML's types."""
     if value is inspect.Parameter.empty:
         return MISSING
     return list(value) if isinstance(value, tuple) else value
@@ -112,7 +112,7 @@ def _defaults(options: Any) -> dict[str, Any]:
 
 
 def _registered(name: str) -> Group:
-    """Return what the registries know of a group."""
+    """Return the `Group` of a name from its registry."""
     from rankrl.cli.config.groups import GROUPS
 
     return GROUPS[name]
@@ -147,19 +147,19 @@ def formats() -> dict[str, bool]:
     names = [name for name in registered("format") if name not in FORMATS]
     if not names:
         return dict(FORMATS)
-    from decomposition import get_format  # imports torch, as the user's own format did
+    from decomposition import get_format  # late, as it imports torch; a user's own format has done so already
 
     return dict(sorted({**FORMATS, **{name: get_format(name).tensorisable for name in names}}.items()))
 
 
-# What the schema types and gives defaults to, and a file may choose otherwise.
+# Groups whose types and defaults are in the schema, and whose choices are files.
 _UNTYPED = ("budget",)
 
 
 class _Choices(dict[str, Any]):
     """The choices of a group in Hydra's store, which Hydra copies whole for each composition.
 
-    It copies once more what it loads from there, and writes to nothing that is stored.
+    Skipping that copy is safe: Hydra copies again on loading, and never writes to a stored choice.
     """
 
     def __deepcopy__(self, memo: object) -> _Choices:
@@ -167,7 +167,7 @@ class _Choices(dict[str, Any]):
 
 
 def store_groups() -> None:
-    """Make what is registered by now, and nothing else, the choices of its group."""
+    """Store the choices registered so far, and no others, in Hydra's groups."""
     store = ConfigStore.instance()
     for name, group in TABLES.items():
         stored = {file.removesuffix(".yaml") for file in store.repo.get(name, {})} & set(group.ours)
@@ -182,9 +182,9 @@ def store_groups() -> None:
 
 
 def group_names() -> list[str]:
-    """Return the names of all groups, those within others too, but for Hydra's own.
+    """Return the names of all groups, nested ones included, except Hydra's own.
 
-    Those have more choices than there are files here: plugins bring some.
+    Hydra's groups have choices from plugins besides the files here.
     """
     folder = config_folder()
     files = {path.parent.relative_to(folder).as_posix() for path in folder.rglob("*/*.yaml")}
@@ -192,7 +192,7 @@ def group_names() -> list[str]:
 
 
 def group_choices(group: str) -> list[str]:
-    """Return the choices of a group: what is registered, and what has a file."""
+    """Return the choices of a group, registered ones and files."""
     stored = TABLES[group].known() if group in TABLES else ["default"] if group in _UNTYPED else []
     return sorted({*_files(group), *stored})
 

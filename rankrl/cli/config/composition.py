@@ -1,4 +1,4 @@
-"""Compose a configuration from arguments: quoting, parsing, sweeps."""
+"""Compose a configuration from arguments: quote values, parse overrides, expand sweeps."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from rankrl.cli.config.choices import config_folder, group_choices
 from rankrl.errors import ConfigError
 
 MAIN_FILE = "config"
-_KEPT = 8  # of a sweep's many configurations only the first is asked for again
+_KEPT = 8  # configurations cached: of a sweep's many, only the first is composed again
 
 
 @dataclass(frozen=True)
 class _Files:
-    """What configurations are composed from: the folder of ours, that which a flag adds, the main file."""
+    """Sources of a composition: rankrl's folder `configs`, the folder that a flag adds, the main file."""
 
     own: Path
     added: Path | None
@@ -49,7 +49,7 @@ class _Files:
 
 @dataclass(frozen=True)
 class _Composing:
-    """What a `composing` block composes from, and what it has composed, by overrides and Hydra's part."""
+    """Sources of a `composing` block, and its configurations by (overrides, whether with Hydra's section)."""
 
     files: _Files
     known: dict[tuple[tuple[str, ...], bool], DictConfig] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class _Composing:
         if key not in self.known:
             if with_hydra:
                 config = compose(self.files.main, overrides=list(overrides), return_hydra_config=True)
-            else:  # a copy takes a tenth of the time
+            else:  # copying takes a tenth of the time of composing
                 config = copy.deepcopy(self.config(overrides, with_hydra=True))
                 OmegaConf.set_readonly(config, None)
                 with open_dict(config):
@@ -81,9 +81,9 @@ def parsed_flags(arguments: Sequence[str]) -> Namespace:
 
 @contextmanager
 def composing(flags: Namespace | None = None) -> Iterator[None]:
-    """Let `composed_config` compose configurations within the block, each of them once.
+    """Enable `composed_config` within the block, which composes each configuration once.
 
-    A block within another, for the same flags, goes on with what that one has composed.
+    A block within another one with the same flags shares its configurations.
     """
     files, outer = _files(flags), _composing.get()
     if outer is not None and outer.files == files:
@@ -103,9 +103,9 @@ def composing(flags: Namespace | None = None) -> Iterator[None]:
 
 
 def composed_config(overrides: Sequence[str] = (), *, with_hydra: bool = False) -> DictConfig:
-    """Return the configuration with these overrides, within `composing` or a run of Hydra's.
+    """Compose the configuration with these overrides, within `composing` or a run of Hydra's.
 
-    Within `composing` it is read-only, since others get the same one.
+    Within `composing` it is read-only, since it is shared.
     """
     composing_now = _composing.get()
     if composing_now is not None:
@@ -115,14 +115,14 @@ def composed_config(overrides: Sequence[str] = (), *, with_hydra: bool = False) 
 
 
 def offered_choices(group: str) -> list[str]:
-    """Return the choices of a group: where files are known to Hydra, those of folders that flags add, too."""
+    """Return the choices of a group; within a composition those in folders that flags add, too."""
     if not GlobalHydra.instance().is_initialized():
         return group_choices(group)
     return sorted(GlobalHydra.instance().config_loader().get_group_options(group))
 
 
 def _files(flags: Namespace | None) -> _Files:
-    """Return what a command line with these flags is composed from."""
+    """Return the sources of a composition with these flags."""
     own, added = config_folder(), None
     if flags is None:
         return _Files(own, added, MAIN_FILE)
@@ -145,22 +145,22 @@ def _folder(flag: str, name: str) -> Path:
     return path.absolute()
 
 
-# What has a meaning of its own in values: lists, mappings, quotes, interpolations, escapes.
+# Characters with a meaning of their own in values: lists, mappings, quotes, interpolations, escapes.
 _SYNTAX = re.compile(r"""[\[\]{}'"\\]|\$\{""")
 _INTERPOLATION = re.compile(r"\$\{[^'\"\\]*\}")  # which Hydra reads unquoted unless it holds another
 _FUNCTION = re.compile(
     r"\s*(?:choice|range|interval|glob|sort|shuffle|tag|extend_list|str|int|float|bool|json_str)\("
 )
-_WORD = re.compile(r"[\w.,/+:-]*", re.ASCII)  # what needs no parser to be read
+_WORD = re.compile(r"[\w.,/+:-]*", re.ASCII)  # values that are readable without running the parser
 _SHELL = re.compile(r"[\"\\$`!]")
 
 
 def readable_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return arguments as Hydra reads them: overrides before flags, text in quotes where it needs them.
+    """Rewrite arguments for Hydra: overrides before flags, text quoted where necessary.
 
-    Line ends, which scripts written on Windows have, are left out. What stands between commas is quoted one
-    by one, so that several values stay a sweep. Only what Hydra cannot read is touched, and only what has no
-    brackets, quotes or interpolations in it; `resume=` is read without Hydra.
+    Line ends, which scripts written on Windows have, are removed. Values between commas are quoted one by
+    one, so that several values stay a sweep. Only values that Hydra cannot read, and that have no brackets,
+    quotes or interpolations, are changed; `resume=` is read without Hydra.
     """
     overrides, others = [], []
     before = ""
@@ -180,12 +180,12 @@ def _flags_with_values() -> frozenset[str]:
 
 
 def quoted(key: str, value: str) -> str:
-    """Return an override whose value Hydra takes as it is, whatever characters it has."""
+    """Return an override whose value is quoted, so that Hydra takes any characters literally."""
     return f"{key}={_in_quotes(value)}"
 
 
 def in_hydra(value: Any) -> str:
-    """Return a plain value as Hydra reads it."""
+    """Write a plain value in Hydra's syntax."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{in_hydra(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
@@ -218,7 +218,7 @@ def _with_quotes(argument: str) -> str:
         return argument
     texts = value.split(",")
     changed = ",".join(text if is_readable(f"{key}={text}") else _in_quotes(_at_home(text)) for text in texts)
-    # A line end within, or nothing between two commas, is no text that anybody means.
+    # A line end in the middle, or nothing between two commas, is a mistake rather than text.
     return (
         f"{key}={changed}"
         if value.isprintable() and all(texts) and is_readable(f"{key}={changed}")
@@ -232,31 +232,31 @@ def _parts(argument: str) -> tuple[str, str]:
 
 
 def _in_quotes(value: str) -> str:
-    """Return text in Hydra's quotes, where backslashes mean something before a quote alone."""
+    """Quote text for Hydra, where only backslashes before a quote need escaping."""
     text = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), value)
     return f"'{text}'"
 
 
 def _at_home(text: str) -> str:
-    """Return a path below the home folder in full: shells do not do so in the middle of a word."""
+    """Expand `~` in a path, which shells leave alone in the middle of a word."""
     return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 
-# Values of one sweep that are tried before it starts; Hydra itself checks every job.
+# Values of one sweep that are composed before it starts, to keep the start fast; Hydra checks every job.
 _MOST_TRIED = 30
-_MOST_SWEPT = 10_000
+_MOST_SWEPT = 10_000  # bounds the expansion of ranges, which may be endless
 ALL_COMBINATIONS = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 """Hydra's own sweeper."""
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, KeyError, AssertionError)
 """What composing raises: Hydra ValueError and KeyError, too, OmegaConf AssertionError for keys of a value."""
-# Lines of Hydra's and OmegaConf's messages that say nothing about the fault.
+# Lines of Hydra's and OmegaConf's messages without information about the fault.
 _BOILERPLATE = re.compile(r"Error parsing override|See https://|(full_key|object_type|reference_type)[:=]|\^")
 _PAIRS = (("{", "}"), ("[", "]"), ("(", ")"))
 TOO_DEEP = "the command line holds lists or mappings that are nested too deeply; give plain values"
 
 
 def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Return overrides, parsed."""
+    """Parse overrides."""
     for override in overrides:
         try:
             readable = "\0" not in override.encode().decode()
@@ -300,7 +300,7 @@ def tried_overrides(overrides: Sequence[Override]) -> Iterator[list[str]]:
 
 
 def override_values(override: Override) -> list[str]:
-    """Return the override once for every value that it sweeps over."""
+    """Expand an override into one for every value that it sweeps over."""
     line = override.input_line or ""
     if not override.is_sweep_override():
         return [line]
@@ -324,7 +324,7 @@ def override_values(override: Override) -> list[str]:
 
 
 def in_words(error: BaseException) -> str:
-    """Return in one paragraph what an error of Hydra's or OmegaConf's says, and where."""
+    """Rewrite an error of Hydra's or OmegaConf's as one paragraph, with the option it concerns."""
     lines = [line.strip() for line in str(error).splitlines()]
     text = " ".join(line for line in lines if line and not _BOILERPLATE.match(line)).rstrip(".")
     text = re.sub(r'\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", text)
@@ -342,10 +342,10 @@ _SUBDIRECTORY = "hydra.sweep.subdir"
 
 
 def sweep_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, and for a sweep those that name each job's folder after what it varies.
+    """Return the arguments, for a sweep with those that name each job's folder after its varied options.
 
-    `rankrl -m dataset=mnist seed=0,1` gets the folders `seed-0` and `seed-1`: stable when values are added
-    later, and without what all jobs share.
+    `rankrl -m dataset=mnist seed=0,1` gets the folders `seed-0` and `seed-1`: names stay the same when values
+    are added later, and leave out options that all jobs share.
     """
     parsed = parsed_flags(arguments)
     overrides = {override.key_or_group: override for override in parsed_overrides(parsed.overrides)}

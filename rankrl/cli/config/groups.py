@@ -1,4 +1,4 @@
-"""Read the groups of options from what takes them."""
+"""Read the options of each group, their types, defaults and explanations, from the code that takes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INDENT = "    "
 
 
 def explanations(*owners: object) -> dict[str, str]:
-    """Return what the sections Args and Attributes say of each name, as one line of text."""
+    """Return each name's entry in the sections Args and Attributes, as one line of text."""
     texts: dict[str, str] = {}
     for owner in owners:
         for documentation in _documentation(owner):

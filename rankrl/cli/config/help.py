@@ -1,4 +1,4 @@
-"""Import plugins, and write the help."""
+"""Import plugins, and write the help page and the version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENTRY_POINTS = "rankrl.plugins"
 
 
 def installed_plugins() -> dict[str, str]:
-    """Return the modules that installed packages name, and the package of each."""
+    """Return the plugin modules in the entry points of installed packages, and the package of each."""
     return {
         entry.module: entry.name if entry.dist is None else entry.dist.name
         for entry in entry_points(group=ENTRY_POINTS)
@@ -41,7 +41,7 @@ def load_plugins(modules: Sequence[str] = ()) -> None:
     for module in dict.fromkeys((*installed, *modules)):
         try:
             importlib.import_module(module)
-        except Exception as error:  # whatever a module of somebody else raises
+        except Exception as error:  # a third party's module may raise anything
             reason = f"{type(error).__name__}: {error}"
             if module in installed:
                 advice = f"mend or remove the package {installed[module]}, which has it in {ENTRY_POINTS}"
@@ -51,7 +51,7 @@ def load_plugins(modules: Sequence[str] = ()) -> None:
 
 
 def named_plugins(arguments: Sequence[str]) -> list[str]:
-    """Return the modules that a command line names, or the experiment that it chooses."""
+    """Return the plugins named on a command line, or in the experiment that it chooses."""
     flags = parsed_flags(arguments)
     values = {
         override.key_or_group: override.value()

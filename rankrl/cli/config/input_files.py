@@ -1,4 +1,4 @@
-"""Paths among options: found from any folder, and checked before anything runs."""
+"""Resolve and check the paths among options, also those taken from the record of an earlier run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MODULES = "PYTHONPATH"
 
 
 def named_paths(config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The paths that a configuration names, by option; the folders of data and of a user's modules beside.
+    """Return the paths in a configuration by option, and the folders of data and of a user's modules.
 
-    Names that are no files, such as that of a policy which comes with rankrl, are left out.
+    Names that are no files, such as that of a policy shipped with rankrl, are left out.
     """
     kept = with_effect(config)
     paths: dict[str, list[str]] = {}
@@ -39,7 +39,7 @@ def named_paths(config: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def path_from_here(option: str, override: str, record: Mapping[str, Any], run: RunFolder) -> str:
-    """An override of a run's record, with paths that lead from here to the files that they led to there."""
+    """Rewrite the relative paths in a recorded override so that they lead to the same files from here."""
     known = record.get("paths", {}).get(option, {})
     value: Any = record["config"]
     for part in option.split(".") if known else ():
@@ -49,12 +49,12 @@ def path_from_here(option: str, override: str, record: Mapping[str, Any], run: R
 
 
 def recorded_options(record: Mapping[str, Any]) -> list[str]:
-    """The options whose paths a run recorded."""
+    """Return the options whose paths a run recorded."""
     return [option for option in record.get("paths", {}) if option not in (_DATA, _MODULES)]
 
 
 def take_surroundings(record: Mapping[str, Any], run: RunFolder) -> None:
-    """Look for data and for a user's modules where a run did; the user's own RANKRL_DATA counts more."""
+    """Search the folders of a run for data and a user's modules; RANKRL_DATA takes precedence."""
     for name in (_DATA, _MODULES):
         for places in record.get("paths", {}).get(name, {}).values():
             place = next((each for each in _places(places, run) if os.path.exists(each)), None)
@@ -120,7 +120,7 @@ _EPOCHS = "finetune.epochs"
 
 
 def check_input_files(config: Mapping[str, Any]) -> None:
-    """Refuse files that are not there, and folders in their place."""
+    """Refuse files that are missing or are folders."""
     teachers = config["finetune"]["teacher"]
     values = {**config, _CHECKPOINT: config["model"].get("checkpoint"), "finetune.teacher": teachers}
     values["timing.table"] = config["timing"]["table"]
@@ -145,11 +145,11 @@ def check_input_files(config: Mapping[str, Any]) -> None:
 
 
 def options_of_run(arguments: Sequence[str]) -> list[str]:
-    """Return the options of an earlier run that the command line leaves out: its network and its data.
+    """Return the network and data options of an earlier run that the command line does not set.
 
-    With `run=RUN` they are those that the task needs, the files that RUN left among them; with
-    `weights=RUN/model.safetensors` the network and the data. Its dense network, loaded or trained there, is
-    the checkpoint.
+    With `run=RUN` they are those that the task needs, with the files of RUN; with
+    `weights=RUN/model.safetensors` the network and the data. The run's dense network, loaded or trained
+    there, is the checkpoint.
     """
     set_here = {each.key_or_group: each for each in parsed_overrides(parsed_flags(arguments).overrides)}
     if "run" in set_here and set_here["run"].is_sweep_override():
@@ -172,7 +172,7 @@ def options_of_run(arguments: Sequence[str]) -> list[str]:
     if record is None or recorded is None:
         return []
     groups = {group for group in _OF_TASK["finetune"] if group in set_here}
-    if "experiment" in set_here:  # which chooses them
+    if "experiment" in set_here:  # it chooses network and data
         groups = {*_OF_NETWORK}
     left = {
         option: text
@@ -186,7 +186,7 @@ def options_of_run(arguments: Sequence[str]) -> list[str]:
 
 
 def _text(overrides: Mapping[str, Override], option: str) -> str:
-    """Return the one value of an option, or nothing."""
+    """Return the single value of an option; empty if it is not set, or is a sweep."""
     override = overrides.get(option)
     if override is None or override.is_sweep_override() or not override.value():
         return ""
@@ -194,7 +194,7 @@ def _text(overrides: Mapping[str, Override], option: str) -> str:
 
 
 def _record(folder: RunFolder) -> Any:
-    """Return the content of a run's record; None where there is none that can be read."""
+    """Return the content of a run's record; None if it is missing or damaged."""
     try:
         return json.loads(folder.record.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -202,7 +202,7 @@ def _record(folder: RunFolder) -> Any:
 
 
 def _recorded(folder: RunFolder, record: Any, groups: Sequence[str]) -> list[tuple[str, str]] | None:
-    """Return the options of groups that a run had, each with its override; None where there is no record."""
+    """Return a run's options of some groups, each with its override; None without a record."""
     try:
         overrides, config = parsed_overrides([str(each) for each in record["overrides"]]), record["config"]
         return [each for group in groups for each in _of_group(group, overrides, config, folder)]
@@ -213,7 +213,7 @@ def _recorded(folder: RunFolder, record: Any, groups: Sequence[str]) -> list[tup
 def _of_group(
     group: str, overrides: Sequence[Override], config: Mapping[str, Any], run: RunFolder
 ) -> Iterator[tuple[str, str]]:
-    """Yield the options of a group that a run had, each with its override."""
+    """Yield a run's options of a group, each with its override."""
     of_group = {each.key_or_group: str(each.input_line) for each in overrides}
     if group in TABLES and group not in of_group:
         yield group, f"{group}={config[group][TABLES[group].key]}"
@@ -227,7 +227,7 @@ def _of_group(
 
 
 def _refuse_other_network(run: RunFolder, record: Mapping[str, Any]) -> None:
-    """Refuse a run whose dense network is gone: one that is trained here would be another."""
+    """Refuse a run whose dense network is missing: training again would give another one."""
     if record["config"]["model"].get("architecture") != "onnx":
         raise ConfigError(
             f"run={run.path} has no {run.dense.name}, the network that its plan is for; put it back, or give "
@@ -236,12 +236,12 @@ def _refuse_other_network(run: RunFolder, record: Mapping[str, Any]) -> None:
 
 
 def _files_of(folder: RunFolder, task: str, name: str) -> list[tuple[str, str]]:
-    """Return the options that name a run's compressed network or plan, as the task takes it."""
+    """Return the options that name a run's compressed network or plan, as the task expects them."""
     option = "plan" if task == "apply" else "weights"
     path = folder.path / _FILES[option][1]
     if path.is_file():
         return [(option, quoted(option, str(path)))]
-    if task == "evaluate":  # of the dense network
+    if task == "evaluate":  # it scores the dense network
         return []
     raise ConfigError(
         f"run={name} has no {path.name}, which task={task} needs; wait for the run's end, or name another one"

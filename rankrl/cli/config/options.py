@@ -1,4 +1,4 @@
-"""Turn a configuration into the options of the packages."""
+"""Convert the configuration into the option dataclasses and recipes of the packages."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from rankrl.training import TrainingRecipe
 
 
 def selector_entry(text: str) -> SelectorEntry:
-    """Return a selector that is compared from what a user calls it, such as `bayes` or `ddpg:noise=0.1`.
+    """Parse an entry of the compared selectors, such as `bayes` or `ddpg:noise=0.1`.
 
     Values are read as on the command line; one with commas stands in brackets: `features=[macs,curve]`.
     """
     selector, _, rest = text.partition(":")
-    selector_class(selector)  # an unknown name is refused before its options are read
+    selector_class(selector)  # refuses an unknown name before its options are read
     pairs = re.split(r",(?=\w+=)", rest) if rest else []
     if not all("=" in pair for pair in pairs):
         raise ConfigError(
@@ -54,12 +54,12 @@ def selector_entry(text: str) -> SelectorEntry:
     return SelectorEntry(text, selector, options)
 
 
-# Where optim.lr is null: the rate that keeps most, of 1e-4, 3e-4 and 1e-3 on held-out images (ResNet-20,
+# Where optim.lr is null: the best rate of 1e-4, 3e-4 and 1e-3 on held-out images (ResNet-20,
 # CIFAR-10), after a removal of channels (half of the MACs, 2 epochs on 10,000 images) 90.1, 91.4 and 92.6 %.
 _LR_AFTER_REMOVAL = {"onnx_adam": 1e-3}
-# Where train.optim.lr is null; the rate of sgd is the network's own, that of the others hardly depends on it.
+# Where train.optim.lr is null; sgd takes the network's own rate, on which the others' hardly depend.
 _LR_FROM_SCRATCH = {"onnx_adam": 1e-3, "onnx_adagrad": 1e-2}
-# What an optimizer has instead of its own defaults where a network is trained from scratch.
+# Options that replace an optimizer's defaults in training from scratch.
 _OPTIONS_FROM_SCRATCH: Mapping[str, Mapping[str, Any]] = {
     "sgd": {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
 }
@@ -71,7 +71,7 @@ def dataset(config: AppConfig) -> ImageData:
 
 
 def candidate_options(config: AppConfig) -> CandidateOptions:
-    """Return which candidates are fitted, and how; of a budget in time the processor may be measured."""
+    """Return the options of the candidates; under a latency budget the processor may be measured for them."""
     measured = config.decomposition.rank_multiple is None and config.budget.latency is not None
     return CandidateOptions.of(
         config.decomposition,
@@ -82,7 +82,7 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
 
 
 def check(config: AppConfig, *, finetuning: bool = True) -> None:
-    """Refuse what can be refused before anything takes time.
+    """Check the options that need no data and no network.
 
     Args:
         config: The configuration.
@@ -115,7 +115,7 @@ def search_goal(config: AppConfig) -> SearchGoal:
 
 
 def search_options(config: AppConfig) -> SearchOptions:
-    """Return how long plans are searched and what they are scored by: the refit where that can be."""
+    """Return length and metric of the search: the metric is the refit wherever possible."""
     in_file = config.model.get("architecture") == "onnx"
     narrows = bool(config.decomposition.channels) or config.decomposition.blocks
     return config.search.resolved(refits=not (in_file or narrows))
@@ -133,12 +133,12 @@ def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
 
 
 def request(config: AppConfig) -> Request:
-    """Return what a run asks for, as a call from Python would."""
+    """Return the request of a run, the same as of a call from Python."""
     return Request(search_goal(config), config.decomposition, *selector(config), config.seed, cache_folder())
 
 
 def pruning(config: AppConfig) -> PruningOptions:
-    """Return how channels are chosen and how many are kept."""
+    """Return the options of pruning: criterion and target."""
     name, values = _named(config.pruner)
     budget = config.budget
     options = pruning_options(name, values, params=budget.params, macs=budget.macs, seed=config.seed)
@@ -146,7 +146,7 @@ def pruning(config: AppConfig) -> PruningOptions:
 
 
 def decomposition_after_pruning(config: AppConfig) -> AppConfig | None:
-    """Return the configuration of the decomposition that follows pruning, or None if there is to be none."""
+    """Return the configuration of the decomposition after pruning, or None without one."""
     budget = config.prune.budget
     return None if budget is None else dataclasses.replace(config, budget=budget)
 
@@ -193,15 +193,15 @@ def training_recipe(config: AppConfig, network: nn.Module | None) -> TrainingRec
 
 
 def comparison_recipe(config: AppConfig, *, heldout_is_new: bool) -> TrainingRecipe | None:
-    """Return the recipe with which compared plans are fine-tuned, or None for finetune.epochs=0."""
+    """Return the recipe of fine-tuning compared plans, or None for finetune.epochs=0."""
     return None if config.finetune.epochs == 0 else finetuning_recipe(config, heldout_is_new=heldout_is_new)
 
 
 def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
     """Return the selectors that are compared, with all of their options.
 
-    They are the defaults, for the selector that the configuration itself names those of the configuration,
-    with whatever was set on the command line; and over them what the entry says.
+    Options are the defaults, or, for the selector that the configuration itself names, those of the
+    configuration, with the command line's; the options in the entry override both.
 
     Raises:
         ConfigError: A selector or option is unknown, or an entry named twice.
@@ -221,13 +221,13 @@ def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
 
 
 def export_options(config: AppConfig) -> ExportOptions:
-    """Return how the network is exported and timed, in runtimes that can be used here."""
+    """Return the options of export and timing, with the runtimes that are available here."""
     check_runtimes(config.export)
     return dataclasses.replace(config.export, table=config.timing.table)
 
 
 def for_kit(config: AppConfig, folder: Path) -> AppConfig:
-    """Return the configuration of a search for the device that a kit in a folder is to be measured on."""
+    """Return the configuration of the search for the device that a kit in `folder` will time."""
     budget, table = BudgetOptions(latency=1.0), str(folder / TIMES_FILE)
     return dataclasses.replace(config, budget=budget, timing=TimingOptions(table))
 

@@ -1,4 +1,4 @@
-"""Check names and values of options, and explain what Hydra refuses."""
+"""Check names and values of options, and explain Hydra's errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_values(config: Mapping[str, Any]) -> None:
 
 
 def _check_names(config: Mapping[str, Any]) -> None:
-    """Refuse formats and runtimes that there are not."""
+    """Refuse unknown formats and runtimes."""
     choice = config["decomposition"]
     if choice["format"] == AUTO:
         _check_known("decomposition.formats", "tensor format", choice["formats"] or (), formats())
@@ -87,7 +87,7 @@ def _check_known(option: str, noun: str, names: Collection[str], known: Collecti
 
 
 def check_value(name: str, value: Any, config: Mapping[str, Any] | None = None) -> None:
-    """Refuse a value that an option cannot have; an unknown option is not looked at."""
+    """Refuse a value of the wrong type; unknown options are ignored here."""
     hint = _schema_type(name)
     if hint is None and config is not None:
         hint = _owned_type(name, config)
@@ -117,7 +117,7 @@ def _owned_type(option: str, config: Mapping[str, Any]) -> Any:
 
 
 def typed_options(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield every option with its value and its type, those of networks to pretrain on under the list's name.
+    """Yield every option with value and type; options of networks to pretrain on have the list's name.
 
     Raises:
         ConfigError: A choice of a group is unknown.
@@ -150,7 +150,7 @@ def _check_typed(section: type, values: Mapping[str, Any], prefix: str) -> None:
         if dataclasses.is_dataclass(hint):
             _check_section(name, values[key], hint)
             _check_typed(typing.cast(type, hint), values[key], f"{name}.")
-        elif hint == Choice:  # its entries have an owner
+        elif hint == Choice:  # the owner of its options checks them
             check_option(name, {} if isinstance(values[key], Mapping) else values[key], hint)
         else:
             check_option(name, values[key], hint)
@@ -185,7 +185,7 @@ def _listed(owner: Group) -> str:
 
 
 def _owned(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
-    """Yield what the schema leaves open: kind of owner, first part of the options' names, owner, options."""
+    """Yield the options outside the schema: (group, prefix of the names, owner, options)."""
     for group in ("model", "dataset", "selector", "reward", "pruner"):
         options, owner = config[group], TABLES[group]
         rest = {key: value for key, value in options.items() if key != owner.key}
@@ -208,7 +208,7 @@ COMPLETE_ERRORS = "HYDRA_FULL_ERROR"
 
 @contextmanager
 def raised_errors() -> Iterator[None]:
-    """Let Hydra raise its errors within the block."""
+    """Make Hydra raise its errors within the block."""
     before = os.environ.get(COMPLETE_ERRORS)
     os.environ[COMPLETE_ERRORS] = "1"
     try:
@@ -220,9 +220,9 @@ def raised_errors() -> Iterator[None]:
 
 
 def explained(error: BaseException, overrides: Sequence[Override]) -> str:
-    """Turn Hydra's or OmegaConf's message into one that names the nearest option."""
+    """Rewrite Hydra's or OmegaConf's message so that it names the nearest option."""
     text = str(error)
-    if "primary config" in text:  # without it there are no options to be near to
+    if "primary config" in text:  # without it no option is known to suggest
         return f"{in_words(error)}. --config-name=NAME is a file NAME.yaml with `defaults: [config, ...]`"
     missing = re.search(r"Missing mandatory value: .*?full_key: (\S+)", text, re.DOTALL)
     if missing is not None:
@@ -249,14 +249,14 @@ def explained(error: BaseException, overrides: Sequence[Override]) -> str:
     if unknown is not None:
         name = next(part for part in unknown.groups() if part)
         name = next((each.key_or_group for each in overrides if each.key_or_group.endswith(name)), name)
-        if not name.startswith("hydra"):  # where Hydra's own message says what to do
+        if not name.startswith("hydra"):  # for its own options Hydra's message is clear
             return _unknown_option(name, _made_choices(overrides))
     return f"{in_words(error)}. `rankrl --cfg job` shows the options and their values."
 
 
 def _unknown_option(name: str, choices: Sequence[str]) -> str:
     known = _known_options(choices)
-    if name in known:  # a mapping, and it is its keys that are new
+    if name in known:  # the option is a mapping and only its keys are new
         return f"{name} gets new entries with a plus in front: '+{name}={{NAME: VALUE}}'"
     mapping = name.rpartition(".")[0]
     if mapping in known and not any(each.startswith(f"{mapping}.") for each in known):
@@ -295,7 +295,7 @@ def _made_choices(overrides: Sequence[Override]) -> list[str]:
 
 
 def _options_of_choices(group: str) -> dict[str, str]:
-    """Return all options that a group has with one choice or another, and the choice."""
+    """Return the options of all choices of a group, each with its choice."""
     options: dict[str, str] = {}
     for choice in offered_choices(group):
         for name in _dotted(_node(group, choice), f"{group}."):
@@ -304,18 +304,18 @@ def _options_of_choices(group: str) -> dict[str, str]:
 
 
 def _node(group: str, choice: str) -> DictConfig:
-    """Return what the configuration holds for a choice of a group."""
+    """Return the configuration node of a choice of a group."""
     registered = TABLES.get(group)
-    if registered is not None and choice in registered.known():  # composing takes a tenth of a second
+    if registered is not None and choice in registered.known():  # saves composing, a tenth of a second
         return OmegaConf.create(registered.node(choice))
     return typing.cast(DictConfig, composed_config([f"{group}={choice}"])[group])
 
 
 def _known_options(choices: Sequence[str]) -> dict[str, None]:
-    """Return all options with these choices of groups, dotted."""
+    """Return the dotted names of all options under these choices of groups."""
     try:
         return dict.fromkeys(_dotted(composed_config(choices), ""))
-    except COMPOSITION_ERRORS:  # the choices are what is wrong
+    except COMPOSITION_ERRORS:  # the choices themselves are wrong
         return dict.fromkeys(_dotted(composed_config(), ""))
 
 
@@ -331,8 +331,8 @@ def _dotted(config: DictConfig, prefix: str) -> Iterator[str]:
 def check_overrides(arguments: Sequence[str]) -> None:
     """Compose the configuration once, so that a mistake gives one paragraph instead of Hydra's trace.
 
-    Of an option that sweeps over several values each is tried, with the first of the others; flags are left
-    to Hydra.
+    Each value of a sweep is tried, together with the first value of the other sweeps; flags are left to
+    Hydra.
     """
     flags = parsed_flags(arguments)
     parsed = parsed_overrides(flags.overrides)
@@ -354,7 +354,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
                 check_values(plain)
                 check_applicable(plain, [each.key_or_group for each in parsed_overrides(overrides)])
                 built(AppConfig, plain)
-            OmegaConf.to_container(hydra.overrides.task, resolve=True)  # as the run's record has them
+            OmegaConf.to_container(hydra.overrides.task, resolve=True)  # as the run's record will
         except RecursionError as error:
             raise ConfigError(TOO_DEEP) from error
         except COMPOSITION_ERRORS as error:
@@ -362,8 +362,8 @@ def check_overrides(arguments: Sequence[str]) -> None:
 
 
 def composed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration that overrides stand for, plain values; empty where one is unknown."""
-    if not GlobalHydra.instance().is_initialized():  # as it is within a run
+    """Compose the configuration of overrides as plain values; empty if one is unknown."""
+    if not GlobalHydra.instance().is_initialized():  # within a run it is
         with composing():
             return composed(overrides)
     try:
@@ -374,7 +374,7 @@ def composed(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def longest_overrides(overrides: Sequence[str], *, multirun: bool) -> list[str]:
-    """Return overrides with the longest value of every sweep: what a job's folder is named after at most.
+    """Return overrides with the longest value of every sweep, which give the longest name of a job's folder.
 
     Hydra's compose must be initialised.
     """
@@ -384,14 +384,14 @@ def longest_overrides(overrides: Sequence[str], *, multirun: bool) -> list[str]:
 
 
 def _check_override(override: Override) -> None:
-    """Refuse a group that is set to something else than a name, and what the schema does not allow.
+    """Refuse a group that is not set to a name, and values that the schema does not allow.
 
-    Where OmegaConf refuses a value it does not say which ones are allowed.
+    OmegaConf's own message would not list the allowed values.
     """
     if override.is_delete():
         return
     name, value = override.key_or_group, override.value()
-    if any(part.startswith("__") for part in name.split(".")):  # OmegaConf would set the attribute
+    if any(part.startswith("__") for part in name.split(".")):  # OmegaConf would set a Python attribute
         raise ConfigError(f"the option {name!r} is unknown. `rankrl --help` lists all options.")
     if name in group_names() and not isinstance(value, str) and (name, value) != ("experiment", None):
         raise ConfigError(
@@ -403,7 +403,7 @@ def _check_override(override: Override) -> None:
 
 
 def _swept_by_configuration(overrides: Sequence[Override], *, multirun: bool) -> list[Override]:
-    """Return the sweeps that the configuration itself asks for, such as an experiment's."""
+    """Return the sweeps in the configuration itself, such as an experiment's."""
     hydra = composed_config(next(tried_overrides(overrides)), with_hydra=True).hydra
     several = multirun or hydra.mode == RunMode.MULTIRUN
     swept = (OmegaConf.select(hydra, "sweeper.params") or {}) if several else {}

@@ -1,4 +1,4 @@
-"""Resume runs, and check the folders that runs are written to."""
+"""Resume runs from their records, and check the folders that runs write to."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from rankrl.runs.run_lock import check_free
 
 
 def resumed_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with those of the run that `resume=RUN` names in front.
+    """Return the arguments, preceded by those of the run that `resume=RUN` names.
 
-    The run goes on in its own folder, with its own configuration; new options come last and win.
+    The run continues in its own folder, with its own configuration; new options come last and override it.
     """
     folder = next((Path(a.removeprefix("resume=")) for a in arguments if a.startswith("resume=")), None)
     if folder is None or str(folder) in ("", "null"):
@@ -62,9 +62,9 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _without_run_folder(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Return the arguments of a resumed run without `hydra.run.dir`, which may only name the run's folder.
+    """Remove `hydra.run.dir` from the arguments of a resumed run; it may only name the run's folder.
 
-    In another folder the run would begin anew, over what is there: `resume` switches off the check for that.
+    In another folder the run would start over and replace files there, as `resume` switches off that check.
     """
     kept = []
     for argument in arguments:
@@ -85,16 +85,16 @@ def finished_run(arguments: Sequence[str]) -> Path | None:
         return None
     try:
         return folder if RunFolder(folder).finished else None
-    except OSError:  # which the checks of the folder explain
+    except OSError:  # the checks of the folder report it
         return None
 
 
 def _recorded_overrides(folder: Path, new: Mapping[str, str]) -> list[str]:
-    """Return the overrides of the run in a folder: its own record's, or Hydra's; paths lead from here.
+    """Return the overrides of the run in a folder, from its own record or Hydra's; paths lead from here.
 
-    Of files that are gone the new overrides say where they are.
+    For files that are gone, the new overrides say where they are.
 
-    Hydra writes its record before a job can refuse a folder that is another run's, so ours comes first.
+    Our record comes first, as Hydra writes its own before a job can refuse the folder of another run.
     """
     run = RunFolder(folder)
     path = run.record if run.recorded() is not None else folder / ".hydra" / "overrides.yaml"
@@ -130,7 +130,7 @@ def _recorded_overrides(folder: Path, new: Mapping[str, str]) -> list[str]:
 
 
 def check_resumed(arguments: Sequence[str]) -> Path | None:
-    """Refuse options with which a resumed run would have other results; nothing is written."""
+    """Refuse options that would change the results of a resumed run; nothing is written."""
     flags = parsed_flags(arguments)
     folder = _resumed_folder(arguments)
     if folder is None or flags.help or flags.hydra_help or flags.cfg or flags.info:
@@ -140,7 +140,7 @@ def check_resumed(arguments: Sequence[str]) -> Path | None:
     with composing(flags):
         new = {each.partition("=")[0]: each for each in flags.overrides}
         before, now = composed(_recorded_overrides(folder, new)), composed(flags.overrides)
-    if before:  # else one of its options is unknown by now
+    if before:  # empty if one of its options is no longer known
         changes = changed_options(with_effect(before), with_effect(now))
         if changes and finished:
             raise ConfigError(
@@ -156,7 +156,7 @@ def check_resumed(arguments: Sequence[str]) -> Path | None:
 
 
 def _resumed_folder(arguments: Sequence[str]) -> Path | None:
-    """Return the folder that `resume=RUN` names, as it was written or quoted, or None."""
+    """Return the folder that `resume=RUN` names, with or without quotes, or None."""
     argument = next((each for each in arguments if each.startswith("resume=")), None)
     name = None if argument is None else argument.removeprefix("resume=")
     if name in (None, "", "null"):
@@ -165,7 +165,7 @@ def _resumed_folder(arguments: Sequence[str]) -> Path | None:
 
 
 def check_folders(arguments: Sequence[str]) -> Path | None:
-    """Refuse the folder that Hydra is about to make if it cannot be; leave none behind."""
+    """Refuse a folder that Hydra could not create or write; none is left behind."""
     flags = parsed_flags(arguments)
     if flags.help or flags.hydra_help or flags.cfg or flags.info:
         return None
@@ -176,7 +176,7 @@ def check_folders(arguments: Sequence[str]) -> Path | None:
             config = copy.deepcopy(composed_config(overrides, with_hydra=True))
             with read_write(config.hydra), open_dict(config.hydra):
                 config.hydra.job.num, config.hydra.job.id = 0, "0"
-            HydraConfig.instance().set_config(config)  # for what `${hydra:...}` stands for
+            HydraConfig.instance().set_config(config)  # resolves `${hydra:...}`
             if flags.multirun or config.hydra.mode == RunMode.MULTIRUN:
                 sweep = _named(config, "hydra.sweep.dir")
                 check_writable(sweep, "hydra.sweep.dir")
@@ -194,7 +194,7 @@ def check_folders(arguments: Sequence[str]) -> Path | None:
 
 
 def refuse_used_folder(folder: RunFolder, config: Mapping[str, Any]) -> None:
-    """Refuse a folder in which a run has got somewhere already, and say how its options differ from these."""
+    """Refuse a folder with files of others, or with a run, and say how its options differ from these."""
     if folder.holds_results:
         state = folder.difference(config) or "already"
         raise ConfigError(
@@ -214,7 +214,7 @@ def _check_run_folder(config: DictConfig) -> None:
         raise ConfigError(f"reuse={config.reuse} is for the jobs of a sweep; leave it out, or add -m")
     folder = _named(config, "hydra.run.dir")
     check_writable(folder, "hydra.run.dir")
-    record = OmegaConf.select(config, "hydra.output_subdir")  # null writes no record of Hydra's
+    record = OmegaConf.select(config, "hydra.output_subdir")  # null switches Hydra's record off
     if record is not None:
         check_writable(folder / str(record), "hydra.output_subdir")
     check_free(folder)
@@ -225,9 +225,9 @@ def _check_run_folder(config: DictConfig) -> None:
 
 
 def write_record(config: DictConfig, folder: Path) -> None:
-    """Write the files in `.hydra`, as Hydra itself would before it is known whether the folder is this run's.
+    """Write the files in `.hydra`, which Hydra itself would write before the folder is checked.
 
-    `hydra.output_subdir` is null for that.
+    `hydra.output_subdir` is null so that Hydra does not.
     """
     of_hydra = HydraConfig.get()
     contents = {

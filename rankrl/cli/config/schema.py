@@ -1,4 +1,4 @@
-"""The whole configuration as a dataclass, and its translation for Hydra."""
+"""Define the configuration as a dataclass, and translate it for Hydra."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ Options = TypeVar("Options")
 
 @cache
 def structured(section: Any) -> type:
-    """Return the dataclass that OmegaConf takes in the place of a section of the configuration."""
+    """Translate a section of the configuration into a dataclass of types that OmegaConf knows."""
     hints = typing.get_type_hints(section)
     fields = [(each.name, *_field(each, hints[each.name])) for each in option_fields(section)]
     return dataclasses.make_dataclass(section.__name__, fields, repr=False, eq=False)
 
 
 def built(section: type[Options], values: Mapping[str, Any]) -> Options:
-    """Return the section that plain values stand for."""
+    """Build a section from plain values."""
     hints = typing.get_type_hints(section)
     return section(**{name: _value(hints[name], value) for name, value in values.items()})
 
@@ -83,7 +83,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _thawed(options: Any) -> Any:
-    """Return what OmegaConf takes in the place of a section with these values."""
+    """Translate a section with its values for OmegaConf."""
     values = {each.name: getattr(options, each.name) for each in option_fields(options)}
     for name, value in values.items():
         if dataclasses.is_dataclass(value):
@@ -95,11 +95,11 @@ def _thawed(options: Any) -> Any:
 
 
 def _annotation(hint: Any) -> Any:
-    """Return an annotation in OmegaConf's terms."""
+    """Translate an annotation into one that OmegaConf knows."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         members = list(dict.fromkeys(_annotation(each) for each in arguments if each is not type(None)))
-        if len(members) > 1:  # which OmegaConf knows of plain types alone; `values` checks them
+        if len(members) > 1:  # OmegaConf knows unions of plain types only; `check_values` checks these
             return Any
         return members[0] | None if type(None) in arguments else members[0]
     if origin is Literal or hint is Path:
@@ -177,5 +177,5 @@ class AppConfig:
     tracking: TrackingOptions = field(default_factory=TrackingOptions)
 
 
-# `configs/config.yaml` takes its types from here, whoever composes it.
+# `configs/config.yaml` names this schema in its defaults, so that every composition is typed.
 ConfigStore.instance().store(name="schema", node=structured(AppConfig))

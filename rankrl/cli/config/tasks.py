@@ -1,4 +1,4 @@
-"""What `rankrl task=NAME` can do."""
+"""List the tasks of `rankrl task=NAME`, and import the function of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Task:
     on_file: str | None = None
 
     def of(self, config: AppConfig) -> TaskFunction:
-        """Import what carries the task out for the network that a configuration names."""
+        """Import the function of the task for the kind of network in a configuration."""
         if config.model.get("architecture") != _FILE:
             return _function(self.module, self.name)
         if self.on_file is None:

@@ -1,1 +1,1 @@
-"""What `rankrl task=NAME` can do; the only code that sees the configuration."""
+"""Carry out the tasks of `rankrl task=NAME`; no code below them sees the configuration."""

@@ -1,4 +1,4 @@
-"""Tasks that train, compress, fine-tune, evaluate and export networks."""
+"""Train, compress, fine-tune, evaluate and export networks: a task each."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_plan(config: AppConfig, data: ImageData, plan: CompressionPlan) -> Non
 
 
 def method_of(plan: CompressionPlan) -> dict[str, str | None]:
-    """Return what a network was compressed with, for metrics.json: its formats, who chose, who removed."""
+    """Return the compression method for metrics.json: formats, selector and pruner."""
     formats = {operation.format for operation in plan.chosen(Factorise).values()}
     method: dict[str, str | None] = {
         "decomposition": AUTO if len(formats) > 1 else next(iter(formats), None),
@@ -84,19 +84,19 @@ def method_of(plan: CompressionPlan) -> dict[str, str | None]:
 
 
 def both_chose(pruner: str, selector: str) -> str:
-    """Return who chose a plan that removes channels first; `method_of` reads it."""
+    """Return `chosen_by` of a plan that removes channels first; `method_of` reads it."""
     return f"{pruner}{_THEN}{selector}"
 
 
 def dense_numbers(config: AppConfig, data: ImageData, dense: nn.Module) -> dict[str, Any]:
-    """Return what the dense network costs, and its test accuracy where its weights are known."""
+    """Return the costs of the dense network, and its test accuracy if its weights are known."""
     if config.model.get("checkpoint"):
         return network_numbers(dense, data)
     return {"params": count_parameters(dense), "macs": count_macs(dense, data.input_shape)}
 
 
 def _warn_of_other_images(weights: str | Path, plan: CompressionPlan, data: ImageData) -> None:
-    """Warn when a network gets images that are normalised in another way than those it was made with."""
+    """Warn if images are normalised differently from those that the network was compressed with."""
     known, own = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
     if not isinstance(known, dict):
         return
@@ -132,7 +132,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
     if not network.export.skip:
-        _ = network.baseline  # a network that cannot be exported is refused before the search
+        _ = network.baseline  # refuses a network that cannot be exported, before the search
     _, result = steps.chosen_plan(config, network, folder)
     compressed = network.applied(result.plan)
     metrics = {
@@ -221,7 +221,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
 
 @contextmanager
 def _taken_up(config: AppConfig, folder: RunFolder) -> Iterator[None]:
-    """Go on with the fine-tuning of the run that `run` names, where that kept its state."""
+    """Continue the fine-tuning of the run that `run` names, if it kept its state."""
     own, before = (run.training_state("finetune") for run in (folder, RunFolder(Path(config.run or ""))))
     if not config.run or own.exists() or not before.is_file():
         yield
@@ -259,7 +259,7 @@ def evaluate(config: AppConfig, folder: RunFolder) -> None:
 
 def export(config: AppConfig, folder: RunFolder) -> None:
     """Write `model.onnx`, compare it with PyTorch and time it along with the dense network."""
-    options.export_options(config)  # a runtime that is missing is refused before anything is read
+    options.export_options(config)  # refuses a missing runtime before anything is read
     data = options.dataset(config)
     network, dense, plan = compressed_from(config, data)
     metrics = {

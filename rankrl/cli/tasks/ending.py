@@ -1,4 +1,4 @@
-"""The end of a task: a compressed network's files, its numbers and the report."""
+"""Fine-tune, export, measure and report the compressed network at the end of a task."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def finish_compressed(
     taught_by: Teacher | None = None,
     after_removal: bool = False,
 ) -> None:
-    """Fine-tune a compressed network, write it in both forms, measure and report it: the end of a run."""
+    """Fine-tune a compressed network, write it as .safetensors and ONNX, measure and report it."""
     tuned = copied(compressed)
     epochs = steps.finetuned(
         config, network.data, tuned, network.model, folder, taught_by=taught_by, after_removal=after_removal
@@ -89,7 +89,7 @@ def finish_compressed(
 
 
 def _measured(measured: Measurement) -> dict[str, dict[str, Any]]:
-    """Return what metrics.json says of the networks of a run, by stage."""
+    """Return the entries of metrics.json for the networks of a run, by stage."""
     return {
         "baseline": _numbers(measured.baseline_score, measured.before),
         "compressed": _numbers(measured.compressed_score, measured.after),
@@ -104,16 +104,16 @@ def _numbers(accuracy: float, costs: Mapping[str, int]) -> dict[str, Any]:
 def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:
     """Write the optimizer's step as ONNX if the configuration asks for it."""
     if config.export.training:
-        epochs = max(1, config.finetune.epochs)  # a step does not depend on how many would follow
+        epochs = max(1, config.finetune.epochs)  # a recipe needs one; a step does not depend on their number
         finetune = dataclasses.replace(config.finetune, epochs=epochs)
         recipe = options.finetuning_recipe(dataclasses.replace(config, finetune=finetune))
         write_training_step(network, recipe, folder.optimizer_step)
 
 
 def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return what an ONNX file is to hold besides the graph and its preprocessing.
+    """Return the metadata of an ONNX file: plan and metrics, besides graph and preprocessing.
 
-    How long the search took is left out: the file of a resumed run is that of an undisturbed one.
+    The search's duration is left out, so that the file of a resumed run equals that of an uninterrupted one.
     """
     numbers = {key: value for key, value in metrics.items() if key not in ("preprocessing", "layers")}
     if "search" in numbers:
@@ -122,7 +122,7 @@ def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str
 
 
 def track_result(folder: RunFolder, metrics: Mapping[str, Any]) -> None:
-    """Hand the results among the metrics to the trackers."""
+    """Pass the results among the metrics to the trackers."""
     inputs = ("seed", "preprocessing")
     folder.tracking.result({key: value for key, value in metrics.items() if key not in inputs})
 
@@ -152,14 +152,14 @@ def finish(
 
 
 def add_notes(metrics: dict[str, Any], folder: RunFolder) -> None:
-    """Add what the steps of the run noted: its trainings and warnings."""
+    """Add the notes of the run's steps to the metrics: trainings and warnings."""
     if folder.notes.trainings:
         metrics["trainings"] = folder.notes.trainings
     metrics["warnings"] = folder.notes.warnings
 
 
 def print_end(console: Console, metrics: Mapping[str, Any], page: Path) -> None:
-    """Print below the final table what its reader must know, and where the report is."""
+    """Print the warnings and the path of the report below the final table."""
     if any(metrics.get(key) for key in ("search", "epochs")) and heldout_note(metrics):
         console.print(heldout_note(metrics), soft_wrap=True, markup=False, highlight=False)
     for warning in metrics["warnings"]:
@@ -175,7 +175,7 @@ def print_end(console: Console, metrics: Mapping[str, Any], page: Path) -> None:
 def check_collapse(
     folder: RunFolder, metrics: Mapping[str, Any], data: ImageData, baseline: float | None = None
 ) -> None:
-    """Note if the accuracy of the last network among the metrics has fallen to that of guessing."""
+    """Warn if the accuracy of the last network in the metrics is no better than guessing."""
     last = metrics.get("finetuned") or metrics["compressed"]
     before = metrics["baseline"]["accuracy"] if baseline is None else baseline
     share = guessing_share(data.heldout.y)

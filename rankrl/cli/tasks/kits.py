@@ -1,4 +1,4 @@
-"""Tasks that write kits for other devices."""
+"""Write kits that time or verify networks on other devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def timing_kit(config: AppConfig, folder: RunFolder) -> None:
 
 
 def show(kit: WrittenKit, then: str = "Then search with timing.table=times.json") -> None:
-    """Say where a kit is and what to do with it."""
+    """Print the path of a kit and the next steps."""
     Console().print(
         f"kit: {counted(kit.files, 'file')}, {kit.bytes / 1e6:.1f} MB in {kit.folder}. Copy it to the device "
         f"and run `python measure.py` there, or open index.html in its browser (docs/devices.md). {then}",

@@ -1,4 +1,4 @@
-"""`model=onnx`: what the tasks do with a network in an ONNX file, which nobody here trained."""
+"""Carry out the tasks for `model=onnx`: a network in an ONNX file, trained elsewhere."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ INPUTS = "inputs"
 _LOOKED_UP = "it becomes a look-up: what it multiplies is a one-hot code"
 _LITTLE = 0.5
 """Agreement with the original below which hardly anyone would use a network."""
-_WIDTH = 160
+_WIDTH = 160  # characters of a line in a file or a pipe
 
 
 def compress(config: AppConfig, folder: RunFolder) -> None:
@@ -68,7 +68,7 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
 
 
 def apply(config: AppConfig, folder: RunFolder) -> None:
-    """Carry out a plan and write the network as `model.onnx`."""
+    """Apply a plan and write the network as `model.onnx`."""
     source = _source(config)
     if not config.plan:
         raise ConfigError("task=apply needs plan=RUN/plan.json, the plan of an earlier run or your own")
@@ -101,13 +101,13 @@ def verify_kit(config: AppConfig, folder: RunFolder) -> None:
 
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:
-    """Print one row a node: shape, cost, and why it stays where it does."""
+    """Print one row for each node: shape, cost, and the reason if it cannot be compressed."""
     del folder
     source = _source(config)
     path, given = source.path, source.read(_request(config))
     sites, totals = given.sites, given.totals
     table = Table(title=f"{path.name}: {totals['params']:,} parameters, {totals['macs']:,} MACs")
-    table.add_column("node", overflow="fold")  # never cut: the names are what plans need
+    table.add_column("node", overflow="fold")  # never cut, as plans need the whole name
     table.add_column("operator")
     table.add_column("weight", no_wrap=True)
     for column in ("params", "share", "MACs", "share"):
@@ -144,7 +144,7 @@ def _source(config: AppConfig) -> FileSource:
 
 
 def _request(config: AppConfig) -> Request:
-    """Return what is asked for; of several formats those that can be written as plain nodes."""
+    """Return the request; of several formats it keeps those that plain nodes can compute."""
     request = options.request(config)
     layers = request.decomposition
     formats = tuple(name for name in layers.choices if name in writable_formats())
@@ -160,7 +160,7 @@ def _report(
     images: ImagePreprocessing | None,
     further: dict[str, Any],
 ) -> None:
-    """Write the numbers and the report."""
+    """Write the metrics and the report."""
     metrics = {
         "task": config.task,
         "model": Path(config.model["path"]).stem,
@@ -196,7 +196,7 @@ def _files(config: AppConfig) -> tuple[Path, Path]:
 
 
 def _images(config: AppConfig, inputs: Path) -> ImagePreprocessing | None:
-    """Return how images become inputs; None where no image is read."""
+    """Return the preprocessing of images; None if the inputs are no images."""
     values = {name: config.dataset[name] for name in ("size", "resize", "scale", "order", "mean", "std")}
     if inputs.is_dir():
         return ImagePreprocessing(**values)

@@ -1,4 +1,4 @@
-"""Tasks that list layers, compare selectors, and gather runs."""
+"""List layers, compare selectors, and report on many runs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from rankrl.runs.run_folder import RunFolder
 from rankrl.training.networks import build_network, model_title
 from rankrl.verify.measure import network_numbers, with_preprocessing
 
-_FITTED_RANKS = 3
-_WIDTH = 160
+_FITTED_RANKS = 3  # of each layer, as examples
+_WIDTH = 160  # characters of a line in a file or a pipe
 
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:
-    """Print one row a layer; errors, with `inspect.errors`, are relative output errors on training images."""
+    """Print one row for each layer; `inspect.errors` adds relative output errors on training images."""
     candidates = options.candidate_options(config)
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
@@ -47,7 +47,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     fitted = _fitted(config, data, network, specs, folder) if config.inspect.errors else None
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
     table = Table(title=f"{model_title(config.model, network)} as {config.decomposition.format}")
-    table.add_column("layer", overflow="fold")  # never cut: the names are what plans and options need
+    table.add_column("layer", overflow="fold")  # never cut, as plans and options need the whole name
     table.add_column("weight", no_wrap=True)
     for column in ("params", "share", "MACs", "share", "ranks"):
         table.add_column(column, justify="right")
@@ -66,7 +66,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
             spec.refusal or ("" if fitted is None else _examples(fitted[spec.name])),
         )
     console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width
+    if not console.is_terminal:  # a file or a pipe has no width; rich would assume 80
         console.width = _WIDTH
     console.print(table)
     if fitted is None:
@@ -88,7 +88,7 @@ def _fitted(
 
 
 def _ranks(spec: LayerSpec, formats: Sequence[str], *, tensorised: bool) -> str:
-    """Return the feasible ranks, of each format where there are several."""
+    """Format the feasible ranks, for each format if there are several."""
     ranges = {}
     for name in formats:
         tensor_format = get_format(name)
@@ -111,7 +111,7 @@ def _examples(site: CandidateSet) -> str:
 
 
 def compare(config: AppConfig, folder: RunFolder) -> None:
-    """Search with every selector and seed, fine-tune their plans alike, and write one table.
+    """Search with every selector and seed, fine-tune their plans with one recipe, and write one table.
 
     Every search keeps its state in `searches/NAME-SEED`; `plan.json` is the plan with the best reward.
     """
@@ -172,7 +172,7 @@ def _table(rows: list[ComparisonRow]) -> Table:
     columns, cells = comparison_cells(rows, SHORT)
     table = Table(header_style="bold")
     for index, column in enumerate(columns):
-        # Where the terminal is narrow, entries with many options are folded, numbers never.
+        # On a narrow terminal entries with many options are folded, numbers never.
         table.add_column(
             column,
             justify="right" if index else "left",

@@ -1,4 +1,4 @@
-"""`task=pretrain`: one policy from many tasks."""
+"""Pretrain one policy on the plans of many networks and formats (`task=pretrain`)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ EPISODES_FOLDER = "tasks"
 
 
 def pretrain(config: AppConfig, folder: RunFolder) -> None:
-    """Play every task's plans, once, train the policy on all of them, and write `policy.safetensors`.
+    """Score every task's plans once, train the policy on all of them, and write `policy.safetensors`.
 
-    The episodes of a task are in `state/tasks`; a run that was killed goes on with the next task.
+    The episodes of each task are kept in `state/tasks`, so that a killed run resumes with the next task.
     """
     networks = _networks(config)
     added = [task for run in config.pretrain.add for task in _added(Path(run))]

@@ -1,4 +1,4 @@
-"""`task=prune`: channels or blocks removed to a target, with proof; decomposed afterwards if wanted."""
+"""Prune channels or blocks to a target, verify the removal, and optionally decompose afterwards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         dense = steps.dense_network(config, data, folder)
         network = steps.searched_network(config, data, dense, folder)
         if not network.export.skip:
-            _ = network.baseline  # a network that cannot be exported is refused before anything is pruned
+            _ = network.baseline  # refuses a network that cannot be exported, before pruning
         state = folder.state / "pruned.safetensors"
         pruned = prune_network(dense, data, pruning, network.images, state_file=state)
     metrics: dict[str, Any] = {
@@ -70,7 +70,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
 def _decomposed(
     config: AppConfig, network: ImageModule, tuned: nn.Module, pruned: PrunedNetwork, folder: RunFolder
 ) -> tuple[nn.Module, CompressionPlan, dict[str, Any]]:
-    """Return the fine-tuned pruned network decomposed, one plan for both steps, and the search's numbers."""
+    """Decompose the fine-tuned pruned network; return it, one plan for both steps, and the metrics."""
     remainder = replace(network, model=tuned, options=config.decomposition)
     _, result = steps.chosen_plan(config, remainder, folder)
     compressed = remainder.applied(result.plan)
@@ -90,7 +90,7 @@ def _removals(plan: CompressionPlan) -> dict[str, Operation]:
 def _head(
     config: AppConfig, data: ImageData, dense: nn.Module, decomposing: AppConfig | None
 ) -> dict[str, Any]:
-    """Return what metrics.json says of the run itself; what took no part in it is null."""
+    """Return the entries of metrics.json on the run itself; methods that were not used are null."""
     method = None if decomposing is None else steps.searched(config)
     return {**steps.head(config, data, dense, method), "pruner": config.pruner["name"]}
 
@@ -117,7 +117,7 @@ def _pruning_numbers(
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Hand the pruning library's refusals on as errors of the configuration."""
+    """Convert errors of the pruning library into errors of the configuration."""
     try:
         yield
     except PruningError as error:

@@ -1,4 +1,4 @@
-"""Steps that several tasks share: they read the configuration and call the workflow."""
+"""Train, search and fine-tune as the configuration says: the steps that several tasks share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.Module:
-    """Return the dense network: from its checkpoint, or trained here; warn if it has learned nothing."""
+    """Load the dense network from its checkpoint, or train it; warn if it is no better than guessing."""
     network = build_network(config.model, data, seed=config.seed)
     if not config.model.get("checkpoint"):
         dense_training(config, data, network, folder)
@@ -67,8 +67,8 @@ def teacher(config: AppConfig, data: ImageData) -> Teacher | None:
 
 
 def check_budget(config: AppConfig, data: ImageData) -> None:
-    """Refuse a budget that the network cannot be brought to, before it is trained for that."""
-    if config.model.get("checkpoint"):  # nothing is trained, and the search itself looks before it fits
+    """Refuse a budget that the network cannot reach, before it is trained."""
+    if config.model.get("checkpoint"):  # no training to save; the search checks before it fits
         return
     network = build_network(config.model, data, seed=config.seed)
     check_reachable(
@@ -79,7 +79,7 @@ def check_budget(config: AppConfig, data: ImageData) -> None:
 
 
 def heldout_is_new(config: AppConfig, data: ImageData) -> bool:
-    """Tell whether the dense network is known not to have been trained on the held-out images."""
+    """Tell whether the dense network is known to be trained without the held-out images."""
     checkpoint = config.model.get("checkpoint")
     return not checkpoint or checkpoint_heldout(checkpoint) == data.heldout.digest()
 
@@ -87,10 +87,10 @@ def heldout_is_new(config: AppConfig, data: ImageData) -> bool:
 def dense_training(
     config: AppConfig, data: ImageData, network: nn.Module, folder: RunFolder
 ) -> TrainingResult:
-    """Train the dense network in place and save it; warn if it has learned nothing."""
+    """Train the dense network in place and save it; warn if it is no better than guessing."""
     recipe = options.training_recipe(config, network)
     result = _trained("train", network, data, recipe, folder, stage="train")
-    new = heldout_is_new(config, data)  # not where it began with weights that may have seen them
+    new = heldout_is_new(config, data)  # false for initial weights that may have seen the held-out images
     save_checkpoint(
         network,
         folder.dense,
@@ -108,7 +108,7 @@ def dense_training(
 
 
 def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folder: RunFolder) -> ImageModule:
-    """Return the dense network as searches and reports see it, with the images that it is calibrated on."""
+    """Return the dense network as searches and reports see it, with its calibration images."""
     images = calibration_images(data, config.calibration.images, seed=config.seed)
     images = in_layout(images, accepted_layout(dense, images[:2]))
     search = options.search_options(config)
@@ -144,7 +144,7 @@ def search_session(config: AppConfig, network: ImageModule) -> SearchSession:
 def chosen_plan(
     config: AppConfig, network: ImageModule, folder: RunFolder
 ) -> tuple[SearchProblem, SearchResult]:
-    """Search for a plan and write it, with what the network's images go through."""
+    """Search for a plan and write it, with the preprocessing of the network's images."""
     with search_session(config, network) as session:
         result = session.search(
             *options.selector(config),
@@ -241,7 +241,7 @@ def _trained(
 def head(
     config: AppConfig, data: ImageData, network: nn.Module, method: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what metrics.json says of the run itself."""
+    """Return the entries of metrics.json on the run itself."""
     checkpoint = config.model.get("checkpoint")
     return {
         "task": config.task,
@@ -258,7 +258,7 @@ def head(
 
 
 def searched(config: AppConfig) -> dict[str, Any]:
-    """Return what a search of this run compresses a network with: format, selector and budget."""
+    """Return the method of this run's search: format, selector and budget."""
     return {
         "decomposition": config.decomposition.format,
         "selector": config.selector["name"],

@@ -99,7 +99,7 @@ def known(table: dict[str, Any], name: str) -> bool:
 
 
 def show(kit: dict[str, Any], table: dict[str, Any]) -> None:
-    """Print what whole networks take, compared with the first one."""
+    """Print the times of whole networks, compared with the first one."""
     first = table["times"].get(kit["networks"][0]["file"])
     print("score, milliseconds, share of the first one's, largest difference of outputs:")
     for network in kit["networks"]:
@@ -116,7 +116,7 @@ def show(kit: dict[str, Any], table: dict[str, Any]) -> None:
 def timed(
     group: dict[str, Any], threads: int, *, compare: bool = False
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Time the files of a group in turns (A B C, C B A, ...); return times, and why others do not run."""
+    """Time the files of a group in turns (A B C, C B A, ...); return times, and errors of those that fail."""
     inputs = {each["name"]: read_array(each) for each in group["inputs"]}
     sessions, outputs, failed, read = {}, {}, {}, clock(threads)
     for name in group["files"]:
@@ -127,7 +127,7 @@ def timed(
             if compare:
                 outputs[name] = session.run(None, inputs)[0]
             sessions[name] = session
-        except Exception as error:  # whatever the runtime raises: the kit never stops at one file
+        except Exception as error:  # whatever the runtime raises: one file must not stop the kit
             failed[name] = " ".join(str(error).split())[:300]
     times: dict[str, list[int]] = {name: [] for name in sessions}
     for turn in range(group["runs"]):
@@ -168,13 +168,13 @@ def summary(nanoseconds: list[int]) -> dict[str, float]:
 
 
 def clock(threads: int) -> Any:
-    """Return the clock: of one thread its processor time, so that nothing else counts."""
+    """Return the clock: processor time for one thread, which excludes other work, else wall time."""
     fine = time.get_clock_info("thread_time").resolution <= FINE_CLOCK
     return time.thread_time_ns if threads == 1 and fine else time.perf_counter_ns
 
 
 def processor() -> str:
-    """Return what the processor calls itself."""
+    """Return the processor's name."""
     for path, key in (("/proc/device-tree/model", ""), ("/proc/cpuinfo", "model name")):
         try:
             for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():

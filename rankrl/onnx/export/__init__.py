@@ -1,4 +1,4 @@
-"""ONNX files of (compressed) models: written, and compared with PyTorch."""
+"""Export (compressed) modules as ONNX files, quantise the files and compare them with PyTorch."""
 
 from __future__ import annotations
 

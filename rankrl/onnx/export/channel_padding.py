@@ -1,4 +1,4 @@
-"""Channels filled up with zeros when a file is loaded, to as many as onnxruntime computes fast.
+"""Pad the channels of convolutions with zeros to numbers that onnxruntime computes fast.
 
 Its fast convolutions on x86-64 compute blocks of 16 channels with AVX-512 and of 8 with AVX2 (the NCHWc
 layout of its library MLAS). They round channels up to whole blocks, but only numbers that are multiples of 4,
@@ -34,15 +34,15 @@ _JOINING = frozenset(("Add", "Mul"))
 
 @dataclass
 class _Channels:
-    """Tensors that have their channels in common: what convolutions make, and all that follows reads alike.
+    """Tensors that share their channels: outputs of convolutions and what follows them channel by channel.
 
     Attributes:
-        counts: How many channels they are, by each convolution that says so.
+        counts: Numbers of channels, one for each convolution that states one.
         writers: The convolutions whose output channels they are.
         readers: The convolutions that mix them.
         values: The tensors.
         depthwise: Whether a depthwise convolution is among the writers.
-        fixed: Whether something else makes or takes them, so that they stay as they are.
+        fixed: Whether other operators write or read them, so that they cannot be padded.
     """
 
     counts: set[int] = field(default_factory=set)
@@ -53,7 +53,7 @@ class _Channels:
     fixed: bool = False
 
     def take(self, other: _Channels) -> None:
-        """Take over what another one holds."""
+        """Merge another set of channels into this one."""
         self.counts |= other.counts
         self.writers += other.writers
         self.readers += other.readers
@@ -62,7 +62,7 @@ class _Channels:
         self.fixed |= other.fixed
 
     def missing(self, block: int) -> int:
-        """Return how many channels to add; 0 where none are, or where that would take more time."""
+        """Return the number of channels to add, 0 where padding is impossible or would take more time."""
         if self.fixed or len(self.counts) != 1:
             return 0
         (count,) = self.counts
@@ -75,7 +75,7 @@ def pad_channels(model: ir.Model, block: int) -> int:
     """Fill up channels between convolutions of two axes, where that takes less time.
 
     Fewer than a block become one, more become a multiple of 4. It pays from a quarter of a block on where a
-    depthwise convolution is among them; elsewhere where no more than three eighths of what is computed then
+    depthwise convolution is among them; elsewhere where no more than three eighths of the computed channels
     are zeros, as measured (docs/benchmarks.md).
     """
     graph = model.graph
@@ -129,7 +129,7 @@ class _Pads:
     sizes: dict[tuple[int, ...], ir.Value] = field(default_factory=dict)
 
     def padded(self, value: ir.Value, added: tuple[int, ...]) -> ir.Value:
-        """Return a constant with so many zeros behind each of its axes."""
+        """Return a constant padded with `added` zeros at the end of each axis."""
         if not any(added):
             return value
         if added not in self.sizes:
@@ -143,7 +143,7 @@ class _Pads:
 
 
 def _pad_operands(conv: ir.Node, rows: int, columns: int, pads: _Pads) -> None:
-    """Let a convolution make and read more channels."""
+    """Add `rows` output channels and `columns` input channels of zeros to a convolution."""
     _, weight, *bias = conv.inputs
     assert weight is not None
     conv.replace_input_with(1, pads.padded(weight, (rows, columns, 0, 0)))
@@ -153,14 +153,14 @@ def _pad_operands(conv: ir.Node, rows: int, columns: int, pads: _Pads) -> None:
 
 
 def _widen_groups(conv: ir.Node, added: int) -> None:
-    """Give a depthwise convolution so many more groups; one of a single group keeps that."""
+    """Add groups to a depthwise convolution; one of a single group keeps that."""
     groups = conv.attributes.get_int("group", 1)
     if groups > 1:
         conv.attributes["group"] = ir.AttrInt64("group", groups + added)
 
 
 def _channels(graph: ir.Graph) -> Iterable[_Channels]:
-    """Return which tensors have their channels in common."""
+    """Return the sets of tensors that share their channels."""
     of: dict[ir.Value, _Channels] = {}
 
     def known(value: ir.Value) -> _Channels:
@@ -209,7 +209,7 @@ def _channels(graph: ir.Graph) -> Iterable[_Channels]:
 
 
 def _plain_weight(node: ir.Node) -> tuple[int, ...] | None:
-    """Return the sizes of a convolution's weight, if it has two axes, and float32 constants alone."""
+    """Return the weight shape of a convolution of two axes whose constants are all float32, else None."""
     if not is_standard(node, "Conv"):
         return None
     x, *operands = node.inputs

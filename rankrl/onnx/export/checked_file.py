@@ -1,4 +1,4 @@
-"""Writing ONNX files that are checked before they appear."""
+"""Write ONNX files atomically, after onnx's checker and onnxruntime accept them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rankrl.onnx.runtimes.onnx_runtime import inference_session
 def write_checked(
     model: ir.Model | onnx.ModelProto, path: str | Path, what: str, *, full_check: bool = False
 ) -> int:
-    """Write a file that ONNX's checker accepts and onnxruntime loads; another never appears.
+    """Write a file if ONNX's checker accepts it and onnxruntime loads it; return its bytes.
 
     Where onnxruntime lacks an operator that the checker knows, the checker decides alone.
     """

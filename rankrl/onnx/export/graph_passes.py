@@ -1,4 +1,7 @@
-"""Rewrite exported graphs: batch norms, bytes as inputs, shortcuts as convolutions."""
+"""Rewrite exported graphs: fold constants and batch norms, name axes, normalise bytes, replace slices.
+
+Shortcuts that only subsample and add channels of zeros become 1x1 convolutions (`convolve_subsampling`).
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ _SMALL = 256
 
 
 def simplify(model: ir.Model, *, fold_batchnorm: bool, keep: Collection[str] = ()) -> None:
-    """Fold constants and batch normalisations, and remove what the exporter left over.
+    """Fold constants and batch normalisations, and remove unused nodes and the exporter's metadata.
 
     No weight is contracted where the product is larger than its factors: a compressed model stays small. The
-    exporter's notes go, too (stack traces with the paths of source files).
+    metadata are stack traces with the paths of source files.
     """
     from onnxscript import optimizer  # takes a while to import
 
@@ -60,7 +63,7 @@ def simplify(model: ir.Model, *, fold_batchnorm: bool, keep: Collection[str] = (
 
 
 def _name_turned_weights(graph: ir.Graph, turned: Mapping[str, str]) -> None:
-    """Call weights that were transposed on the way into the graph what the network calls them.
+    """Give weights that the exporter transposed their parameter names back.
 
     Linear layers over sequences are matrix products with the transposed weight, which the exporter folds into
     a constant without a name of its own.
@@ -113,7 +116,7 @@ def fold_batchnorm_into_computed_weights(model: ir.Model) -> None:
 def name_axes(graph: ir.Graph, axes: Sequence[Mapping[int, str]]) -> None:
     """Name free axes of the inputs, and sizes that follow from them after these (`2*batch`).
 
-    The exporter writes the symbols that tracing made up, such as `s77`.
+    The exporter writes the symbols of the tracer, such as `s77`.
     """
     names: dict[str, str] = {}
     for value, named in zip(graph.inputs, axes, strict=True):
@@ -136,7 +139,7 @@ def name_axes(graph: ir.Graph, axes: Sequence[Mapping[int, str]]) -> None:
 
 
 def name_values(graph: ir.Graph, values: Sequence[ir.Value], names: Sequence[str]) -> bool:
-    """Give values names, unless constants, or other inputs or outputs, have them; the rest makes way."""
+    """Rename values, and inner values that have these names; False if constants or other ends have them."""
     ends = {*graph.inputs, *graph.outputs, *graph.initializers.values()} - set(values)
     if {value.name for value in ends} & set(names):
         return False
@@ -150,12 +153,10 @@ def name_values(graph: ir.Graph, values: Sequence[ir.Value], names: Sequence[str
 
 
 def take_bytes(graph: ir.Graph, preprocessing: Preprocessing) -> None:
-    """Let the graph take images as bytes, (N, height, width, channels), and normalise them itself.
+    """Replace the float input (N, channels, H, W) by uint8 images (N, H, W, channels), normalised inside.
 
     The normalisation is not folded into the first convolution: that pads with zeros after it, so a mean in
     its bias would be wrong along the border.
-
-    Shapes: graph (N, channels, height, width).
     """
     entry, taken = graph.inputs[0], names_in(graph)
     uses = list(entry.uses())
@@ -212,12 +213,12 @@ _PREFIX = "rankrl_select_"
 _MOST_CHANNELS = 64
 """Channels that are read at most: a convolution mixes all of them, and more are copied faster (as timed)."""
 _FIRST_SPATIAL = 2
-_RANK = 4
+_RANK = 4  # of a batch of images (N, C, H, W)
 
 
 @dataclass
 class _Chain:
-    """Slices, and the padding behind them, that one convolution may replace."""
+    """Slices, and the channel padding behind them, that one convolution may replace."""
 
     nodes: list[ir.Node]
     strides: dict[int, int]
@@ -226,7 +227,7 @@ class _Chain:
 
 
 def convolve_subsampling(model: ir.Model) -> int:
-    """Turn slices that subsample, and padding of channels behind them, into convolutions."""
+    """Replace slices that subsample, and channel padding behind them, by convolutions; count these."""
     graph = model.graph
     made = 0
     for node in list(graph):
@@ -244,7 +245,7 @@ def convolve_subsampling(model: ir.Model) -> int:
 
 
 def store_selections(model: ir.Model) -> bool:
-    """Store the weights that `convolve_subsampling` lets a runtime make, for tools that want constants."""
+    """Store the weights that `convolve_subsampling` builds from nodes, for tools that want constants."""
     graph = model.graph
     weights = [node for node in graph if node.op_type == "Reshape" and _selects(node.outputs[0])]
     for reshape in weights:
@@ -259,7 +260,7 @@ def store_selections(model: ir.Model) -> bool:
 
 
 def selects(node: ir.Node) -> bool:
-    """Return whether a node is a convolution that `convolve_subsampling` made."""
+    """Tell whether a node is a convolution that `convolve_subsampling` wrote."""
     return is_standard(node, "Conv") and _selects(node.inputs[1])
 
 
@@ -268,7 +269,7 @@ def _selects(value: ir.Value | None) -> bool:
 
 
 def _channels(value: ir.Value) -> int | None:
-    """Return the number of channels of a float32 tensor with two spatial axes that says so."""
+    """Return the static number of channels of a float32 tensor (N, C, H, W), else None."""
     if value.dtype != ir.DataType.FLOAT or value.shape is None or len(value.shape) != _RANK:
         return None
     count = value.shape[1]
@@ -276,7 +277,7 @@ def _channels(value: ir.Value) -> int | None:
 
 
 def _chain(first: ir.Node) -> _Chain | None:
-    """Return the chain that begins with a node, if that only subsamples."""
+    """Return the chain that begins with a slice, or None if it does more than subsample."""
     strides = _strides(first)
     if strides is None:
         return None
@@ -296,7 +297,7 @@ def _chain(first: ir.Node) -> _Chain | None:
 
 
 def _only_reader(node: ir.Node) -> ir.Node | None:
-    """Return the node that alone reads what a node makes; bodies and outputs of the graph read, too."""
+    """Return a node's only reader; None where bodies or the graph's outputs read it, too."""
     value = node.outputs[0]
     uses = list(value.uses())
     if len(uses) != 1 or value.is_graph_output() or uses[0].node.graph is not node.graph:
@@ -305,7 +306,7 @@ def _only_reader(node: ir.Node) -> ir.Node | None:
 
 
 def _strides(node: ir.Node) -> dict[int, int] | None:
-    """Return the step along each axis of a slice from the axis' first position to its last."""
+    """Return the step of a slice along each spatial axis; None unless it covers these axes whole."""
     if not is_standard(node, "Slice") or len(node.inputs) != 5:
         return None
     values = [_numbers(value) for value in node.inputs[1:]]
@@ -324,7 +325,7 @@ def _strides(node: ir.Node) -> dict[int, int] | None:
 
 
 def _zero_channels(node: ir.Node) -> tuple[int, int] | None:
-    """Return how many channels of zeros a node adds before and after, if that is all it does."""
+    """Return the numbers of zero channels that a `Pad` adds before and after, None if it does more."""
     if not is_standard(node, "Pad") or len(node.inputs) > 3:
         return None
     mode, pads = node.attributes.get_string("mode", "constant"), _numbers(node.inputs[1])
@@ -342,7 +343,7 @@ def _numbers(value: ir.Value | None) -> Array | None:
 
 
 def _replace(graph: ir.Graph, chain: _Chain, channels: int) -> None:
-    """Put a convolution in the place of a chain that reads so many channels."""
+    """Replace a chain that reads `channels` channels by a 1x1 convolution with strides."""
     rows = chain.before + channels + chain.after
     weight = _weight(graph, rows, channels, -chain.before)
     strides = [chain.strides.get(axis, 1) for axis in range(_FIRST_SPATIAL, _RANK)]
@@ -356,7 +357,7 @@ def _replace(graph: ir.Graph, chain: _Chain, channels: int) -> None:
 
 
 def _weight(graph: ir.Graph, rows: int, columns: int, offset: int) -> ir.Value:
-    """Return the weight (rows, columns, 1, 1) with ones on one diagonal, made in the graph."""
+    """Return a weight (rows, columns, 1, 1) with ones on one diagonal, computed by nodes of the graph."""
     base = f"{_PREFIX}{rows}_{columns}_{-offset}"
     made = next((node.outputs[0] for node in graph if node.outputs[0].name == base), None)
     if made is not None:

@@ -1,4 +1,4 @@
-"""Quantise files to 8-bit integers, with onnxruntime's quantiser or NNCF."""
+"""Quantise ONNX files to 8-bit integers, with onnxruntime's static quantiser or NNCF."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from rankrl.onnx.runtimes import Batch, open_session
 
 
 class QuantiserCopy:
-    """A network in which the quantiser's names clash with nothing, until `restore`."""
+    """A renamed network in which names that the quantiser adds clash with nothing, until `restore`."""
 
     def __init__(self, model: ir.Model) -> None:
         graph = model.graph
@@ -66,7 +66,7 @@ class QuantiserCopy:
         graph.sort()
 
     def _set_apart(self, graph: ir.Graph, value: ir.Value) -> None:
-        """Let bodies read a value through an `Identity`, and the graph's output where nodes read it, too."""
+        """Insert an `Identity` before bodies that read a value, and before an output that nodes read, too."""
         outside = [use for use in value.uses() if use.node.graph is not graph]
         if not outside and not (value.is_graph_output() and value.uses()):
             return
@@ -83,7 +83,7 @@ class QuantiserCopy:
             node.replace_input_with(index, seen)
 
     def restore(self, model: ir.Model) -> None:
-        """Give the names back and sort the nodes; what was added is named after what it belongs to."""
+        """Restore the names and sort the nodes; added nodes are named after those that they belong to."""
         graph = model.graph
         self._join(graph)
         taken = names_in(graph) | set(self.names.values())
@@ -93,7 +93,7 @@ class QuantiserCopy:
         graph.sort()
 
     def _join(self, graph: ir.Graph) -> None:
-        """Let values that were set apart be read where they are made."""
+        """Remove the `Identity` nodes that `_set_apart` inserted."""
         for node in [node for node in graph if node.name in self.apart]:
             value, seen = node.inputs[0], node.outputs[0]
             if value is not None and value.producer() is not None:
@@ -118,7 +118,7 @@ class QuantiserCopy:
 
 
 def _unused_stem(graph: ir.Graph) -> str:
-    """Return what no name in a graph and its bodies begins with."""
+    """Return a prefix that no name in a graph and its bodies begins with."""
     names = names_in(graph)
     stem = "q"
     while any(name.startswith(stem) for name in names):
@@ -165,10 +165,10 @@ def choose_ranges(
     reduce_range: bool | None = None,
     cut: Cut | None = None,
 ) -> RangeChoice:
-    """Return how ranges and biases are found best when a network computes in 8-bit integers.
+    """Choose the ranges and bias corrections with which a network loses least in 8-bit integers.
 
-    It serves every file of the network in which some of these nodes do, `quantise_onnx(..., choice=)`: none
-    of its inputs is run for them again.
+    The choice serves every file of the network in which some of these nodes compute in integers
+    (`quantise_onnx(..., choice=)`), without running the inputs again.
     """
     path = Path(path)
     copy, quantiser = _prepared(path, inputs, weights, partly, reduce_range, cut)
@@ -185,7 +185,7 @@ def _prepared(
     reduce_range: bool | None,
     cut: Cut | None,
 ) -> tuple[QuantiserCopy, StaticQuantiser]:
-    """Read and check a file; return the copy that is quantised of it, and what quantises that."""
+    """Read and check a file; return the copy that is quantised, and its quantiser."""
     session = open_session(path)
     model = _checked_model(path, partly=partly and weights is not None)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -233,7 +233,7 @@ def _prepared(
 
 @contextmanager
 def _refused(path: Path) -> Iterator[None]:
-    """Raise what onnxruntime's Python code stumbles over as an `ExportError`."""
+    """Raise exceptions of onnxruntime's Python code as an `ExportError`."""
     try:
         yield
     except Exception as error:
@@ -256,9 +256,9 @@ def _whole(feed: Feed, size: int) -> Iterator[Feed]:
 
 
 def _spare_floats(graph: ir.Graph, nodes: Collection[str], before: Collection[str | None]) -> None:
-    """Hand tensors that are computed in floating point to nodes that compute in it as they are.
+    """Connect floating-point nodes to the unrounded tensors of other floating-point nodes.
 
-    The quantiser rounds a tensor for all that take it as soon as one of them computes in integers.
+    The quantiser rounds a tensor for all its readers as soon as one of them computes in integers.
     """
     for node in graph:
         rounding = node.inputs[0].producer() if dequantises(node) and node.inputs[0] is not None else None
@@ -292,7 +292,7 @@ _MOST_BATCHES = 300
 
 
 def nncf_obstacle() -> str | None:
-    """Return that a package is missing and how to get it, where one is."""
+    """Return a message that names a missing package and how to install it, or None."""
     for package in ("openvino", "nncf"):
         try:
             importlib.import_module(package)
@@ -302,7 +302,7 @@ def nncf_obstacle() -> str | None:
 
 
 def quantise_with_nncf(path: str | Path, target: str | Path, inputs: Iterable[Batch]) -> Path:
-    """Write a network in 8-bit integers as NNCF makes it."""
+    """Quantise a file to 8-bit integers with NNCF, through OpenVINO."""
     obstacle = nncf_obstacle()
     if obstacle is not None:
         raise ExportError(obstacle)

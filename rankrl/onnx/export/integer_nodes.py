@@ -1,8 +1,9 @@
-"""Hard swishes, x * HardSigmoid(x), between integers: a table of 256 numbers and a product of integers.
+"""Choose the nodes that compute in integers, and rewrite activations and means so that they can.
 
-onnxruntime has neither in integers. But HardSigmoid(x) = clip(alpha * x + beta, 0, 1) in steps of 1 / 255 is
-what rounding of alpha * x cuts off where its zero point is 255 * beta: the same integers read with a zero
-point of 0. LeakyRelu with a slope of 1, which onnxruntime makes a table of (QLinearLeakyRelu), carries
+onnxruntime has neither HardSigmoid nor HardSwish, x * HardSigmoid(x), in integers; between integers they
+become a table of 256 numbers and a product of integers. HardSigmoid(x) = clip(alpha * x + beta, 0, 1) in
+steps of 1 / 255 equals alpha * x quantised with the zero point 255 * beta, the same integers read with a zero
+point of 0. LeakyRelu with a slope of 1, which onnxruntime computes by a table (QLinearLeakyRelu), carries
 integers from one scale to the other.
 """
 
@@ -27,7 +28,7 @@ from rankrl.onnx.graph_edits import (
     without_unused,
 )
 
-_STEPS = 255
+_STEPS = 255  # between the ends of a uint8 range
 _SLOPE, _MIDDLE = 1 / 6, 0.5
 """Of the gate of HardSwish (ai.onnx, version 14)."""
 _DEFAULTS = {"alpha": 0.2, "beta": 0.5}
@@ -35,7 +36,7 @@ _DEFAULTS = {"alpha": 0.2, "beta": 0.5}
 
 
 def join_hard_swishes(model: ir.Model) -> int:
-    """Write x * clip(x + a, 0, c) / c as x * HardSigmoid(x), as files of older operator sets have it."""
+    """Write x * clip(x + a, 0, c) / c, as in files of older operator sets, as x * HardSigmoid(x)."""
     joined = 0
     for node in list(model.graph):
         match = _product(node)
@@ -78,7 +79,7 @@ def _producer(value: ir.Value | None) -> ir.Node | None:
 
 
 def _divided(node: ir.Node | None) -> tuple[ir.Value, float] | None:
-    """Return what a node divides by a number, and that number."""
+    """Return the dividend and the divisor of a node that divides by a number, else None."""
     if node is None or not is_standard(node, "Div", "Mul"):
         return None
     for value, other in (node.inputs, reversed(node.inputs)):
@@ -91,13 +92,13 @@ def _divided(node: ir.Node | None) -> tuple[ir.Value, float] | None:
 
 
 def _number(value: ir.Value | None) -> float | None:
-    """Return a number that is stored."""
+    """Return a stored scalar as a float, None where the value is none."""
     array = stored(value)
     return None if array is None or array.size != 1 else float(array.reshape(-1)[0])
 
 
 def tabulate_gates(graph: ir.Graph, before: Collection[str | None]) -> None:
-    """Let HardSigmoid and HardSwish between integers compute in them."""
+    """Compute HardSigmoid and HardSwish between integers by tables."""
     for node in [node for node in graph if is_standard(node, "HardSigmoid", "HardSwish")]:
         rounded = _producer(node.inputs[0])
         readers = [use.node for use in node.outputs[0].uses()]
@@ -122,7 +123,7 @@ def tabulate_gates(graph: ir.Graph, before: Collection[str | None]) -> None:
 
 
 def _table(graph: ir.Graph, rounded: ir.Node, alpha: float, beta: float, name: str) -> list[ir.Node]:
-    """Return the nodes from the integers that a node turns to floats to HardSigmoid of them."""
+    """Return the nodes that compute HardSigmoid of the integers behind the `DequantizeLinear` `rounded`."""
     integers, scale, zero = rounded.inputs
     known = stored(scale)
     assert known is not None
@@ -139,7 +140,7 @@ def _table(graph: ir.Graph, rounded: ir.Node, alpha: float, beta: float, name: s
     return [turned, moved, cut, gate]
 
 
-# What only moves, adds or compares integers is integer where all that it takes is.
+# Operators that only move, add or compare numbers: in integers where all of their inputs are.
 _PASSING = frozenset(
     ("Add", "Relu", "Clip", "MaxPool", "AveragePool", "GlobalAveragePool", "Concat", "Reshape", "Flatten")
 ) | {"Transpose", "Squeeze", "Unsqueeze", "Slice", "Pad", "LeakyRelu", "Resize"}
@@ -152,7 +153,7 @@ _IMAGE = 4
 
 
 def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
-    """Return the nodes that compute in integers: those of some weights, and what lies between them.
+    """Return the nodes that compute in integers: those of the named weights, and nodes between them.
 
     A pooling, reshape or the like is one of them where its input is the output of such a node; an addition,
     too, where one summand is and the other at least is the input of a weight's node, as it is or subsampled.
@@ -206,9 +207,9 @@ def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
 
 
 def clips_zero(node: ir.Node) -> bool:
-    """Tell whether a node clips numbers to a range without zero, as far as is known.
+    """Tell whether a node clips to a range without zero, or to one that is not known.
 
-    The quantiser leaves a `Clip` to the range of its output, which always holds zero.
+    The quantiser replaces a `Clip` by the range of its output, which always holds zero.
     """
     if not is_standard(node, "Clip"):
         return False
@@ -219,14 +220,14 @@ def clips_zero(node: ir.Node) -> bool:
 
 
 def _is_grouped(node: ir.Node) -> bool:
-    """Tell whether a node is a convolution of several groups, each channel by itself most often."""
+    """Tell whether a node is a grouped (most often depthwise) convolution with a constant weight."""
     return (
         is_standard(node, "Conv") and node.attributes.get_int("group", 1) > 1 and is_constant(node.inputs[1])
     )
 
 
 def _is_gate(value: ir.Value) -> bool:
-    """Tell whether a value is a sigmoid that nothing but products reads."""
+    """Tell whether a value is a sigmoid that only products read."""
     producer, uses = value.producer(), list(value.uses())
     if producer is None or not is_standard(producer, *_GATES) or value.is_graph_output():
         return False
@@ -234,7 +235,7 @@ def _is_gate(value: ir.Value) -> bool:
 
 
 def pool_means(model: ir.Model) -> int:
-    """Turn means over the rows and columns of images into poolings, which there are in integers."""
+    """Replace means over rows and columns of images by GlobalAveragePool, which has an integer kernel."""
     means = [node for node in model.graph if is_standard(node, "ReduceMean") and _is_pooling(node)]
     for node in means:
         pooling = node_of("GlobalAveragePool", [node.inputs[0]], str(node.name), {})

@@ -1,7 +1,7 @@
-"""Writing a compressed network to an ONNX file, integers included.
+"""Export a compressed network as an ONNX file, with the integers of its plan.
 
-The network without rounding is exported and compared with PyTorch to rounding errors; onnxruntime's quantiser
-then turns into integers what the plan says.
+The network is exported without rounding; then weights are stored in integers, and onnxruntime's quantiser
+writes the integer nodes that the plan names.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def export_network(
     reduce_range: bool | None = None,
     **options: Any,
 ) -> ExportResult:
-    """Write a network, with the integers that its plan asks for."""
+    """Export a network as one ONNX file, quantised as its plan says."""
     network = as_in_file(network, reduce_range)
     computing = {f"{name}.weight" for name in integer_layers(network)}
     stored = {name: bits for name, bits in rounded_parameters(network).items() if name not in computing}
@@ -113,7 +113,7 @@ def store_integers(model: ir.Model, bits: Mapping[str, int]) -> None:
 
 
 def rounded_tensor(tensor: ir.TensorProtocol, width: int, axis: int) -> tuple[ir.TensorProtocol, Array]:
-    """Return a weight in integers of 8, 7 or 4 bits, and their scales along an axis."""
+    """Return a weight in integers of 8, 7 or 4 bits, and its scales, one for each index of an axis."""
     values = np.moveaxis(tensor.numpy(), axis, 0)
     kind, largest = ir.DataType.INT4 if width == 4 else ir.DataType.INT8, largest_integer(width)
     rows = np.abs(values.reshape(len(values), -1)).max(1)
@@ -135,7 +135,7 @@ def class_agreement(
     *,
     runtime: str = DEFAULT_RUNTIME,
 ) -> float:
-    """Return on how many inputs a file and a network in PyTorch give the same class, as a fraction."""
+    """Return the fraction of inputs on which an ONNX file and its network predict the same class."""
     session = open_session(path, runtime=runtime)
     same = total = 0
     mode = network.training

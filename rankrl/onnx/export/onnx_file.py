@@ -1,4 +1,4 @@
-"""Export a module as one ONNX file."""
+"""Export a module as one self-contained ONNX file, with the names and free axes of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 @dataclass
 class FileOutputs:
-    """What a file returns of what its network does; known once the network has run."""
+    """Names of a file's outputs, and outputs of the network that it lacks; set when the network has run."""
 
     names: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
 def output_names(places: Sequence[Place]) -> list[str]:
-    """Return what a file calls its outputs."""
+    """Return the names of a file's outputs, made from their places in what the forward returns."""
     names = ["_".join(map(str, place)) for place in places]
     if len(set(names)) == len(names) and all(map(_NAME.fullmatch, names)):
         return names
@@ -67,7 +67,7 @@ def output_names(places: Sequence[Place]) -> list[str]:
 
 
 def return_tensors_alone(network: nn.Module) -> FileOutputs:
-    """Let a network return nothing but the tensors in its output, as the outputs of a file can be."""
+    """Hook a network so that it returns only the tensors of its output, as an ONNX file can."""
     outputs = FileOutputs()
 
     def reduce(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
@@ -75,7 +75,7 @@ def return_tensors_alone(network: nn.Module) -> FileOutputs:
         tensors = [(place, leaf) for place, leaf in parts if isinstance(leaf, Tensor)]
         if not tensors:
             raise ExportError(f"{type(module).__name__} returns no tensor, but a {type(output).__name__}")
-        others = {  # of a size, which is a tuple of numbers, the first
+        others = {  # a torch.Size, a tuple of numbers, is listed once
             place[:1]: f"{place[0] if place else 'itself'} ({type(leaf).__name__})"
             for place, leaf in reversed(parts)
             if leaf is not None and not isinstance(leaf, Tensor)
@@ -108,7 +108,7 @@ AxisNames = Mapping[str, Mapping[int, str]]
 
 
 def name_ends(graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Give a graph's inputs and outputs the names that the user wants; none leaves those that they have."""
+    """Rename a graph's inputs and outputs; an empty list leaves their names as they are."""
     for what, values, names in (("input", graph.inputs, inputs), ("output", graph.outputs, outputs)):
         if not names:
             continue
@@ -127,7 +127,7 @@ def check_names(path: Path, options: LatencyOptions) -> None:
 
 
 def name_file(path: Path, options: LatencyOptions) -> None:
-    """Do what `name_ends` does, to a finished file; verified and timed, it computes the same."""
+    """Rename the inputs and outputs of a finished file (`name_ends`)."""
     if options.input_names or options.output_names:
         model = load_model(path)
         name_ends(model.graph, options.input_names, options.output_names)
@@ -159,7 +159,7 @@ def checked_axes(
 
 
 def default_names(network: nn.Module, batch: Inputs, outputs: Sequence[str]) -> list[str]:
-    """Return what inputs are called: as the forward's parameters, of a single one if no output has that."""
+    """Return the default input names: the forward's parameters, unless an output has a single one's name."""
     names = input_names(network, batch)
     return plain_names(1) if len(names) == 1 and set(names) & set(outputs) else names
 
@@ -173,7 +173,7 @@ PREPROCESSING_KEY = "preprocessing"
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written."""
+    """Path, bytes, operator set and operator counts of a written ONNX file."""
 
     path: Path
     file_bytes: int
@@ -204,7 +204,7 @@ def export_onnx(
 
     The file computes what the model computes in evaluation mode and float32. Decomposed layers keep their
     cores: a runtime contracts them once, when it loads the file. Shortcuts that only subsample and add
-    channels of zeros become convolutions (`onnx.export.subsampling`). The file appears complete or not at
+    channels of zeros become convolutions (`onnx.export.graph_passes`). The file appears complete or not at
     all.
 
     Args:
@@ -300,7 +300,7 @@ def export_onnx(
 def _sample_batch(
     model: nn.Module, input_shape: ExampleInputs, sample: ExampleInputs | None, least: int
 ) -> Inputs:
-    """Return the batch to trace with, of two inputs at least where the batch size is to stay free."""
+    """Return a batch of at least `least` inputs to trace with; two keep the batch size free."""
     shape = input_shape_of(input_shape)
     if sample is None and not holds_tensors(input_shape):
         return example_batch(model, shape, least)

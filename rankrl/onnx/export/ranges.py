@@ -1,4 +1,4 @@
-"""Ranges of activations and weights in integers."""
+"""Collect and choose the ranges of activations in integers, and decide whether weights get 7 or 8 bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BINS = 4096
 """Parts into which the numbers on either side of zero are sorted; at least half of them are in use."""
 _COUNTED = 2**16
 """Numbers that are counted of a tensor at a time, at least."""
-_STEPS = 255
+_STEPS = 255  # between the ends of a uint8 range
 _SHARES = np.linspace(0.1, 1.0, 46)
 """Of the ends of a range that are tried, both alike; each end is then moved by itself."""
 _MOVES = np.linspace(0.5, 1.5, 41)
@@ -45,7 +45,7 @@ _LOWEST, _HIGHEST = np.float32(-np.inf), np.float32(np.inf)
 
 @dataclass
 class Spread:
-    """What a tensor was on calibration inputs."""
+    """Range and histogram of a tensor on calibration inputs."""
 
     lowest: np.float32 = _HIGHEST
     highest: np.float32 = _LOWEST
@@ -53,7 +53,7 @@ class Spread:
     width: float = 0.0
 
     def add(self, values: Array, *, counted: bool = True) -> None:
-        """Note the ends of some numbers, and count them, some of them where there are many."""
+        """Update the range and, if `counted`, the histogram, with a subsample of a large array."""
         if not values.size:
             return
         lowest, highest = values.min(), values.max()
@@ -86,7 +86,7 @@ class Spread:
         return (self.lowest, self.highest) if self.lowest <= self.highest else (np.float32(0), np.float32(0))
 
     def percentile(self, share: float) -> Range:
-        """Return the range without the smallest and the largest numbers, up to a share of each."""
+        """Return the range without a share of the smallest and a share of the largest numbers."""
         low, high = self.ends
         if self.counts is None or low == high:
             return low, high
@@ -96,7 +96,7 @@ class Spread:
         return max(low, edges[first]), min(high, edges[min(last, 2 * _BINS - 1) + 1])
 
     def least_square(self) -> Range:
-        """Return the range in which the rounded numbers are closest to the numbers counted."""
+        """Return the range with the least squared error of rounding over the histogram."""
         low, high = self.ends
         if self.counts is None or low == high:
             return low, high
@@ -122,7 +122,7 @@ class Spread:
 def collect_spreads(
     model: onnx.ModelProto, names: Sequence[str], inputs: Iterable[Feed], *, counted: int = 0
 ) -> dict[str, Spread]:
-    """Return what tensors are on calibration inputs."""
+    """Return the ranges of tensors on calibration inputs, with histograms over the first `counted` inputs."""
     spreads = {name: Spread() for name in names}
     run = tensors_of(model, names)
     for number, feed in enumerate(inputs):
@@ -132,7 +132,7 @@ def collect_spreads(
 
 
 def tensors_of(model: onnx.ModelProto, names: Iterable[str]) -> Callable[[Feed], dict[str, Array]]:
-    """Return a function from an input to tensors by name."""
+    """Return a function that computes the named tensors of a model for an input."""
     entries = {entry.name for entry in model.graph.input}
     taken = [name for name in names if name in entries]
     computed = [name for name in names if name not in entries]
@@ -149,7 +149,7 @@ def tensors_of(model: onnx.ModelProto, names: Iterable[str]) -> Callable[[Feed],
 
 
 def _session(model: onnx.ModelProto, outputs: Sequence[str]) -> onnxruntime.InferenceSession:
-    """Open a network in onnxruntime that returns other tensors, computed as they are written."""
+    """Open a model in onnxruntime with inner tensors as outputs, without optimisations that remove them."""
     own = list(model.graph.output)
     try:
         del model.graph.output[:]
@@ -163,7 +163,7 @@ def _session(model: onnx.ModelProto, outputs: Sequence[str]) -> onnxruntime.Infe
 
 @dataclass(frozen=True)
 class RangeChoice:
-    """How ranges of activations and biases of nodes in integers are found, and what they are."""
+    """The method by which activation ranges and biases of integer nodes are chosen, and its results."""
 
     way: str
     corrected: bool = False
@@ -172,24 +172,24 @@ class RangeChoice:
     moves: Mapping[str, Array] = field(default_factory=dict, repr=False)
 
     def without_values(self) -> RangeChoice:
-        """Return the same for a network with other weights, whose values are measured anew."""
+        """Return the method alone, for a network with other weights, whose ranges are measured anew."""
         return replace(self, ranges={}, moves={})
 
     def renamed(self, names: Mapping[str, str]) -> RangeChoice:
-        """Return the same for a network whose tensors have other names."""
+        """Return the choice for a network whose tensors have other names."""
         ranges = {new: self.ranges[old] for new, old in names.items() if old in self.ranges}
         moves = {new: self.moves[old] for new, old in names.items() if old in self.moves}
         return replace(self, ranges=ranges, moves=moves)
 
 
-_OPSET = 13
+_OPSET = 13  # of the file by which overflow is tested
 
 log = logging.getLogger(__name__)
 
 
 @cache
 def sums_overflow() -> bool:
-    """Tell whether onnxruntime cuts off sums of uint8 times int8 on this processor, by trying.
+    """Test whether onnxruntime saturates sums of uint8 times int8 on this processor.
 
     It does on x86 processors without VNNI: AVX2, and AVX-512 before Cascade Lake.
     """
@@ -216,9 +216,9 @@ def sums_overflow() -> bool:
 def as_in_file(
     network: nn.Module, reduce_range: bool | None, inputs: Iterable[Inputs] | None = None
 ) -> nn.Module:
-    """Return the network whose simulated integers are those of its file, a copy where they are not its own.
+    """Return the network with the integers of its file: itself, or a copy with weights of 7 bits.
 
-    All weights that compute in integers have as many bits: where a plan gives some of them 7, all get 7.
+    All weights that compute in integers have the same bits: where a plan gives some of them 7, all get 7.
     """
     bits = integer_bits(network)
     if 8 not in bits or not (REDUCED_BITS in bits or reduces(reduce_range)):
@@ -243,5 +243,5 @@ def runnable(precisions: Sequence[str], reduce_range: bool | None = None) -> tup
 
 
 def reduces(reduce_range: bool | None) -> bool:
-    """Return what was asked for, or else what this processor needs."""
+    """Tell whether weights get 7 bits: as the option says, or where sums overflow on this processor."""
     return sums_overflow() if reduce_range is None else reduce_range

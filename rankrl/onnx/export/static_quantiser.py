@@ -1,7 +1,8 @@
-"""Biases that take up the mean error of integers (Nagel et al., ICCV 2019, section 4.2).
+"""Quantise a graph with onnxruntime's static quantiser, choosing ranges and correcting biases.
 
-Rounding a weight, and cutting off what its input is, move the mean of every output channel. The move is
-measured node by node, on the inputs that the node has in floating point, and subtracted from its bias.
+Biases are corrected as by Nagel et al. (ICCV 2019, section 4.2): rounding a weight, and clipping its input,
+shift the mean of every output channel. The shift is measured node by node, on the inputs that the node has in
+floating point, and subtracted from its bias.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from rankrl.onnx.protobuf import to_proto
 from rankrl.onnx.runtimes.onnx_runtime import inference_session
 
 _GIVEN = "_given"
-_LIMITS = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+_LIMITS = np.iinfo(np.int32).min, np.iinfo(np.int32).max  # biases of integer nodes are int32
 
 
 def mean_moves(plain: ir.Model, quantised: ir.Model, inputs: Iterable[Feed]) -> dict[str, Array]:
-    """Return how far integers move the mean of every output channel, by the names of nodes' outputs."""
+    """Return the shift of every output channel's mean in integers, by the names of nodes' outputs."""
     cut = quantised.clone()
     nodes = _corrected_nodes(plain.graph, cut.graph)
     if not nodes:
@@ -63,15 +64,15 @@ def mean_moves(plain: ir.Model, quantised: ir.Model, inputs: Iterable[Feed]) -> 
 
 
 def correct_biases(plain: ir.Model, quantised: ir.Model, moves: Mapping[str, Array]) -> None:
-    """Let biases make up for what integers do to the means of nodes."""
+    """Subtract the shifts of the means from the biases of integer nodes."""
     for name, node in _corrected_nodes(plain.graph, quantised.graph).items():
         if name in moves:
             _subtract(quantised.graph, node, moves[name])
-    without_unused(quantised)  # onnxruntime would turn the biases that are replaced back in every pass
+    without_unused(quantised)  # onnxruntime would dequantise the replaced biases in every pass
 
 
 def _subtract(graph: ir.Graph, node: ir.Node, move: Array) -> None:
-    """Subtract from the bias of a node, which is in floating point or in integers with a scale."""
+    """Subtract a shift from the bias of a node, in floating point or in integers with a scale."""
     name, bias = f"{node.name}bias", node.inputs[2]  # free: no other name in the copy ends like this
     values = stored(bias)
     if values is not None:
@@ -90,7 +91,7 @@ def _subtract(graph: ir.Graph, node: ir.Node, move: Array) -> None:
 
 
 def _corrected_nodes(plain: ir.Graph, quantised: ir.Graph) -> dict[str, ir.Node]:
-    """Return the nodes with a bias that compute in integers, by the names of their outputs in floats."""
+    """Return the integer nodes with a constant bias, by the names of their outputs in the float graph."""
     integer = {node.name: node for node in quantised if _rounding(node) is not None}
     return {
         str(node.outputs[0].name): integer[node.name]
@@ -103,7 +104,7 @@ def _corrected_nodes(plain: ir.Graph, quantised: ir.Graph) -> dict[str, ir.Node]
 
 
 def _rounding(node: ir.Node) -> ir.Node | None:
-    """Return the node that rounds what a node takes, `None` where it takes floats."""
+    """Return the `QuantizeLinear` of a node's input, None where the input is in floating point."""
     back = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     if back is None or not dequantises(back) or back.inputs[0] is None:
         return None
@@ -112,7 +113,7 @@ def _rounding(node: ir.Node) -> ir.Node | None:
 
 
 def _cut_before_rounding(model: ir.Model, nodes: Sequence[ir.Node]) -> tuple[ir.Model, list[str]]:
-    """Return what gives the outputs of nodes from what they round, and the names of these tensors."""
+    """Return the part of a model from nodes' unrounded inputs to their outputs, and the inputs' names."""
     taken: dict[ir.Value, ir.Value] = {}
     for rounding in dict.fromkeys(filter(None, map(_rounding, nodes))):
         value = rounding.inputs[0]
@@ -174,13 +175,13 @@ class StaticQuantiser:
         self._inputs, self._finish = inputs, finish
 
     def unfitted(self) -> ir.Model:
-        """Return the network in integers whose ranges reach from the smallest to the largest number."""
+        """Quantise with ranges from the smallest to the largest number."""
         return self._written(_ranges(collect_spreads(self._model, self._activations, self._inputs), ENDS))
 
     def choose(self) -> RangeChoice:
-        """Choose the ranges, of several kinds, with the least error at the outputs.
+        """Choose the kind of ranges with the least error at the outputs.
 
-        Biases are corrected where it gets less.
+        Biases are corrected where that reduces it.
         """
         inputs = self._sorted_inputs
         judged = inputs[:_JUDGED]
@@ -215,7 +216,7 @@ class StaticQuantiser:
 
     @cached_property
     def _sorted_inputs(self) -> list[Feed]:
-        """The inputs in an order that depends on nothing but them."""
+        """The inputs sorted by their content, so that the caller's order makes no difference."""
         return sorted(self._inputs, key=_digest)
 
     @staticmethod
@@ -258,7 +259,7 @@ def _ranges(spreads: Mapping[str, Spread], way: str) -> dict[str, Range]:
 
 
 def output_error(outputs: Sequence[Array], exact: Sequence[Array]) -> float:
-    """Return how far outputs are from what they should be, the mean over the outputs.
+    """Return the relative error of outputs, averaged over the outputs.
 
     It is the mean square error / variance. Where all numbers of an output lie between 0 and 1 they are taken
     for probabilities, and it is their divergence (Kullback and Leibler) / that of their mean.
@@ -274,7 +275,7 @@ def output_error(outputs: Sequence[Array], exact: Sequence[Array]) -> float:
 
 
 def _total(term: Callable[[Array, Array], Array], computed: Array, right: Array) -> float:
-    """Return the sum of an error's terms, a part of the numbers at a time."""
+    """Return the sum of an error's terms, computed in chunks to bound the memory."""
     computed, right, total = computed.reshape(-1), right.reshape(-1), 0.0
     for start in range(0, right.size, _AT_ONCE):
         parts = (each[start : start + _AT_ONCE].astype(np.float64) for each in (computed, right))

@@ -1,4 +1,4 @@
-"""Trace modules for export, and compare files with them."""
+"""Trace modules, translate the traces to ONNX graphs, and compare ONNX files with their modules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def input_names(model: nn.Module, inputs: Inputs) -> list[str]:
 
 
 def plain_names(count: int) -> list[str]:
-    """Return what inputs are called of which nothing else is known."""
+    """Return default input names: `input`, or numbered ones where there are several."""
     return [ONLY_INPUT] if count == 1 else [f"{ONLY_INPUT}_{index}" for index in range(count)]
 
 
@@ -68,7 +68,7 @@ def feed_of(model: nn.Module, inputs: Inputs) -> Batch:
 
 
 def random_feed(model: nn.Module, input_shape: ExampleInputs, batch: int) -> Batch:
-    """Return a batch that is good for timing: random numbers, and integers that the network takes."""
+    """Return a random batch for timing, with integers that the network accepts."""
     return feed_of(model, random_batch(model, input_shape, batch))
 
 
@@ -80,7 +80,7 @@ def _array(x: torch.Tensor) -> np.ndarray[Any, Any]:
 
 _ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FAILED_NODE = re.compile(r"Error when translating node %(\w+)")
-_CAUSE_LENGTH = 300
+_CAUSE_LENGTH = 300  # characters of torch's message that an error quotes
 _TRANSLATIONS: dict[tuple[Any, ...], Any] = {}
 
 
@@ -175,7 +175,7 @@ def _by_parameter(
 
 @contextlib.contextmanager
 def _in_order(model: nn.Module, sample: Inputs) -> Iterator[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]:
-    """Yield what to call the model with; for a forward of `**inputs`, which torch refuses, in order."""
+    """Yield the arguments of a call; for a forward of `**inputs`, which torch refuses, positional ones."""
     if not isinstance(sample, dict):
         yield tensors_of(sample), {}
         return
@@ -193,11 +193,11 @@ def _in_order(model: nn.Module, sample: Inputs) -> Iterator[tuple[tuple[torch.Te
 
 @contextlib.contextmanager
 def _operators_listed_once() -> Iterator[None]:
-    """Keep torch from reading its translations of operators anew for this export, and from listing all often.
+    """Cache torch's operator translations, and its list of operators during an export.
 
     It parses the source of every translation at each export, which takes half of the time of a small one, and
     lists the operators of all libraries once for each of thirty, twice; a budget in time exports dozens. Both
-    are private to torch: what is not found, or another than expected, is left as it is. The translations are
+    are private to torch: attributes that are missing or unexpected are left as they are. The translations are
     kept for later exports, the list is not: a program may load operators of its own in between.
     """
     with contextlib.ExitStack() as stack:
@@ -252,7 +252,7 @@ def _silence() -> Iterator[None]:
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        # Of a graph that cannot be traced, torch prints what it has so far.
+        # torch prints the partial graph of a module that cannot be traced.
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
@@ -391,7 +391,7 @@ def onnx_accuracy(
 ) -> float:
     """Measure a classifier's accuracy from its ONNX file alone.
 
-    Shapes: path (N, classes), batches (N,) and (N, C, H, W) and (N, H, W, C).
+    Batches hold images, (N, C, H, W) or bytes (N, H, W, C) as the file takes them, and classes (N,).
     """
     session = open_session(path)
     correct = total = 0

@@ -1,7 +1,7 @@
-"""Networks in ONNX files, compressed on their own graph: no PyTorch code, labels or gradients are needed.
+"""Compress networks in ONNX files on their own graph, without PyTorch code, labels or gradients.
 
-A node becomes what `decomposition` understands, a weight with its geometry, the moments of its inputs and the
-sensitivity of the network's outputs to it; fits, costs and allocation are that package's.
+A node becomes a layer of `decomposition`: a weight with its geometry, the moments of its inputs and the
+sensitivity of the network's outputs to it. Fits, costs and allocation are that package's.
 """
 
 from __future__ import annotations

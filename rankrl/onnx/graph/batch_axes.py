@@ -1,4 +1,4 @@
-"""Batch axes of a file's inputs and outputs, and suggestions where none is found."""
+"""Describe the batch axes of a file's inputs, and suggest axes from names and sizes in the file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BatchAxes:
     fixed: int | None = None
 
     def size(self, feed: Feed) -> int:
-        """Return how many inputs a batch holds; one where nothing counts them."""
+        """Return the number of inputs in a batch; one where no axis counts them."""
         return next(
             (int(feed[name].shape[axis]) for name, axis in self.inputs.items() if axis is not None), 1
         )
@@ -86,7 +86,7 @@ class BatchAxes:
         }
 
     def kind(self, feed: Feed) -> tuple[object, ...]:
-        """Return what batches that can be joined share: other sizes, and the values that count no inputs."""
+        """Return a key shared by batches that can be joined: other sizes, and arrays without a batch axis."""
         parts: list[object] = []
         for name, axis in self.inputs.items():
             value = feed[name]
@@ -97,20 +97,20 @@ class BatchAxes:
         return tuple(parts)
 
     def first_axis(self, name: str, output: Array) -> Array:
-        """Return an output with the axis that counts inputs in front; flat where it counts none."""
+        """Return an output with its batch axis in front; flat where it has none."""
         axis = self.outputs.get(name, 0)
         return output.reshape(-1) if axis is None else np.moveaxis(output, axis, 0) if axis else output
 
 
 def by_input(numbers: Array, count: int) -> Array:
-    """Return numbers as rows, one for each input of a batch of so many; shape (count, numbers)."""
+    """Return numbers as rows (count, numbers), one for each of `count` inputs."""
     if not numbers.ndim or len(numbers) % count:
         numbers = np.pad(numbers.reshape(-1), (0, -numbers.size % count))
     return numbers.reshape(count, -1)
 
 
 def shown_axes(axes: Mapping[str, int | None]) -> str:
-    """Return axes as the option for them is written on the command line."""
+    """Format axes as their option is written on the command line."""
     entries = ", ".join(f"{name}: {'null' if axis is None else axis}" for name, axis in axes.items())
     return f"batch_axes={{{entries}}}"
 
@@ -124,7 +124,7 @@ _HINT = "batch"
 
 
 def axes_in_file(inputs: Sequence[GraphInput]) -> BatchAxes:
-    """Return what the names and sizes in a file alone suggest."""
+    """Return the batch axes that the names and sizes in a file suggest."""
     axes = next(suggested_axes(inputs, {}, {}))
     return BatchAxes(axes, fixed=declared_batch(inputs, axes))
 
@@ -149,7 +149,7 @@ def suggested_axes(
     begins += [(entry, 1) for entry, axis in begins if axis == 0 and 1 in _free(entry)]
     weighty = [entry for entry in left if len(entry.shape) > 1 and _free(entry)]
     if weighty and all(len(entry.shape) == 1 and axis == 0 for entry, axis in begins):
-        begins = []  # lengths and masks do not say what the arrays next to them count
+        begins = []  # axes of lengths and masks do not tell those of the arrays next to them
     if known is not None:
         begins = [known]
     elif not begins and left:
@@ -191,7 +191,7 @@ def _following(
 def _alike(
     entry: GraphInput, shape: Shape | None, begin: GraphInput, axis: int, count: int | None
 ) -> int | None:
-    """Return the axis of an input that counts what an axis of another one does."""
+    """Return the axis of an input that counts the same as an axis of another one."""
     if not entry.shape:
         return None
     free, declared, name = _free(entry), begin.shape[axis], begin.names[axis]

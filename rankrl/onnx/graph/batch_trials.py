@@ -1,6 +1,6 @@
-"""Finding the axes that count the inputs of a batch, and the sizes that it may have, by running the file.
+"""Find the batch axes of a file, and the batch sizes that it accepts, by running it.
 
-The first suggestion (`axis_suggestions`) is taken with which the file runs on one input and on two, an output
+The first suggestion (`suggested_axes`) is taken with which the file runs on one input and on two, an output
 grows with the batch, and inputs do not change each other's outputs as the steps of a sequence do.
 """
 
@@ -79,7 +79,7 @@ class _Trial:
 
     @property
     def grows(self) -> bool:
-        """Whether it runs, and an output counts the inputs."""
+        """Whether the file runs and an output grows with the batch."""
         return self.result is not None and any(axis is not None for axis in self.result.outputs.values())
 
     def _result(self) -> BatchAxes | None:
@@ -131,7 +131,7 @@ def _growing(one: Array, two: Array) -> int | None:
 
 
 def _influence(alone: Array, pair: Array, axis: int | None) -> float:
-    """Return how far the second of two inputs' output is from what it is alone, relative to that."""
+    """Return the relative difference between an input's output in a pair and its output alone."""
     if axis is None or alone.dtype.kind != "f" or not alone.any():
         return 0.0
     expected, both = (np.moveaxis(output, axis, 0).astype(np.float64) for output in (alone, pair))
@@ -142,7 +142,7 @@ def _influence(alone: Array, pair: Array, axis: int | None) -> float:
 
 
 def _counting(shape: Shape, batch: int) -> int | None:
-    """Return the axis that counts the inputs of a batch of the only size, the first if it can be."""
+    """Return the axis whose length is the only batch size, the first axis if possible."""
     if shape and (shape[0] == batch or (batch > 1 and shape[0] and shape[0] % batch == 0)):
         return 0
     return next((axis for axis, size in enumerate(shape) if size == batch), None)
@@ -163,7 +163,7 @@ def check_sizes(feed: Feed, axes: BatchAxes, network: OnnxNetwork) -> None:
 
 
 def _checked(stated: Axes, network: OnnxNetwork) -> dict[str, int | None]:
-    """Return stated axes counted from the front."""
+    """Check stated axes and return them counted from the front."""
     inputs = {entry.name: entry for entry in network.inputs}
     axes: dict[str, int | None] = {}
     for name, axis in stated.items():

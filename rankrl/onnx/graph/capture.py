@@ -1,4 +1,4 @@
-"""The inputs of the nodes of a graph, captured in onnxruntime batch by batch."""
+"""Capture the inputs of a graph's nodes in onnxruntime, and estimate their moments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TRIED = 64
 
 
 def most_patches(site: Site, elements: int, patches: int = PATCHES_PER_LAYER) -> int:
-    """Return how many patches of a node's input are looked at, `elements` numbers where they are large."""
+    """Return the number of patches drawn of a node's input, at most `elements` numbers if they are wide."""
     width = site.weight[0].numel()
     return max(1, min(patches, (_NARROW_ELEMENTS if width <= _NARROW else elements) // width))
 
@@ -57,10 +57,10 @@ def collect_moments(
     seed: int = 0,
     unreached: list[str] | None = None,
 ) -> dict[str, InputMoments]:
-    """Estimate the moments of what every node multiplies with its weight.
+    """Estimate the moments of the input patches that every node multiplies with its weight.
 
-    Nodes behind which nothing takes up a change of the mean are measured around zero. One matrix of a node
-    exists twice at a time: its sums, and what becomes of them.
+    Nodes behind which nothing takes up a change of the mean are measured around zero. One node's matrix at a
+    time exists twice: its sums, and the moments made of them.
 
     Args:
         network: The network.
@@ -136,7 +136,7 @@ def _accumulate(
 
 
 def check_gaps(network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Feed]) -> None:
-    """Refuse inputs with NaN or infinite values that a node to be fitted sees."""
+    """Refuse inputs from which NaN or infinite values reach a node to be fitted."""
     axes = network.axes
     found = [(feed, gaps) for feed in batches if len(gaps := _gaps(feed, axes))]
     count, total = sum(len(gaps) for _, gaps in found), sum(map(axes.size, batches))
@@ -151,7 +151,7 @@ def check_gaps(network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Fe
 
 
 def check_finite(network: OnnxNetwork, sites: Sequence[Site], feed: Feed, holds: str) -> None:
-    """Refuse a batch of which nodes see NaN or infinite values."""
+    """Refuse a batch with which nodes receive NaN or infinite values."""
     nodes = [node.input_name for site in sites for node in site.nodes]
     outputs = [str(value.name) for value in network.model.graph.outputs]
     session = Captured(network.model, [*nodes, *outputs], network.source)
@@ -166,7 +166,7 @@ def check_finite(network: OnnxNetwork, sites: Sequence[Site], feed: Feed, holds:
 
 
 def _gaps(feed: Feed, axes: BatchAxes) -> Array:
-    """Return which inputs of a batch hold NaN or infinite values."""
+    """Return a mask of the inputs of a batch that hold NaN or infinite values."""
     found = np.zeros(axes.size(feed), bool)
     for name, value in feed.items():
         if value.dtype.kind == "f" and not (finite := np.isfinite(value)).all():
@@ -177,7 +177,7 @@ def _gaps(feed: Feed, axes: BatchAxes) -> Array:
 
 
 def in_parts(axes: BatchAxes, sites: Sequence[Site], batches: Sequence[Feed]) -> list[Feed]:
-    """Cut batches into parts that are run at a time where single nodes are looked at."""
+    """Split batches so that the input of a single node fits into one pass."""
     size = max(1, _LARGEST // max(map(_bytes, sites), default=1))
     return [part for batch in batches for part in axes.parts(batch, size)]
 

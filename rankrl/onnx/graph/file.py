@@ -1,8 +1,9 @@
-"""LSTM nodes that multiply 8-bit integers: onnxruntime's DynamicQuantizeLSTM in their place.
+"""Write compressed graphs as ONNX files, and check them against dense nodes of the contracted weights.
 
-Specification: ContribOperators.md of onnxruntime. Inputs and states are rounded to uint8 at every step, in
-ranges that the kernel finds there; weights are int8, one scale for each row of a gate. There is no such
-kernel for GRU and RNN, which onnxruntime's own dynamic quantiser leaves alone, too.
+LSTM nodes that multiply 8-bit integers become onnxruntime's DynamicQuantizeLSTM (specification:
+ContribOperators.md of onnxruntime). Inputs and states are rounded to uint8 at every step, in ranges that the
+kernel finds there; weights are int8, one scale for each row of a gate. There is no such kernel for GRU and
+RNN, which onnxruntime's own dynamic quantiser leaves alone, too.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _OTHERS = 8
 
 
 def quantise_lstms(model: ir.Model, lstms: Sequence[tuple[Site, int]]) -> None:
-    """Let LSTM nodes multiply integers."""
+    """Replace LSTM nodes by DynamicQuantizeLSTM with weights of the given bits."""
     graph, nodes = model.graph, {node.name: node for node in model.graph}
     for site, bits in lstms:
         node = nodes[site.name]
@@ -69,7 +70,7 @@ def quantise_lstms(model: ir.Model, lstms: Sequence[tuple[Site, int]]) -> None:
 
 
 def _rounded(weight: Array, bits: int) -> tuple[Array, Array]:
-    """Return a weight in integers, as the kernel takes it (directions, columns, rows), and its scales."""
+    """Return a weight in integers, (directions, columns, rows) as the kernel takes it, and its scales."""
     directions, rows, columns = weight.shape
     integers, scales = rounded_tensor(ir.tensor(weight.reshape(-1, columns)), bits, 0)
     turned = integers.numpy().reshape(weight.shape).transpose(0, 2, 1)
@@ -120,7 +121,7 @@ def write_graph(
 
 
 def _with_int4(model: ir.Model) -> ir.Model:
-    """Return a graph in an operator set that has weights of 4 bits."""
+    """Convert a graph to an operator set with 4-bit weights."""
     opset = opset_of(model)
     if opset >= INT4_OPSET:
         return model
@@ -145,7 +146,7 @@ def check_contracted(graph: CompressedGraph, batches: Sequence[Feed], source: st
     for name, output, expected in pairs(graph.model, graph.contracted, graph.replaced, batches, source):
         if output.dtype.kind != "f" or not output.size:
             continue
-        scale = max(1e-30, float(np.abs(expected).max()))
+        scale = max(1e-30, float(np.abs(expected).max()))  # zeros have no scale
         difference = float(np.abs(output - expected).max()) / scale
         if not difference <= TOLERANCE:  # also true of NaN
             raise OnnxGraphError(
@@ -169,7 +170,7 @@ def _as_a_whole(
 def _node_by_node(
     model: ir.Model, contracted: ir.Model, nodes: Sequence[Site], batches: Sequence[Feed], source: str
 ) -> Iterator[tuple[str, Array, Array]]:
-    """Yield what replaced nodes give and what the dense ones give of the same inputs, by its name."""
+    """Yield the outputs of replaced nodes and of dense ones on the same inputs, by name."""
     for node in nodes:
         ends = [node.input_name, node.output_name]
         captured = Captured(model, ends, source)

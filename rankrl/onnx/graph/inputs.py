@@ -1,4 +1,4 @@
-"""Inputs of ONNX files: arrays, images, their checks and their parts."""
+"""Read, check and split the inputs of an ONNX file: arrays, files of arrays, folders of images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rankrl.onnx.graph.batch_trials import check_sizes, find_batch_axes
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
 from rankrl.onnx.graph_edits import Array
 
-_CHANNELS = (1, 3)
+_CHANNELS = (1, 3)  # grey or colour images
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def split_inputs(
 
 
 def _steps(batch: Any) -> Sequence[Any]:
-    """Return a batch, or the batches of a sequence; what is neither is refused with the batches."""
+    """Return a single batch as a list, or a sequence of batches; other types are refused later."""
     sequence = (
         isinstance(batch, list | tuple)
         and batch
@@ -256,7 +256,7 @@ def _shares(
     network: OnnxNetwork,
     generator: np.random.Generator,
 ) -> tuple[Array, Array, Array]:
-    """Return which of so many inputs are fitted to, held out and scored on, `unit` of each at least."""
+    """Draw the indices of inputs that are fitted to, held out and scored on, `unit` of each at least."""
     _check_enough(count, (2 + bool(scored)) * unit, network)
     order = generator.permutation(count)
     if heldout >= 1:
@@ -313,13 +313,13 @@ def _fitting(value: Array, entry: GraphInput, network: OnnxNetwork) -> Array:
 
 
 def _within_bytes(feed: Feed, axes: BatchAxes) -> int:
-    """Return how many inputs like these a batch holds, two at least, so that it is seen to be one."""
+    """Return the batch size for inputs of this size, at least two so that its axis can be recognised."""
     counted = sum(feed[name].nbytes for name, axis in axes.inputs.items() if axis is not None)
     return max(2, _BATCH_BYTES * max(1, axes.size(feed)) // max(1, counted))
 
 
 def _batches(whole: Feed, axes: BatchAxes, size: int) -> Iterator[Feed]:
-    """Cut inputs into batches; one that is not full only where any size will do."""
+    """Cut inputs into batches, with a smaller last one only where the batch size is free."""
     count = axes.size(whole)
     for first in range(0, count, size):
         if axes.fixed is None or first + size <= count:

@@ -1,4 +1,4 @@
-"""Read ONNX files, and run them."""
+"""Read, check and normalise ONNX files, and run them in onnxruntime."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def read_graph(path: Path) -> tuple[ir.Model, str, SetAside]:
 
 
 def _read(path: Path) -> onnx.ModelProto:
-    """Return what a file and those next to it hold, unchecked."""
+    """Read a file with its external data, unchecked."""
     if not path.is_file():
         raise OnnxGraphError(f"there is no ONNX file at {path}; check the path (model.path=FILE)")
     try:
@@ -92,7 +92,7 @@ def _read(path: Path) -> onnx.ModelProto:
 
 
 def _checked(proto: onnx.ModelProto, path: Path) -> tuple[ir.Model, SetAside]:
-    """Return the graph of a file that ONNX's checker accepts, without what is set aside, and that.
+    """Check a file and return its graph, and the parts that are set aside of it.
 
     Nodes are put in order, as onnxruntime does where converters append them at the end.
     """
@@ -128,7 +128,7 @@ def _checked(proto: onnx.ModelProto, path: Path) -> tuple[ir.Model, SetAside]:
 
 
 def _converted(model: ir.Model, path: Path, opset: int) -> ir.Model:
-    """Return a model in the oldest operator set that is taken."""
+    """Convert a model to the oldest operator set that is supported."""
     try:
         converted: onnx.ModelProto = version_converter.convert_version(to_proto(model), LEAST_OPSET)
         onnx.checker.check_model(converted)
@@ -142,7 +142,7 @@ def _converted(model: ir.Model, path: Path, opset: int) -> ir.Model:
 
 
 def free_sizes(graph: ir.Graph) -> bool:
-    """Make sizes free that are written as -1 or 0, as Paddle's exporter does; tell whether there were any."""
+    """Free sizes that are written as -1 or 0 (by Paddle's exporter); tell whether there were any."""
     changed = False
     for value in values_in(graph):
         sizes = [] if value.shape is None or value.is_initializer() else list(value.shape)
@@ -172,7 +172,7 @@ Feed = Mapping[str, Array]
 
 _NOTHING = SetAside()
 _QUIET = onnxruntime.RunOptions()
-_QUIET.log_severity_level = 4  # only what ends the process
+_QUIET.log_severity_level = 4  # fatal errors alone
 
 
 class OnnxNetwork:
@@ -206,7 +206,7 @@ class OnnxNetwork:
 
     @cached_property
     def inputs(self) -> tuple[GraphInput, ...]:
-        """What the network takes."""
+        """Inputs of the network."""
         inputs = []
         for entry in self.model.graph.inputs:
             assert isinstance(entry.type, ir.TensorType)  # others are refused where the file is read
@@ -218,7 +218,7 @@ class OnnxNetwork:
 
     @cached_property
     def axes(self) -> BatchAxes:
-        """Which axes count the inputs of a batch, as far as names and sizes in the file tell."""
+        """Batch axes of the inputs, as far as names and sizes in the file tell."""
         return axes_in_file(self.inputs)
 
     @property
@@ -231,7 +231,7 @@ class OnnxNetwork:
         return self._like(self.model, axes=axes)
 
     def in_float32(self) -> OnnxNetwork:
-        """Return the network with what is in half precision in float32; itself where nothing is."""
+        """Return the network with its half-precision values in float32; itself if it has none."""
         half = half_values(self.model)
         if not half:
             return self
@@ -253,7 +253,7 @@ class OnnxNetwork:
         return self._like(model)
 
     def without_casts(self, kinds: Collection[ir.DataType] = (ir.DataType.DOUBLE, *HALF)) -> OnnxNetwork:
-        """Return the network with constants in float32 that it casts to that from some types."""
+        """Return the network with constants of some types, which it casts to float32, stored in float32."""
         model = self.graph_model()
         return self.rewritten(model) if without_casts(model, kinds) else self
 
@@ -271,11 +271,11 @@ class OnnxNetwork:
         )
 
     def whole(self, *, tensors: bool = False) -> onnx.ModelProto:
-        """Return the network with what was set aside of its file (`SetAside.put_back`)."""
+        """Return the network with the parts that were set aside of its file (`SetAside.put_back`)."""
         return self.aside.put_back(to_proto(self.model), tensors=tensors)
 
     def stored_bytes(self, name: str, tensor: ir.TensorProtocol) -> int:
-        """Count what a constant takes in the file."""
+        """Return the bytes of a constant in the file."""
         sparse = self.aside.sparse.get(name)
         if sparse is not None and holds(sparse, tensor.numpy()):
             return sparse_bytes(sparse)
@@ -291,12 +291,12 @@ class OnnxNetwork:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all that the network computes with."""
+        """Hash of the graph and its constants."""
         return digest(to_proto(self.model).SerializeToString())
 
     @cached_property
     def weight_inputs(self) -> dict[str, str]:
-        """Names of the values that nodes read second, as products do their weights, by the nodes' names."""
+        """Names of the second inputs of nodes (the weights of products), by the nodes' names."""
         second = {node: node.inputs[1] for node in self.model.graph if len(node.inputs) > 1}
         return {str(node.name): str(value.name) for node, value in second.items() if value is not None}
 

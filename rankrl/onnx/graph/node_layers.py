@@ -1,4 +1,4 @@
-"""Nodes as layers: convolutions, products, recurrent nodes."""
+"""Describe nodes as layers (convolutions, matrix products, recurrent nodes): geometry, cost, refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def recurrent_reason(node: ir.Node, weight: Array | None, *, inside: bool) -> st
 
 
 def lstm_site(node: ir.Node, spec: LayerSpec, weight: Array) -> Site:
-    """Return an LSTM as the matrix of all rows of its weights (`Site.hidden`)."""
+    """Return an LSTM as a site whose weight is the matrix of all rows of its weights (`Site.hidden`)."""
     directions, rows, _ = weight.shape
     hidden = rows // _GATES
     parts = [weight[..., :-hidden], weight[..., -hidden:]]
@@ -90,7 +90,7 @@ _TRANSPOSED: dict[int, Kind] = {1: "conv_transpose1d", 2: "conv_transpose2d", 3:
 
 
 def layer_spec(node: ir.Node, name: str, index: int, weight: Array | None) -> LayerSpec:
-    """Return what is known of a node without running it."""
+    """Return the geometry of a node as far as it is known without running it."""
     shape = (0, 0) if weight is None else weight.shape
     groups = node.attributes.get_int("group", 1) if "Conv" in node.op_type else 1
     kernel: tuple[int, ...] = ()
@@ -161,7 +161,7 @@ def refusal_of(node: ir.Node, weight: Array) -> str | None:
 
 
 def absorber_of(node: ir.Node, spec: LayerSpec) -> Absorber | None:
-    """Return what takes up a change of a node's mean output."""
+    """Return the parameter that can take up a change of a node's mean output, None without one."""
     if spec.bias:
         return "bias"
     y = node.outputs[0]
@@ -183,7 +183,7 @@ def absorber_of(node: ir.Node, spec: LayerSpec) -> Absorber | None:
 
 
 def padding_of(node: ir.Node, axes: int) -> tuple[tuple[tuple[int, int], ...] | None, str]:
-    """Return what a convolution adds before and after each spatial axis, None for `auto_pad`, and that."""
+    """Return a convolution's padding before and after each spatial axis (None: automatic), and `auto_pad`."""
     auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
     if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
         return None, auto_pad
@@ -192,13 +192,13 @@ def padding_of(node: ir.Node, axes: int) -> tuple[tuple[tuple[int, int], ...] | 
 
 
 def sizes_for_one(shape: tuple[int, ...], spatial: slice, batch: int) -> tuple[int, ...]:
-    """Return the positions that one input of the network has in a shape, pieces of the input in front."""
+    """Return the sizes of one input's positions in a shape, with the number of its pieces in front."""
     pieces = shape[0] // batch if shape[0] % batch == 0 else shape[0]
     return (*((pieces,) if pieces != 1 else ()), *shape[spatial])
 
 
 def absorbing(value: ir.Value, site: Site) -> tuple[ir.Node, int, int]:
-    """Return the node behind a value that takes up a change of its mean, by which input and which sign."""
+    """Return the node that takes up a change of a value's mean, with the input and the sign by which."""
     use = next(iter(value.uses()))
     normalises = site.absorber == "batch_norm"  # its third input is the mean that it takes away
     return use.node, 3 if normalises else 1 - use.idx, -1 if normalises else 1

@@ -1,4 +1,4 @@
-"""Convolutions to few channels that compute several neighbouring positions at once.
+"""Rewrite convolutions to few channels so that they compute several neighbouring positions at once.
 
 Processors compute output channels in groups, 16 at a time with AVX-512, and a convolution to a single channel
 takes as long as one to 16. Its other lanes can hold the outputs of neighbouring positions: with a kernel that
@@ -29,7 +29,7 @@ METADATA = "several_positions"
 
 @dataclass(frozen=True)
 class SeveralPositions:
-    """How a convolution computes several positions at once."""
+    """The axis, and the number of positions along it, that a convolution computes at once."""
 
     axis: int
     positions: int
@@ -56,7 +56,7 @@ def with_several_positions(network: OnnxNetwork, sites: Sequence[Site], ways: Po
 
 
 def possible_positions(network: OnnxNetwork, site: Site, group: int) -> list[SeveralPositions]:
-    """Return the ways in which a node can compute several positions at once; none for most nodes."""
+    """List the ways in which a node can compute several positions at once; none for most nodes."""
     axes = network.axes.inputs
     fixed = all(
         size is not None or axis == axes[entry.name]
@@ -78,12 +78,12 @@ def possible_positions(network: OnnxNetwork, site: Site, group: int) -> list[Sev
 
 
 def to_metadata(ways: PositionsByNode) -> dict[str, dict[str, int]]:
-    """Return what became of convolutions as values that JSON holds."""
+    """Return the rewriting of convolutions as JSON values, for a plan's metadata."""
     return {name: asdict(way) for name, way in ways.items()}
 
 
 def from_metadata(values: object, network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, SeveralPositions]:
-    """Read what `to_metadata` made, as a plan keeps it."""
+    """Read the values of `to_metadata` from a plan, and check them against the nodes."""
     if not isinstance(values, Mapping):
         raise PlanError(
             f"the plan's metadata hold {values!r} as {METADATA!r}, where names of nodes belong, each "
@@ -112,7 +112,7 @@ def _from_json(value: object) -> SeveralPositions | None:
 
 
 def _lanes(site: Site, way: SeveralPositions) -> int:
-    """Return how many output channels a node then has."""
+    """Return the number of output channels of the rewritten node."""
     return max(0, way.positions) * site.spec.out_channels
 
 
@@ -124,7 +124,7 @@ def _sizes(site: Site) -> tuple[int, ...]:
 def _replace(
     graph: ir.Graph, node_site: Site, site: Site, way: SeveralPositions, constants: dict[str, ir.Value]
 ) -> None:
-    """Put what computes several positions at once in the place of one node."""
+    """Replace one node by nodes that compute several positions at once."""
     node = next(node for node in graph if node.name == node_site.name)
     x = node.inputs[0]
     assert x is not None

@@ -1,4 +1,4 @@
-"""Weights that files store in integers and in half precision."""
+"""Find weights stored in integers or half precision, and convert graphs between float32 and half."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def computes_integers(node: ir.Node) -> bool:
 
 
 def rounds(node: ir.Node) -> bool:
-    """Tell whether the smallest change of what a node takes may become a step of what it gives."""
+    """Tell whether a node rounds: the smallest change of its input may become a whole step of its output."""
     return quantises(node) or computes_integers(node) or is_standard(node, "DynamicQuantizeLinear")
 
 
 def parameters_of(node: ir.Node) -> list[str]:
-    """Return the names of what a node multiplies and adds, without the scales and zero points of integers."""
+    """Return the names of a node's weights and biases, without scales and zero points of integers."""
     operands = _OPERANDS[node.op_type] if computes_integers(node) else range(len(node.inputs))
     values = [node.inputs[index] for index in operands if index < len(node.inputs)]
     return [str(value.name) for value in values if value is not None]
 
 
 def packed(node: ir.Node) -> int:
-    """Return how many parameters lie in one element of the weight of a node."""
+    """Return the number of parameters packed in one stored element of a node's weight."""
     return 8 // node.attributes.get_int("bits", 4) if node.op_type == "MatMulNBits" else 1
 
 
@@ -88,9 +88,9 @@ def integer_weight(node: ir.Node) -> Array | None:
 
 
 def constant(value: ir.Value | None, followed: Sequence[str] = ()) -> Array | None:
-    """Return what a value always is, or None where it depends on the inputs.
+    """Return a constant value, or None where it depends on the inputs.
 
-    Constants that are only turned or reshaped on their way are followed.
+    Constants that are only transposed or reshaped on their way are followed.
     """
     if value is None:
         return None
@@ -110,9 +110,9 @@ def constant(value: ir.Value | None, followed: Sequence[str] = ()) -> Array | No
 
 
 def rounded_constant(value: ir.Value | None) -> Array | None:
-    """Return the constant behind QuantizeLinear and DequantizeLinear, as the numbers that it stands for.
+    """Return the constant behind QuantizeLinear and DequantizeLinear, dequantised.
 
-    Where they are of onnxruntime's own domain it is returned as it is stored.
+    Where these nodes are of onnxruntime's own domain it is returned as it is stored.
     """
     array = constant(value, ("QuantizeLinear", "DequantizeLinear"))
     producer = None if value is None else value.producer()
@@ -122,7 +122,7 @@ def rounded_constant(value: ir.Value | None) -> Array | None:
 
 
 def is_rounded(value: ir.Value | None) -> bool:
-    """Tell whether a value comes out of a DequantizeLinear, turned or reshaped perhaps."""
+    """Tell whether a value is the output of a DequantizeLinear, perhaps transposed or reshaped."""
     producer = None if value is None else value.producer()
     while producer is not None and is_standard(producer, *MOVING) and producer.inputs[0] is not None:
         producer = producer.inputs[0].producer()
@@ -140,7 +140,7 @@ _NO_INTEGERS = (
     "float32 for them"
 )
 _WIDENED = "rankrl_float32_"
-_MEAN, _VARIANCE = 3, 4
+_MEAN, _VARIANCE = 3, 4  # inputs of BatchNormalization
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _taking_part(model: ir.Model) -> set[ir.Value]:
 
 
 def in_float32(model: ir.Model, half: HalfValues) -> ir.Model:
-    """Return a model with everything in float32 that is in half precision, but for its inputs."""
+    """Return a model with its half-precision values in float32, its inputs excepted."""
     wide = model.clone()
     for value in [value for graph in wide.graphs() for value in values_in(graph)]:
         if value.name not in half.types:
@@ -223,7 +223,7 @@ def in_float32(model: ir.Model, half: HalfValues) -> ir.Model:
 
 
 def in_half(model: ir.Model, half: HalfValues, source: str) -> ir.Model:
-    """Return a model that `in_float32` made, changed perhaps, in the precision that the original had."""
+    """Return a model that `in_float32` made, perhaps changed since, in the original's precision."""
     narrow = model.clone()
     for node in [node for node in narrow.graph if str(node.name).startswith(_WIDENED)]:
         if is_standard(node, "Cast") and node.inputs[0] is not None:
@@ -331,7 +331,7 @@ def _computed_in(node: ir.Node, types: Mapping[str, ir.DataType]) -> ir.DataType
 
 
 def _type(value: ir.Value | None) -> ir.DataType | None:
-    """Return the type of the numbers in a tensor, as far as that is known."""
+    """Return the element type of a tensor, None where it is unknown."""
     return value.dtype if value is not None and isinstance(value.type, ir.TensorType) else None
 
 

@@ -1,4 +1,4 @@
-"""Prepare a file: fixed shapes, layers, costs, integers."""
+"""Prepare an ONNX file for compression: inputs, nodes, costs, look-ups, nodes that bar integers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) -> list[str]:
-    """Return the names of nodes that cannot compute in integers, so that all others can together.
+    """Return the names of the nodes without which all others can compute in integers together.
 
     The quantiser takes every convolution and product, but onnxruntime refuses to load or to run some of the
     files that it writes, because its own rewriting around integer nodes is not always valid. Such nodes are
@@ -112,7 +112,7 @@ def failing_names(
 def chosen_ranges(
     network: OnnxNetwork, names: Sequence[str], batches: Sequence[Feed], reduce_range: bool | None
 ) -> RangeChoice:
-    """Return how ranges are found best when all nodes that can compute in integers (`choose_ranges`)."""
+    """Choose ranges with all nodes in integers that can compute in them (`choose_ranges`)."""
     network = network.without_casts()
     weights = {network.weight_inputs[name] for name in names}
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +158,7 @@ def compression_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, 
 
 
 def plan_costs(totals: Mapping[str, int], sites: Sequence[Site], plan: CompressionPlan) -> dict[str, int]:
-    """Return what a network costs under a plan, counted like `totals` (`compression_costs`)."""
+    """Return the costs of a network under a plan, counted like `totals` (`compression_costs`)."""
     costs = dict(totals)
     for site in sites:
         if site.spec.refusal is not None:
@@ -172,7 +172,7 @@ def plan_costs(totals: Mapping[str, int], sites: Sequence[Site], plan: Compressi
 
 
 def _integer_weights(graph: ir.Graph, names: set[str]) -> dict[str, int]:
-    """Return the constants that nodes of some names compute with, or that are turned to floats."""
+    """Return the parameters per element of constants that the named nodes or DequantizeLinear read."""
     packed_counts = {str(node.inputs[0].name): 1 for node in graph if dequantises(node) and node.inputs[0]}
     for node in graph:
         if node.name in names:
@@ -214,7 +214,7 @@ def with_look_ups(network: OnnxNetwork) -> OnnxNetwork:
 
 
 def _replace(model: ir.Model, product: ir.Node, source: str) -> bool:
-    """Put a look-up in the place of a product, if that is one with a one-hot code; tell whether it was."""
+    """Replace a product with a one-hot code by a look-up; tell whether it was one."""
     code, weight = _one_hot(product.inputs[0]), constant(product.inputs[1])
     if code is None or weight is None or weight.dtype != np.float32:
         return False
@@ -246,7 +246,7 @@ def _replace(model: ir.Model, product: ir.Node, source: str) -> bool:
 
 
 def _one_hot(value: ir.Value | None) -> _OneHot | None:
-    """Return what a value is the one-hot code of: a comparison with 0, 1, 2, ... along the last axis."""
+    """Return a value's one-hot code, a comparison with 0, 1, 2, ... along the last axis, else None."""
     producer = None if value is None else value.producer()
     while producer is not None and is_standard(producer, "Cast") and producer.inputs[0] is not None:
         producer = producer.inputs[0].producer()
@@ -263,9 +263,9 @@ def _one_hot(value: ir.Value | None) -> _OneHot | None:
 
 
 def _function_of_row(graph: ir.Graph, product: ir.Value, width: int, axes: int) -> ir.Value:
-    """Return the last value that the elements of a product alone determine, one by one.
+    """Return the last value that is an elementwise function of a product alone.
 
-    What lies between is used for nothing else.
+    Nothing else uses the values between the two.
     """
     sources: dict[ir.Value, set[ir.Value]] = {product: set()}  # of each, the ones that it is computed from
     for node in graph:
@@ -292,12 +292,12 @@ def _along_row(value: ir.Value, width: int, axes: int) -> bool:
 
 
 def _only_within(value: ir.Value, values: set[ir.Value]) -> bool:
-    """Tell whether a value is used for nothing but some others."""
+    """Tell whether a value is used only to compute the given others."""
     return not value.is_graph_output() and all(use.node.outputs[0] in values for use in value.uses())
 
 
 def _mapped(model: ir.Model, start: ir.Value, end: ir.Value, rows: Array, source: str) -> Array:
-    """Return what a graph makes of rows between two of its values."""
+    """Compute a value of a graph from rows put in the place of another value."""
     if start is end:
         return rows
     part = part_of(model, [str(start.name)], [str(end.name)])
@@ -424,17 +424,17 @@ class PreparedFile:
 
     @property
     def rewritten(self) -> dict[str, str]:
-        """How nodes were rewritten before anything was compressed, by their names."""
+        """Descriptions of nodes that were rewritten before compression, by their names."""
         changes = {site.name: "a look-up" for site in self.looked_up}
         return changes | {name: f"{way.positions} positions at once" for name, way in self.several.items()}
 
     @cached_property
     def original_totals(self) -> dict[str, int]:
-        """What the network costs as the file has it."""
+        """Costs of the network in the file, before rewriting."""
         return network_costs(self.original, self.original_sites)
 
     def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Fractions of the original's costs as fractions of what the compressed network begins with."""
+        """Convert fractions of the original's costs to fractions of the rewritten network's."""
         ratios = {name: self.original_totals[name] / max(1, self.totals[name]) for name in self.totals}
         return {
             name: None if value is None else min(1.0, value * ratios[name]) for name, value in kept.items()
@@ -448,7 +448,7 @@ class PreparedFile:
         return (shape if axis is None else shape[:axis] + shape[axis + 1 :]) or (1,)
 
     def feed(self, batch: int) -> Feed:
-        """Return a batch of real inputs of a size, or of the file's own where that is fixed."""
+        """Return a batch of real inputs of a given size, or of the file's own where that is fixed."""
         split, axes = self.split, self.split.axes
         first = split.calibration[0]
         if axes.fixed is not None:

@@ -1,4 +1,4 @@
-"""Running a graph from one node to the next, while what lies behind may still change."""
+"""Refit a graph sequentially: fit every node to the inputs that it receives in the compressed graph."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ a refit walks through two graphs at a time.
 class GraphWalk:
     """The inputs of the nodes of a graph, each computed from values that were computed before.
 
-    All batches go on to a node before any goes on to the next. What is still to be read is kept for as many
-    batches as there is room for; the others begin again where they last had room, at the worst at the inputs
-    of the network.
+    All batches go on to a node before any goes on to the next. Values that are still to be read are kept for
+    as many batches as there is room for; the others begin again where they last had room, at the worst at the
+    inputs of the network.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GraphWalk:
         self._kept: list[dict[str, Array]] = [{} for _ in batches]
 
     def inputs_of(self, site: Site) -> Iterator[dict[str, Array]]:
-        """Yield for each batch the inputs of a node and of those that share its weight, by name."""
+        """Yield the inputs of a node and of those that share its weight for each batch, by name."""
         names = list(dict.fromkeys(node.input_name for node in site.nodes))
         live = self._go_on_to(site)
         sessions: dict[frozenset[str], GraphSession] = {}
@@ -98,7 +98,7 @@ class GraphWalk:
         return sorted({str(each.name) for each in read if each.producer() in self._done} & self._variable)
 
     def _keep(self, index: int, values: dict[str, Array]) -> None:
-        """Let a batch begin with these values from now on, if there is room and they can be given."""
+        """Keep values from which a batch goes on, if there is room and a session takes them."""
         if any(not isinstance(value, np.ndarray) for value in values.values()):  # a sequence
             return
         kept = sum(value.nbytes for value in self._kept[index].values())
@@ -125,7 +125,7 @@ class CompressedGraph:
     axes: BatchAxes | None = None
 
     def put(self, site: Site, layer: nn.Module, plan: Sequence[object], shift: torch.Tensor | None) -> None:
-        """Put a layer in the place of a node and note what becomes of its weights."""
+        """Replace a node by a layer and record the precision of its weights."""
         layer = without_rounding(layer)
         layers = [layer, *(_of_twin(layer, twin, plan) for twin in site.twins)]
         written = replace_node(self.model, site, layers, shift)
@@ -149,7 +149,7 @@ class CompressedGraph:
             replace_node(self.contracted, site, dense, shift)
 
     def round_lstms(self, sites: Sequence[Site], plan: CompressionPlan) -> None:
-        """Note which LSTMs a plan lets compute in integers; their nodes stay in this graph."""
+        """Record the LSTMs that a plan quantises; their nodes stay in this graph."""
         for site in sites:
             rounding = plan[site.name].operation(Quantise) if site.hidden else None
             if rounding is not None and site.spec.refusal is None:
@@ -215,11 +215,11 @@ def refitted_graph(
 ) -> CompressedGraph:
     """Return the graph under a plan, its nodes fitted one after the other.
 
-    Each is fitted to give on the inputs that it receives in the compressed graph what the original gives on
-    its own (`decomposition.fit`, here without running both in one pass). Nodes that stay dense are solved for
-    anew, too, and make up for the errors of those before them, unless new weights would take more bytes than
-    the file does with theirs, as sparse ones do. Up to the first node that is factorised, or whose weights
-    keep fewer than 8 bits, there is nothing to make up for, but what stored integers lose.
+    Each is fitted on the inputs that it receives in the compressed graph to the original's outputs on the
+    inputs there (`decomposition.fit`, here without running both in one pass). Nodes that stay dense are
+    solved for anew, too, and make up for the errors of those before them, unless new weights would take more
+    bytes than the file's, as those of sparse ones do. Up to the first node that is factorised, or whose
+    weights keep fewer than 8 bits, there are no errors to make up for but those of stored integers.
     """
     graph = CompressedGraph(
         network.graph_model(), network.graph_model(), half=network.half, axes=network.axes
@@ -234,7 +234,7 @@ def refitted_graph(
     touched = False
     for site in usable:
         entry = without_growth(plan[site.name], site.spec)
-        # What stays as it is and receives what it always did needs no fit.
+        # An unchanged node with unchanged inputs needs no fit.
         touched = touched or any(map(_loses, entry.layer_operations))
         fitted = touched and (bool(entry.layer_operations) or site.spec.storage.whole is None)
         if fitted or any(map(_stores, entry.layer_operations)):
@@ -261,15 +261,15 @@ def refitted_graph(
 
 
 def _loses(operation: object) -> bool:
-    """Tell whether an operation changes what a node gives by more than a rounding to 8 bits does."""
+    """Tell whether an operation changes a node's output by more than a rounding to 8 bits does."""
     return not isinstance(operation, Quantise) or operation.weight_bits < REDUCED_BITS
 
 
 def _stores(operation: object) -> bool:
-    """Tell whether weights are rounded and computed with in float32.
+    """Tell whether weights are stored in integers while the node computes in float32.
 
-    What rounding takes from them is multiplied with the inputs' mean, which the bias has to take up; where
-    inputs are rounded too the quantiser corrects it (`rankrl.onnx.export.bias_correction`).
+    The rounding error times the inputs' mean shifts the output, which the bias has to take up; where inputs
+    are rounded, too, the quantiser corrects it (`rankrl.onnx.export.static_quantiser`).
     """
     return isinstance(operation, Quantise) and not operation.integer
 
@@ -315,7 +315,7 @@ def _of_twin(layer: nn.Module, twin: Site, plan: Sequence[object]) -> nn.Module:
 
 
 def _refit(site: Site, entry: LayerPlan, sensitivity: torch.Tensor | None, options: FitOptions) -> Refit:
-    """Return how a node is fitted: under its operations, or as the dense layer that it stays."""
+    """Return the fit of a node: of its operations, or of the dense layer that it stays."""
     dense = site.module(MARKED)
     if not entry.layer_operations:
         return solved(dense, weight_of(dense)[0].numel())
@@ -330,7 +330,7 @@ def _refit(site: Site, entry: LayerPlan, sensitivity: torch.Tensor | None, optio
 def _arriving_patches(
     before: GraphWalk, after: GraphWalk, site: Site, sizes: Sequence[int], most: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw what a node receives in both graphs."""
+    """Draw the same patches of a node's input from both graphs."""
     generator = torch.Generator().manual_seed(seed)
     layers = [node.module() for node in site.nodes]
     *starts, total = accumulate(sizes, initial=0)

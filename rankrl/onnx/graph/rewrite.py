@@ -1,4 +1,4 @@
-"""Write the stages of a compressed layer as nodes."""
+"""Replace nodes of a graph by the stages of compressed layers, with constants that can be exchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MARKED = 1
 
 
 def writable_formats() -> list[str]:
-    """Return the formats whose layers, or some of them, are plain convolutions and products in a row."""
+    """List the formats whose layers, or some of them, are plain convolutions and products in a row."""
     return [name for name in list_formats() if _runs_in_a_row(get_format(name))]
 
 
@@ -82,7 +82,7 @@ def check_formats(names: Sequence[str]) -> None:
 def replace_node(
     model: ir.Model, site: Site, layers: Sequence[nn.Module], shift: torch.Tensor | None
 ) -> dict[str, ir.Value]:
-    """Put a layer in the place of a node, and of all that share its weight."""
+    """Replace a node, and all that share its weight, by a layer; return the new constants by key."""
     constants: dict[str, ir.Value] = {}
     for node, layer in zip(site.nodes, layers, strict=True):
         _replace_one(model.graph, node, layer, shift, constants)
@@ -96,7 +96,7 @@ def _replace_one(
     shift: torch.Tensor | None,
     constants: dict[str, ir.Value],
 ) -> None:
-    """Put a layer in the place of one node; `constants` are those of nodes before that share the weight."""
+    """Replace one node by a layer; `constants` are those of earlier nodes that share the weight."""
     node = next(node for node in graph if node.name == site.name)
     stages = list(plain_layers(layer).values())
     x, old = node.inputs[0], node.outputs[0]
@@ -121,7 +121,7 @@ def _replace_one(
 
 @dataclass(frozen=True)
 class OpenConstants:
-    """Constants that say what a node computes, each with a name of its own by which others are put there."""
+    """Names of a node's own constants (weight, bias), by which other values replace them."""
 
     weight: str
     turned: bool = False
@@ -132,7 +132,7 @@ class OpenConstants:
 
 
 def open_constants(model: ir.Model, site: Site) -> OpenConstants:
-    """Give the nodes of a site constants that nothing else uses; what the graph computes stays the same."""
+    """Give the nodes of a site constants of their own, without changing the graph's outputs."""
     nodes = {node.name: node for node in model.graph}
     node = nodes[site.name]
     if site.hidden:
@@ -229,7 +229,7 @@ def _stage_node(
 
 
 def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Tensor) -> ir.Value:
-    """Let the addition or the batch normalisation behind a node take up a change of its mean."""
+    """Subtract a shift of a node's mean in the addition or batch normalisation behind it."""
     behind, index, sign = absorbing(value, site)
     known = constant(behind.inputs[index])
     assert known is not None
@@ -241,7 +241,7 @@ def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Ten
 
 
 def store_pivoted(model: ir.Model, names: Sequence[str]) -> dict[str, str]:
-    """Let the graph put together weights of pivoting factorisations, which a runtime does once, on loading.
+    """Store only the non-identity rows of pivoting factorisations; a runtime joins them once, on loading.
 
     Args:
         model: The graph; changed in place.
@@ -288,7 +288,7 @@ def store_pivoted(model: ir.Model, names: Sequence[str]) -> dict[str, str]:
 
 
 def _identity_rows(matrix: Array) -> Array:
-    """Return for each row of the identity which row of a matrix (out, r) is the first that is the same."""
+    """Return for each row of the identity the index of the first equal row of a matrix (out, r)."""
     units = np.flatnonzero(((matrix == 0) | (matrix == 1)).all(1) & (matrix.sum(1) == 1))
     places = matrix[units].argmax(1)
     return np.array([units[np.flatnonzero(places == column)[0]] for column in range(matrix.shape[1])])

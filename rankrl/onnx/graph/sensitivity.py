@@ -1,4 +1,8 @@
-"""Random directions in place of all channels, and sketches instead of all outputs."""
+"""Estimate the sensitivity matrix G = E[J'J] of the network's outputs to every node's output.
+
+Finite differences along random directions stand for all channels, and sketches (random projections) for all
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +112,7 @@ _OF_NODE = 50_000
 
 
 def passes_for(macs: int) -> int:
-    """Return how many inputs are sent through what lies behind each node of a network at most.
+    """Return the largest number of inputs that are sent through the tail of each node.
 
     Few inputs leave much of a matrix open: ResNet-20 in Tucker at a quarter of its parameters keeps 80.9 %
     with the fewest and 81.6 % with the most (three draws), and 81.8 % with gradients.
@@ -117,7 +121,7 @@ def passes_for(macs: int) -> int:
 
 
 def passes_by_node(network: OnnxNetwork, sites: Sequence[Site], effort: float = EFFORT) -> list[int]:
-    """Return how many inputs are sent through what lies behind each node and those that share its weight."""
+    """Return the numbers of inputs sent through the tail of each node and of those that share its weight."""
     graph = network.model.graph
     values = ir.convenience.create_value_mapping(graph)
     nodes = [node for site in sites for node in site.nodes]
@@ -139,7 +143,7 @@ def passes_by_node(network: OnnxNetwork, sites: Sequence[Site], effort: float = 
 
 
 def shared_passes(efforts: Sequence[float], wanted: int, effort: float) -> list[int]:
-    """Share an effort among nodes evenly; what one does not need goes to the others."""
+    """Share an effort among nodes evenly; the others get the part that a node does not need."""
     shares = [0] * len(efforts)
     waiting = sorted(range(len(efforts)), key=lambda index: (efforts[index], index))
     for place, index in enumerate(waiting):
@@ -256,7 +260,7 @@ def behind(model: ir.Model, value: str) -> tuple[ir.Model, list[str]] | None:
 
 
 class _Measurement:
-    """What the measurements of all nodes have in common."""
+    """The state that the measurements of all nodes share."""
 
     def __init__(self, network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Feed]) -> None:
         self._network, self._batches = network, batches
@@ -269,7 +273,7 @@ class _Measurement:
 
     @cached_property
     def _scores(self) -> dict[str, tuple[OutputScore, Array]]:
-        """What each output is scored by, and what its numbers are multiplied by."""
+        """The score of each output, and the factor of its numbers."""
         network = self._network
         session = network.session()
         batches = first_inputs(self._batches, ANSWERED, network.axes)
@@ -285,7 +289,7 @@ class _Measurement:
         return scores
 
     def _numbers(self, name: str, output: Array) -> Array:
-        """Return what tells how far an output moved, in its own units, inputs on the first axis."""
+        """Return the numbers by whose change an output's change is measured, scaled, inputs first."""
         score, weight = self._scores[name]
         return score.numbers(np.atleast_1d(self._network.axes.first_axis(name, output))) * weight
 
@@ -380,7 +384,7 @@ class _Measurement:
 
 
 def fitting_inputs(network: OnnxNetwork, sites: Sequence[Site], batch: Feed) -> int:
-    """Return how many inputs are sent through a network at a time, so that no value becomes too large."""
+    """Return the number of inputs per pass with which no value becomes too large."""
     first = network.axes.one(batch)
     outputs = sum(map(np.size, network.session().run(first))) // network.axes.size(first)
     specs = [site.spec for site in sites]

@@ -1,4 +1,4 @@
-"""A node of a graph that multiplies with a constant weight, as a layer that `decomposition` understands."""
+"""Represent nodes with constant weights as layers of `decomposition` (`Site`)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Site:
     def module(self, padding: Sequence[int] | int = 0) -> DecomposableModule:
         """Return the layer in PyTorch, with its values and any padding.
 
-        ONNX pads the two sides of an axis apart; what uses the module pads by itself, or does not mind.
+        ONNX pads the two sides of an axis apart; users of the module pad the input, or need no padding.
         """
         spec, bias = self.spec, self.bias is not None
         layer: DecomposableModule
@@ -92,7 +92,7 @@ class Site:
         return layer.eval()
 
     def widths(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return what is added before and after each spatial axis of an input of these sizes.
+        """Return the padding before and after each spatial axis of an input of these sizes.
 
         Follows the specification of Conv's `pads` and `auto_pad` (ai.onnx, version 11).
         """
@@ -108,7 +108,7 @@ class Site:
         return widths
 
     def counting_axis(self, shape: Sequence[int], batch: int) -> int:
-        """Return the axis of its input that counts the inputs of the network; time may come before them."""
+        """Return the batch axis of the node's input; a time axis may precede it."""
         if self.spec.kind != "linear" or batch == 1:
             return 0
         sizes = self.spec.input_sizes[0]  # for one input of the network

@@ -1,4 +1,4 @@
-"""Nodes that can be compressed, with shared weights, and why others are not."""
+"""Find the nodes with weights in a graph, join those that share one, and say why some stay dense."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from rankrl.onnx.graph_edits import Array, depending, is_standard, until
 
 
 def with_twins(sites: Sequence[Site], uses: Mapping[str, int]) -> list[Site]:
-    """Make nodes that share a weight one site, the first of them; the others stay with it."""
+    """Join nodes that share a weight into one site, the first of them, which holds the others."""
     joined = list(sites)
     names = dict.fromkeys(site.weight_name for site in sites if site.weight_name)
     for name in [name for name in names if uses[name] > 1]:
@@ -84,7 +84,7 @@ def _joined(first: Site, others: Sequence[Site]) -> Site:
 
 
 def use_counts(graph: ir.Graph) -> Counter[str]:
-    """Count how often every value is used; a constant that is turned on its way counts by its own name."""
+    """Count the uses of every value; a constant that is transposed on its way counts by its own name."""
     counts: Counter[str] = Counter()
     for node in ir.traversal.RecursiveGraphIterator(graph):
         if is_standard(node, *MOVING) and constant_root(node.inputs[0]) is not None:
@@ -100,7 +100,7 @@ def constant_name(value: ir.Value) -> str:
 
 
 def constant_root(value: ir.Value | None) -> ir.Value | None:
-    """Return the constant that a value is, turned or reshaped perhaps; None where it is none."""
+    """Return the constant of which a value is a copy, perhaps transposed or reshaped; None without one."""
     while value is not None and ir.convenience.get_const_tensor(value) is None:
         producer = value.producer()
         value = producer.inputs[0] if producer is not None and is_standard(producer, *MOVING) else None
@@ -108,7 +108,7 @@ def constant_root(value: ir.Value | None) -> ir.Value | None:
 
 
 def _role(site: Site) -> tuple[object, ...]:
-    """Return what nodes with one weight must have in common to be one site; strides and pads may differ."""
+    """Return the key that nodes with one weight must share to be one site; strides and pads may differ."""
     return (site.op_type, site.bias_name, site.spec.refusal, *site.weight.shape)
 
 
@@ -121,7 +121,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Seen:
-    """What is known of a graph after one batch."""
+    """Shapes, weights and uses in a graph, recorded on one batch."""
 
     graph: ir.Graph
     shapes: Shapes
@@ -149,7 +149,7 @@ def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
 
 
 def _as_stored(site: Site, node: ir.Node, network: OnnxNetwork) -> Site:
-    """Return a node with what is known of how the file keeps its constants."""
+    """Add the stored form of a node's constants (precision, bytes) to its site."""
     places = {"weight": (1, 2) if site.hidden else (1,), "bias": (2,) if site.bias is not None else ()}
     stored: dict[str, list[ir.Value]] = {
         kind: [root for index in indices if (root := constant_root(node.inputs[index])) is not None]
@@ -178,7 +178,7 @@ def _as_stored(site: Site, node: ir.Node, network: OnnxNetwork) -> Site:
 
 
 def _shapes(model: ir.Model, network: OnnxNetwork, feed: Feed) -> Shapes:
-    """Return the shapes of what the nodes of the main graph multiply and make, on one input."""
+    """Return the shapes of the operands and outputs of nodes with weights, for one input of the network."""
     nodes = [node for node in model.graph if _multiplies(node)]
     ends = [value for node in nodes for value in (*node.inputs[:2], node.outputs[0]) if value is not None]
     computed = list(dict.fromkeys(str(value.name) for value in ends if value.name and value.producer()))
@@ -191,13 +191,13 @@ def _shapes(model: ir.Model, network: OnnxNetwork, feed: Feed) -> Shapes:
 
 
 def _multiplies(node: ir.Node) -> bool:
-    """Tell whether a node is a convolution or product, or holds a weight without saying what it does."""
+    """Tell whether a node is a convolution, product or recurrent layer, or a foreign node with a weight."""
     products = is_standard(node, *PRODUCTS) or is_recurrent(node) or computes_integers(node)
     return products or foreign_weight(node) is not None
 
 
 def _counted(site: Site, seen: _Seen) -> Site:
-    """Return a node with its multiply-accumulates, which count towards the whole where it stays, too."""
+    """Add a node's multiply-accumulates, which count towards the network's even if it stays, to its site."""
     spec = site.spec
     if spec.kind in OPAQUE_KINDS and site.input_name in seen.shapes:
         return replace(site, spec=counted_recurrent(spec, seen.shapes[site.input_name], seen.batch))
@@ -211,7 +211,7 @@ def _counted(site: Site, seen: _Seen) -> Site:
 
 
 def _site(node: ir.Node, index: int, seen: _Seen) -> Site | None:
-    """Return what a node is; None for a product of two values that both depend on the inputs."""
+    """Return the site of a node; None for a product of two values that both depend on the inputs."""
     weight_and_refusal = _weight(node, seen)
     if weight_and_refusal is None:
         return None
@@ -247,7 +247,7 @@ def _weight(node: ir.Node, seen: _Seen) -> tuple[Array | None, str | None] | Non
     if node.op_type in ("MatMul", "Gemm") and (left := constant(x)) is not None:
         return left, "its weight is the left factor; only a right one is taken"
     if node.graph is seen.graph and value is not None and value not in seen.variable:
-        # Only its shape is known here; the file holds what it is contracted from.
+        # Only its shape is known here; the file holds the cores that it is contracted from.
         return np.broadcast_to(np.float32(0), seen.shapes.get(str(value.name), ())), _CONTRACTED
     if node.op_type in ("Conv", "ConvTranspose"):
         return None, "its weight is computed from the inputs"

@@ -1,4 +1,4 @@
-"""Runtimes: what runs an ONNX file. Each is one registered class, `list_runtimes()` lists them."""
+"""Run ONNX files in registered runtimes, one class each; `list_runtimes()` lists them."""
 
 from __future__ import annotations
 

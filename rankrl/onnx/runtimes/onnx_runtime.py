@@ -1,4 +1,4 @@
-"""onnxruntime on the CPU and on NVIDIA GPUs."""
+"""Run files in onnxruntime, on the CPU and on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import onnxruntime
 
 from rankrl.onnx.runtimes.runtime import DEFAULT_RUNTIME, Runtime, Session, register_runtime
 
-_ERRORS_ONLY = 3
+_ERRORS_ONLY = 3  # onnxruntime's log severity
 _DTYPES: dict[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(uint8)": np.dtype(np.uint8),
@@ -67,7 +67,7 @@ def inference_session(
 
 
 def session_options(threads: int | None) -> onnxruntime.SessionOptions:
-    """Return the options of a session that computes with so many threads."""
+    """Return the options of a session with a number of threads, None for all cores."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
     if threads is not None:
@@ -79,13 +79,13 @@ def session_options(threads: int | None) -> onnxruntime.SessionOptions:
 
 
 _PROVIDER = "CUDAExecutionProvider"
-_FATAL_ONLY = 4
+_FATAL_ONLY = 4  # log severity: without a GPU the probe logs errors
 _PROBE = '<ir_version: 10, opset_import: ["": 18]> probe (float[1] x) => (float[1] y) { y = Relu(x) }'
 
 
 @register_runtime
 class OnnxRuntimeCuda(OnnxRuntime):
-    """onnxruntime's CUDA provider; what that has no kernel for runs on the CPU.
+    """onnxruntime's CUDA provider; operators for which it has no kernel run on the CPU.
 
     It computes in float32 proper, not in TF32, its own default, which has 10 bits of mantissa. A pass begins
     and ends in the computer's memory, so its time holds both copies.
@@ -96,7 +96,7 @@ class OnnxRuntimeCuda(OnnxRuntime):
     in_calling_thread: ClassVar[bool] = False
 
     def obstacle(self) -> str | None:
-        """Return what is missing: the GPU's build of onnxruntime, or a GPU that it can use."""
+        """Return a message where the GPU's build of onnxruntime, or a usable GPU, is missing."""
         if _PROVIDER not in onnxruntime.get_available_providers():
             return (
                 f"this onnxruntime {self.version} is built without CUDA; install the GPU's in its place "

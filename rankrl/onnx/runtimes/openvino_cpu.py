@@ -1,4 +1,4 @@
-"""OpenVINO on the processor."""
+"""Run files in OpenVINO, on the CPU."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class OpenVinoSession(Session):
 class OpenVino(Runtime):
     """OpenVINO on the CPU (extra `openvino`), from the same ONNX file.
 
-    What is in floating point is computed in float32, as in the other runtimes: by itself OpenVINO rounds it
-    to bfloat16 where the processor has that, and inputs of layers with weights in integers to 8 bits. Pairs
+    Floating point is float32, as in the other runtimes: by default OpenVINO computes in bfloat16 where the
+    processor has that, and rounds inputs of layers with weights in integers to 8 bits. Pairs
     of QuantizeLinear and DequantizeLinear become integer kernels. It is told to make one batch fast, not many
     at a time, and threads are not bound to cores.
     """
@@ -42,7 +42,7 @@ class OpenVino(Runtime):
     description: ClassVar[str] = "OpenVINO on the CPU"
 
     def obstacle(self) -> str | None:
-        """Return that the package is missing, where it is."""
+        """Return a message where the package is missing, else None."""
         try:
             importlib.import_module("openvino")
         except ImportError as error:
@@ -58,7 +58,7 @@ class OpenVino(Runtime):
         return str(importlib.import_module("openvino").__version__).partition("-")[0]
 
     def load(self, path: str, threads: int | None) -> Session:
-        """Compile the file; what is free in it stays free."""
+        """Compile the file; free axes stay free."""
         core = importlib.import_module("openvino").Core()
         options: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",

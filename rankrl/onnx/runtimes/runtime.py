@@ -1,4 +1,4 @@
-"""What a runtime is, and the registry of runtimes."""
+"""Define runtimes and sessions of ONNX files, and register runtimes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Session(ABC):
 
     @abstractmethod
     def outputs(self, feed: dict[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
-        """Return the outputs for contiguous arrays by input name, or raise whatever the runtime raises."""
+        """Return the outputs for contiguous arrays by input name; the runtime's exceptions pass through."""
 
 
 class Runtime(ABC):
@@ -82,10 +82,10 @@ class Runtime(ABC):
 
     @abstractmethod
     def obstacle(self) -> str | None:
-        """Return why the runtime cannot be used here and what to install, or None where it can."""
+        """Return the reason why the runtime cannot be used here, with what to install; None where it can."""
 
     def check(self) -> None:
-        """Do nothing where the runtime can be used.
+        """Check that the runtime can be used here.
 
         Raises:
             ConfigError: It cannot; the message says what to install.
@@ -122,7 +122,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def load(self, path: str, threads: int | None) -> Session:
-        """Open a file that is there, or raise whatever the runtime raises."""
+        """Open an existing file; the runtime's own exceptions pass through."""
 
 
 _RUNTIMES: Registry[Runtime] = Registry("runtime", ConfigError)

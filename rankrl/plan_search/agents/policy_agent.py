@@ -1,4 +1,4 @@
-"""Starting from a pretrained policy: its weights in the actor."""
+"""Choose ranks layer by layer with DDPG, TD3 or SAC, learn from whole episodes, and save their state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rankrl.plan_search.space.problem import SearchProblem
 
 
 def start_from(model: Algorithm, policy: PolicyFile, *, deviation: float) -> None:
-    """Give an actor, and its target, the weights of a policy."""
+    """Load a pretrained policy's weights into a model's actor and target actor."""
     policy.check_observed(int(model.observation_space.shape[0]))  # type: ignore[index]
     actors = [model.actor]
     if not isinstance(model, SAC):
@@ -44,7 +44,7 @@ def start_from(model: Algorithm, policy: PolicyFile, *, deviation: float) -> Non
         with torch.no_grad():
             spread = cast(nn.Linear, model.actor.log_std)
             spread.weight.zero_()
-            spread.bias.fill_(math.log(max(deviation, 1e-3)))
+            spread.bias.fill_(math.log(max(deviation, 1e-3)))  # 0 has no logarithm
 
 
 Algorithm = TD3 | SAC
@@ -52,7 +52,7 @@ Algorithm = TD3 | SAC
 
 
 def model_tensors(model: Algorithm) -> dict[str, Tensor]:
-    """Return all that training changes in a model but its replay buffer and counters, by name."""
+    """Return all tensors that training changes in a model, by name, except its replay buffer and counters."""
     tensors = {f"policy.{key}": value for key, value in model.policy.state_dict().items()}
     for name, optimizer in _optimizers(model).items():
         for index, entries in optimizer.state_dict()["state"].items():
@@ -63,7 +63,7 @@ def model_tensors(model: Algorithm) -> dict[str, Tensor]:
 
 
 def restore_model(model: Algorithm, tensors: Mapping[str, Tensor]) -> None:
-    """Take over what `model_tensors` returned from a model of the same shape."""
+    """Load the tensors that `model_tensors` returned for a model of the same shape."""
     policy = {key.removeprefix("policy."): v for key, v in tensors.items() if key.startswith("policy.")}
     model.policy.load_state_dict(policy)
     for name, optimizer in _optimizers(model).items():
@@ -80,7 +80,7 @@ def restore_model(model: Algorithm, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def actor_kept(model: Algorithm) -> Iterator[None]:
-    """Undo what training in the block does to the actor, its target, and its optimizer."""
+    """Restore the actor, its target and its optimizer after training in the block."""
     parts = [model.actor, model.actor.optimizer]
     if not isinstance(model, SAC):
         parts.append(model.actor_target)
@@ -101,14 +101,14 @@ def _optimizers(model: Algorithm) -> dict[str, Optimizer]:
 
 
 def buffer_tensors(buffer: ReplayBuffer) -> dict[str, Tensor]:
-    """Return the filled part of a replay buffer, and where the next transition goes, by name."""
+    """Return the filled part of a replay buffer and the position of the next transition, by name."""
     filled = buffer.buffer_size if buffer.full else buffer.pos
     tensors = {f"buffer.{name}": torch.from_numpy(getattr(buffer, name)[:filled].copy()) for name in _ARRAYS}
     return tensors | {"buffer.position": torch.tensor([buffer.pos, int(buffer.full)])}
 
 
 def restore_buffer(buffer: ReplayBuffer, tensors: Mapping[str, Tensor]) -> None:
-    """Take over what `buffer_tensors` returned from a buffer of the same size."""
+    """Load the tensors that `buffer_tensors` returned for a buffer of the same size."""
     for name in _ARRAYS:
         filled = tensors[f"buffer.{name}"].numpy()
         getattr(buffer, name)[: len(filled)] = filled
@@ -121,10 +121,10 @@ _ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "
 
 @dataclass
 class RandomState:
-    """The states of torch's and numpy's global generators, as an agent sees them.
+    """An agent's own states of torch's and numpy's global generators.
 
-    stable-baselines3 draws from the global generators. While an agent works they are in its own state, and
-    afterwards as they were: nothing else in the process can disturb its draws, nor it theirs.
+    stable-baselines3 draws from the global generators. They are set to these states while an agent works and
+    restored afterwards, so that the agent's draws and those of the rest of the process do not interfere.
     """
 
     torch_state: torch.Tensor
@@ -132,13 +132,13 @@ class RandomState:
 
     @classmethod
     def seeded(cls, seed: int) -> RandomState:
-        """Return the states that a seed brings."""
+        """Return the states of freshly seeded generators."""
         numpy_state = np.random.RandomState(seed % 2**32).get_state(legacy=True)
         return cls(torch.Generator().manual_seed(seed).get_state(), _pack(numpy_state))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Put the global generators into this state, and keep the state they are left in."""
+        """Set the global generators to this state in the block; record their state at its end."""
         outside_torch, outside_numpy = torch.get_rng_state(), np.random.get_state(legacy=True)
         torch.set_rng_state(self.torch_state)
         np.random.set_state(_unpack(self.numpy_state))
@@ -153,7 +153,7 @@ class RandomState:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread: tiny networks lose more to threads than they gain."""
+    """Run torch on one thread: for tiny networks, several cost more than they gain."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -163,7 +163,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _pack(state: Any) -> np.ndarray:
-    """Return numpy's Mersenne-Twister state as one float64 array, which holds 32-bit integers exactly."""
+    """Pack numpy's Mersenne-Twister state into one float64 array, which holds 32-bit integers exactly."""
     _, keys, position, has_gauss, gauss = state
     return np.concatenate([np.asarray(keys, dtype=np.float64), [position, has_gauss, gauss]])
 
@@ -175,17 +175,17 @@ def _unpack(packed: np.ndarray) -> tuple[str, np.ndarray, int, int, float]:
 ALGORITHMS: dict[str, type[Algorithm]] = {"ddpg": DDPG, "td3": TD3, "sac": SAC}
 """DDPG (Lillicrap et al., ICLR 2016), TD3 (Fujimoto et al., ICML 2018), SAC (Haarnoja et al., ICML 2018)."""
 
-# Share of the networks that their targets take over in each update.
+# Polyak coefficient of the target networks' updates.
 _TAU = 0.01
 
 
 class PolicyAgent:
-    """A policy that acts layer by layer, and learns from whole episodes.
+    """A policy that acts layer by layer and learns from whole episodes.
 
-    The algorithm is stable-baselines3's own. Every transition's target is the reward at the end of its
-    episode, as in AMC (He et al., ECCV 2018), which here is an n-step return over the whole episode; of that
-    reward the first episode's, the preset plan's, is taken off. Stepping from outside (`act`, `learn`) takes
-    the place of `learn()`, because many plans may be scored at once and a search is saved between episodes.
+    The algorithms are stable-baselines3's. Every transition's target is the reward at the end of its episode,
+    as in AMC (He et al., ECCV 2018), here an n-step return over the whole episode; the reward of the first
+    episode, the preset plan's, is subtracted as a baseline. `act` and `learn` replace stable-baselines3's own
+    loop, because many plans may be scored at once and a search is saved between episodes.
 
     With `options.policy` the actor begins with the weights of a pretrained policy.
 
@@ -238,7 +238,7 @@ class PolicyAgent:
         self._last_reward = 0.0
 
     def act(self, noise: np.ndarray, *, deterministic: bool = False) -> np.ndarray:
-        """Return the actions of noisy passes of the policy over all layers.
+        """Roll out the policy with noise over all layers, for several episodes at once.
 
         Args:
             noise: What is added to the policy's actions, shape (episodes, layers). SAC's policy
@@ -260,7 +260,7 @@ class PolicyAgent:
         return actions
 
     def learn(self, actions: np.ndarray, reward: float, *, keep_actor: bool = False) -> None:
-        """Remember a rewarded episode and take gradient steps.
+        """Add a rewarded episode to the replay buffer and take gradient steps.
 
         Args:
             actions: Of every layer, shape (layers,).
@@ -282,7 +282,7 @@ class PolicyAgent:
                 self.model.train(self._updates, self.options.batch_size)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return arrays and plain values that `restore` takes."""
+        """Return the agent's state as tensors and plain values, for `restore`."""
         tensors = model_tensors(self.model) | buffer_tensors(self._buffer)
         tensors["random.torch"] = self._random.torch_state
         tensors["random.numpy"] = torch.from_numpy(self._random.numpy_state)
@@ -290,7 +290,7 @@ class PolicyAgent:
         return tensors, values
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Take over the state of an agent with the same problem, algorithm and options."""
+        """Restore the state of an agent with the same problem, algorithm and options."""
         restore_model(self.model, tensors)
         restore_buffer(self._buffer, tensors)
         self._random = RandomState(tensors["random.torch"].clone(), tensors["random.numpy"].numpy().copy())
@@ -302,16 +302,16 @@ class PolicyAgent:
 
     @property
     def _updates(self) -> int:
-        """Gradient steps after an episode: whole rounds of an actor that learns at every other step.
+        """Gradient steps after an episode, a multiple of TD3's policy delay.
 
-        So nothing that an algorithm counts has to be kept between episodes.
+        So the algorithms' update counters need not be saved between episodes.
         """
         wanted = self.options.updates_per_episode or self.env.layers
         delay: int = getattr(self.model, "policy_delay", 1)
         return math.ceil(wanted / delay) * delay
 
     def _observe(self, layer: int, actions: np.ndarray) -> np.ndarray:
-        """Return the observations of episodes before the action of a layer, (episodes, features)."""
+        """Return the episodes' observations before a layer's action, (episodes, features)."""
         if "budget_left" not in self.options.features:
             return self.env.encoder(layer, actions, last_reward=self._last_reward)
         left = []

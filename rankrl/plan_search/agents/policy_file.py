@@ -1,4 +1,4 @@
-"""Policies in files: options, descriptions, weights."""
+"""Save and load pretrained policies: their weights, training tasks and the options that they fix."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["AgentOptions", "options_with_policy", "resolved_policy"]
 PRETRAINED_REFITTED = "pretrained_refitted"
 """What `selector.policy` calls the policy that comes with rankrl."""
 
-_FIXED = ("features", "hidden")
+_FIXED = ("features", "hidden")  # options on which the shapes of a policy's weights depend
 
 
 def resolved_policy(
@@ -39,8 +39,8 @@ def resolved_policy(
 ) -> str | Path | None:
     """Return the policy that a search begins with.
 
-    The policy that comes with rankrl learnt how much a layer's loss counts in an allocation of ranks within a
-    budget; it says nothing of channels, of blocks, or where no budget is shared out.
+    The policy that comes with rankrl predicts the importance of each layer's loss in an allocation of ranks
+    within a budget; it does not apply to channels or blocks, or without a budget.
 
     Args:
         policy: A file, a name, None for no policy, or `AUTO`.
@@ -103,7 +103,7 @@ class PolicyTask:
 
     @property
     def decision(self) -> tuple[str, frozenset[str], tuple[tuple[str, float], ...]]:
-        """What makes two tasks the same: network, formats and budgets."""
+        """Key of the task: network, formats and budgets; tasks with the same key are the same."""
         return self.network, frozenset(self.formats), tuple(sorted(self.budgets.items()))
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class PolicyTask:
 
 @dataclass(frozen=True)
 class PolicyCard:
-    """What a policy sees, what its actions mean, and what it was trained on."""
+    """Description of a policy: its observations, the meaning of its actions, and its training tasks."""
 
     features: tuple[Feature, ...]
     importance_scale: float
@@ -132,11 +132,11 @@ class PolicyCard:
             )
 
     def known(self, task: PolicyTask) -> PolicyTask | None:
-        """Return the task with this network, formats and budgets that the policy was trained on, or None."""
+        """Return the training task with the same network, formats and budgets, or None."""
         return next((known for known in self.tasks if known.decision == task.decision), None)
 
     def check_held_out(self, task: PolicyTask) -> None:
-        """Refuse to report what the policy is worth on a task that it was trained on."""
+        """Refuse to evaluate the policy on a task that it was trained on."""
         known = self.known(task)
         if known is not None:
             raise ConfigError(
@@ -146,7 +146,7 @@ class PolicyCard:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> PolicyCard:
-        """Return the card that `dataclasses.asdict` made plain values of."""
+        """Read a card from the plain values of `dataclasses.asdict`."""
         tasks = tuple(PolicyTask(**{**task, "formats": tuple(task["formats"])}) for task in values["tasks"])
         lists = {name: tuple(values[name]) for name in ("features", "hidden", "descriptors")}
         return cls(**{**values, **lists, "tasks": tasks})
@@ -161,23 +161,23 @@ class PolicyFile:
 
     @property
     def observed(self) -> int:
-        """Numbers in an observation."""
+        """Length of an observation."""
         return self.layers[0][0].shape[1]
 
     def actions(self, observations: Tensor) -> Tensor:
-        """Return what the policy does at every layer when it has done nothing before."""
+        """Return the policy's action at every layer if each previous action is 0; shape (layers,)."""
         before = torch.full((len(observations), 1), 0.5)
         return self._played(torch.cat([observations, before], dim=1))
 
     def _played(self, values: Tensor) -> Tensor:
-        """Return the actions for whole observations, (layers, observed)."""
+        """Return the actions (layers,) for complete observations (layers, observed)."""
         for number, (weight, bias) in enumerate(self.layers):
             values = values @ weight.T + bias
             values = torch.relu(values) if number < len(self.layers) - 1 else torch.tanh(values)
         return values[:, 0]
 
     def actions_for(self, problem: SearchProblem) -> np.ndarray:
-        """Return what the policy does at every layer of a problem, one after the other."""
+        """Roll out the policy without noise over a problem's layers; return its actions (layers,)."""
         encoder = ObservationEncoder(problem, self.card.features)
         self.check_observed(encoder.size)
         actions = np.zeros((1, len(problem.sites)))
@@ -186,7 +186,7 @@ class PolicyFile:
         return actions[0]
 
     def counts(self, actions: np.ndarray) -> np.ndarray:
-        """Return how much each layer's loss counts under actions (layers,), greedy's own counts being 1."""
+        """Return the factor of each layer's importance under actions (layers,), relative to greedy's."""
         factors: np.ndarray = np.exp(self.card.importance_scale * (actions - actions.mean()))
         return factors
 
@@ -256,7 +256,7 @@ class PolicyFile:
 
 
 def read_policy(policy: str | Path) -> PolicyFile:
-    """Return the policy of a file, or the one that comes with rankrl."""
+    """Read a policy from a file, or the one that comes with rankrl by its name."""
     if str(policy) != PRETRAINED_REFITTED:
         return PolicyFile.load(Path(policy))
     with resources.as_file(resources.files("rankrl.plan_search.agents") / f"{policy}.safetensors") as path:
@@ -269,7 +269,7 @@ def linear_layers(network: nn.Module) -> list[nn.Linear]:
 
 
 def load_layers(targets: Sequence[nn.Linear], policy: PolicyFile) -> None:
-    """Write the layers of a policy into the layers of an actor, which are of the same shapes."""
+    """Copy the weights of a policy into an actor's layers of the same shapes."""
     with torch.no_grad():
         for target, (weight, bias) in zip(targets, policy.layers, strict=True):
             target.weight.copy_(weight)
@@ -277,9 +277,9 @@ def load_layers(targets: Sequence[nn.Linear], policy: PolicyFile) -> None:
 
 
 def actor_layers(actor: nn.Module) -> list[nn.Linear]:
-    """Return what decides the deterministic action of stable-baselines3's actors, first to last.
+    """Return the linear layers behind the deterministic action of stable-baselines3's actors, in order.
 
-    That of TD3 and DDPG is all of `mu`; that of SAC is `latent_pi` and the mean, `mu`.
+    TD3 and DDPG have them in `mu`; SAC in `latent_pi` and the mean, `mu`.
     """
     parts = [cast(nn.Module, getattr(actor, name)) for name in ("latent_pi", "mu") if hasattr(actor, name)]
     return [layer for part in parts for layer in linear_layers(part)]

@@ -1,4 +1,4 @@
-"""The environment `rankrl/RankSelection-v0`; importing `rankrl` registers it with Gymnasium."""
+"""Define the environment `rankrl/RankSelection-v0`; importing `rankrl` registers it with Gymnasium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From continuous actions in [-1, 1] to candidates. Action 0 everywhere is greedy's plan."""
+"""Map continuous actions in [-1, 1] to candidates; action 0 for every layer is greedy's plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankrl.plan_search.space.problem import Choices, SearchProblem, SearchSetti
 
 
 class ActionMap(ABC):
-    """Turns one action a layer, taken in forward order, into the candidate of every layer."""
+    """Maps one action per layer, taken in forward order, to the candidate of every layer."""
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
@@ -48,15 +48,15 @@ class ActionMap(ABC):
 
     @abstractmethod
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
-        """Return the losses of layers at the network's output under whole episodes."""
+        """Return the square roots of the layers' losses under whole episodes, (episodes, layers)."""
 
 
 class ImportanceMap(ActionMap):
     """The action is the layer's log-importance in the Lagrangian allocation.
 
     rank_l = argmin_r exp(s (a_l - mean a)) error_l(r)^2 + lambda cost_l(r), with lambda such that the plan
-    spends the whole budget: plans are compared at equal size, and what one layer gives up goes where it helps
-    most.
+    spends the whole budget: plans are compared at equal size, and cost saved in one layer is spent where it
+    helps most.
     """
 
     def __init__(self, problem: SearchProblem, *, scale: float = IMPORTANCE_SCALE) -> None:
@@ -79,7 +79,7 @@ class ImportanceMap(ActionMap):
         self._taken = layer + 1
 
     def allocate(self, actions: np.ndarray) -> np.ndarray:
-        """Return the candidate of every layer under actions of shape (layers,)."""
+        """Allocate the budget under actions of shape (layers,); return the candidate of every layer."""
         return allocate(self.sites, self.budget, self.scale * (actions - actions.mean()))
 
     def choices(self) -> Choices:
@@ -87,20 +87,20 @@ class ImportanceMap(ActionMap):
         return tuple(self.allocate(self._actions).tolist())
 
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
-        """Return the roots under the allocations, before `allocate` spends the rest and exchanges cost."""
+        """Return the roots before `allocate` spends the rest of the budget and exchanges cost."""
         weights = self.scale * (actions - actions.mean(1, keepdims=True))
         return _loss_roots(self.sites, allocate_many(self.sites, self.budget, weights))
 
     def budget_left(self) -> float:
-        """Return the later layers' share of the dense cost: nothing is spent before the last action."""
+        """Return the later layers' share of the dense cost, since nothing is spent before the last action."""
         dense = [float(site.cost(self.problem.measure)[-1]) for site in self.sites]
         return sum(dense[self._taken :]) / sum(dense)
 
 
 class RankMap(ActionMap):
-    """The action spans the layer's candidates: -1 the smallest, 0 greedy's, 1 the dense layer; rounded.
+    """The action spans the layer's candidates, rounded: -1 the smallest, 0 greedy's, 1 the dense layer.
 
-    With a budget the choice is clipped, in forward order, so that the layers to come can keep the budget.
+    With a budget the choice is clipped, in forward order, so that the later layers can still keep the budget.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
@@ -157,7 +157,7 @@ class RankMap(ActionMap):
         cost = self._costs[layer]
         if cost[choice] <= allowed:
             return choice
-        # A budget in MACs need not grow with the rank.
+        # MACs need not grow with the rank, so all smaller candidates are checked.
         below = np.flatnonzero(cost[:choice] <= allowed)
         return int(below[-1]) if len(below) else int(cost.argmin())
 
@@ -168,14 +168,14 @@ def create_action_map(
     *,
     scale: float = IMPORTANCE_SCALE,
 ) -> ActionMap:
-    """Return the map from actions to candidates."""
+    """Make the map from actions to candidates; None for the kind that suits the problem."""
     if check_action(action, setting=problem.setting) == "importance":
         return ImportanceMap(problem, scale=scale)
     return RankMap(problem)
 
 
 def check_action(action: ActionKind | None, *, setting: SearchSetting) -> ActionKind:
-    """Refuse a meaning of actions that does not fit the search."""
+    """Return the kind of actions, by default the one that suits the search; refuse one that does not."""
     if action is None:
         action = "rank" if not setting.measures else "importance"
     if action not in get_args(ActionKind):
@@ -208,5 +208,5 @@ def check_action(action: ActionKind | None, *, setting: SearchSetting) -> Action
 
 
 def _loss_roots(sites: Sequence[CandidateSet], choices: np.ndarray) -> np.ndarray:
-    """Return the roots of the losses of candidates (episodes, layers)."""
+    """Return the square roots of the candidates' losses, (episodes, layers)."""
     return np.stack([np.sqrt(site.losses)[choices[:, j]] for j, site in enumerate(sites)], axis=1)

@@ -1,4 +1,4 @@
-"""Observations: normalised layer descriptors and features of a plan in the making."""
+"""Encode observations: normalised layer descriptors and features of the partial plan."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from rankrl.plan_search.space.problem import SearchProblem
 
 CURVE_POINTS = 6
 
+# One descriptor each; pretrained policies depend on their number and order.
 _KNOWN_FORMATS = ("cp", "spatial_svd", "tensor_ring", "tensor_train", "tucker")
-# Logarithms of ratios are clipped to plus or minus this many powers of e before they are brought to [0, 1].
+# Logarithms of ratios are clipped to plus or minus this before they are scaled to [0, 1].
 _RANGE = 4.0
-# Depths of networks are told apart up to this many layers, sizes up to this many parameters.
+# Scales of the descriptors of a network's depth and size; larger networks are clipped to 1.
 _MOST_LAYERS, _MOST_PARAMETERS = 256, 1e8
 
 _OF_A_LAYER = (
@@ -65,15 +66,15 @@ DESCRIPTOR_NAMES = (
 
 
 def layer_descriptors(problem: SearchProblem) -> np.ndarray:
-    """Return the descriptors of every layer.
+    """Return the descriptors of every layer, in [0, 1], shape (layers, descriptors).
 
-    They describe the layer: its place in the network and among the layers of its module (its block); how its
-    channels change; its shares of cost, parameters, MACs and of the loss of all layers under greedy's plan,
-    as logarithms relative to an even share; how much its errors count at the network's output (importance);
-    the part of it that greedy keeps, and how steeply its loss falls and rises there, by cost; its error at
-    equal steps of log-cost. Some of the same describe the layers before and behind it. Others describe the
-    task: format and rounding of greedy's candidate, the fraction to keep by each measure (1 where there is no
-    budget), and the network's size.
+    Those of the layer: its position in the network and among the layers of its module (its block); the ratio
+    of its channels; its shares of cost, parameters, MACs and of the loss of all layers under greedy's plan,
+    as logarithms relative to an even share; its importance (the weight of its errors at the network's
+    output); the share of its cost that greedy keeps, and the slopes of its loss by cost there; its error at
+    equal steps of log-cost. Some of these are repeated for the layers before and after it. Those of the task:
+    format and rounding of greedy's candidate, the fraction to keep by each measure (1 without a budget), and
+    the network's size.
     """
     own = _own(problem)
     neighbours = np.stack([own[name] for name in _OF_NEIGHBOURS], axis=1)
@@ -95,7 +96,7 @@ def _own(problem: SearchProblem) -> dict[str, np.ndarray]:
     losses = np.array([site.losses[choice] for site, choice in zip(sites, preset, strict=True)])
     slopes = np.array([_slopes(*layer) for layer in zip(sites, costs, preset, strict=True)])
     curves = np.array([_curve(site, cost) for site, cost in zip(sites, costs, strict=True)])
-    lost = losses / max(float(losses.sum()), 1e-300)
+    lost = losses / max(float(losses.sum()), 1e-300)  # greedy may lose nothing
     return {
         "depth": np.arange(count) / max(1, count - 1),
         "first": np.eye(count)[0],
@@ -125,7 +126,7 @@ def _task(problem: SearchProblem) -> dict[str, np.ndarray]:
     operations = [
         site.candidates[choice].operations for site, choice in zip(problem.sites, problem.preset, strict=True)
     ]
-    # pifa is tucker's product of two matrices, in fewer numbers.
+    # pifa stores tucker's product of two matrices in fewer numbers, so both share one descriptor.
     formats = [
         {"tucker" if one.format == "pifa" else one.format for one in of_layer if isinstance(one, Factorise)}
         for of_layer in operations
@@ -148,9 +149,9 @@ def _task(problem: SearchProblem) -> dict[str, np.ndarray]:
 
 
 def _slopes(site: CandidateSet, cost: np.ndarray, choice: int) -> tuple[float, float]:
-    """Return how much less the next dearer candidate loses by cost, and how much more the next cheaper one.
+    """Return the slopes of the loss by cost towards dearer and towards cheaper candidates.
 
-    The best among all dearer ones, the least among all cheaper ones; 0 where there is none.
+    The steepest over all dearer ones, the flattest over all cheaper ones; 0 where there is none.
     """
     extra, gain = cost - cost[choice], site.losses[choice] - site.losses
     dearer, cheaper = extra > 0, extra < 0
@@ -160,7 +161,7 @@ def _slopes(site: CandidateSet, cost: np.ndarray, choice: int) -> tuple[float, f
 
 
 def _curve(site: CandidateSet, cost: np.ndarray) -> np.ndarray:
-    """Return the layer's error at equal steps of the logarithm of its cost, from the least to the dense."""
+    """Interpolate the layer's error at equal steps of log-cost, from the cheapest to the dense candidate."""
     logs = np.log(np.maximum(cost, 1e-12))
     order = np.argsort(logs, kind="stable")
     points = logs.min() + (np.arange(CURVE_POINTS) + 0.5) / CURVE_POINTS * (logs[-1] - logs.min())
@@ -168,7 +169,7 @@ def _curve(site: CandidateSet, cost: np.ndarray) -> np.ndarray:
 
 
 def _place_in_block(names: list[str]) -> np.ndarray:
-    """Return each layer's place among those of the same module, from 0 to 1; 0.5 for one on its own."""
+    """Return each layer's position among those of the same module, from 0 to 1; 0.5 for a single one."""
     blocks = [name.rpartition(".")[0] for name in names]
     sizes, seen = Counter(blocks), Counter[str]()
     places = []
@@ -179,13 +180,13 @@ def _place_in_block(names: list[str]) -> np.ndarray:
 
 
 def _relative_to_even(values: np.ndarray) -> np.ndarray:
-    """Return the logarithms of shares of a sum relative to an even share, in [0, 1]."""
+    """Return the logarithms of shares of the sum relative to an even share, scaled to [0, 1]."""
     total = float(values.sum())
     return _unit(np.log(np.maximum(values * len(values) / max(total, 1e-300), 1e-12)))
 
 
 def _relative_to_mean(values: np.ndarray) -> np.ndarray:
-    """Return the logarithms of values relative to their mean over the positive ones, in [0, 1]."""
+    """Return the logarithms of the positive values relative to their mean, scaled to [0, 1]; else 0."""
     there = values > 0
     if not there.any():
         return np.full(len(values), 0.5)
@@ -194,7 +195,7 @@ def _relative_to_mean(values: np.ndarray) -> np.ndarray:
 
 
 def _unit(logs: np.ndarray) -> np.ndarray:
-    """Bring logarithms of ratios to [0, 1]; an even ratio is 0.5."""
+    """Clip and scale logarithms of ratios to [0, 1]; the ratio 1 becomes 0.5."""
     unit: np.ndarray = (np.asarray(logs) / _RANGE).clip(-1, 1) / 2 + 0.5
     return unit
 
@@ -204,7 +205,7 @@ DESCRIBING: tuple[Feature, ...] = ("macs", "curve", "descriptors")
 
 
 class ObservationEncoder:
-    """Writes observations for many episodes at once.
+    """Encodes the observations of many episodes at once.
 
     An observation holds, in this order: the layer's index, output and input channels, kernel height and
     width, stride height and width, and parameters (the embedding of patent WO2021102679; counts divided by
@@ -226,7 +227,7 @@ class ObservationEncoder:
     def __call__(
         self, layer: int, actions: np.ndarray, budget_left: float = 1.0, last_reward: float = 0.0
     ) -> np.ndarray:
-        """Return the observations before the action of a layer is taken.
+        """Return the observations before a layer's action, float32.
 
         Shapes: actions (E, layers); returns (E, size).
         """
@@ -248,7 +249,7 @@ class ObservationEncoder:
 
 
 def _static_features(problem: SearchProblem, features: Sequence[Feature]) -> np.ndarray:
-    """Return the features of every layer that no action changes, shape (layers, features)."""
+    """Return the features that no action changes, shape (layers, features)."""
     specs = [site.spec for site in problem.sites]
     count = len(specs)
     kernels = np.array([_two(spec.kernel_size) for spec in specs], dtype=float)

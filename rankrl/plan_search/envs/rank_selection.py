@@ -1,4 +1,4 @@
-"""Choosing a rank for every layer as a Gymnasium environment."""
+"""Define the choice of a rank for every layer as a Gymnasium environment."""
 
 from __future__ import annotations
 

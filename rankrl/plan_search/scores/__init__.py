@@ -1,1 +1,1 @@
-"""Scores of plans, measured on held-out inputs."""
+"""Score plans on held-out inputs, turn scores into rewards, and record them."""

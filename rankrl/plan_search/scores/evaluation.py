@@ -1,4 +1,4 @@
-"""What evaluating a plan returns, and evaluators that score no plan twice."""
+"""Define evaluations of plans and the interface of evaluators, which score no plan twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The numbers of one scored plan."""
+    """Score and costs of one plan."""
 
     score: float
     accuracy: float
@@ -32,21 +32,21 @@ class Evaluator(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything but the plan that scores depend on."""
+        """Hash of everything that scores depend on, except the plan."""
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
         """Score plans in order."""
 
     def restore(self, known: Mapping[Choices, Evaluation]) -> None:
-        """Take over the evaluations of the plans scored so far."""
+        """Replace the known evaluations; their plans are not scored again."""
 
 
 @runtime_checkable
 class MeasuresDivergences(Protocol):
-    """A scorer that can look at each site alone."""
+    """An evaluator that can compress each site alone and measure the divergence of the outputs."""
 
     def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Measure how far the network's answers move when one site alone is compressed."""
+        """Measure the divergence of the network's outputs when one site alone is compressed."""
 
 
 class RememberingEvaluator(ABC):
@@ -58,7 +58,7 @@ class RememberingEvaluator(ABC):
 
     @abstractmethod
     def value(self, choices: Choices) -> Any:
-        """Return the score of the network under a plan, or the output that `scores` reads it from."""
+        """Return the score of the network under a plan, or the outputs from which `scores` computes it."""
 
     def scores(self, choices: Choices, value: Any) -> tuple[float, float]:
         """Return the score and the accuracy of a plan; a score that is a single number stands for both."""
@@ -79,7 +79,7 @@ class RememberingEvaluator(ABC):
         return [self(choices) for choices in plans]
 
     def restore(self, known: Mapping[Choices, Evaluation]) -> None:
-        """Take over the evaluations of the plans scored so far."""
+        """Replace the known evaluations; their plans are not scored again."""
         self._known = dict(known)
 
     def known(self, choices: Choices) -> Evaluation | None:

@@ -1,4 +1,4 @@
-"""Divergence of the network's answers when one layer alone is compressed, measured instead of derived."""
+"""Score plans on held-out images, and measure the divergence of outputs when one layer is compressed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def each_alone(
 ) -> list[np.ndarray]:
     """Measure candidates with all other sites dense.
 
-    Where sites leave the network together, the last of them carries the effect of all.
+    Where sites leave the network together, only the last of them gets their common divergence.
     """
     dense = tuple(site.dense for site in sites)
     divergences = []
@@ -49,17 +49,17 @@ def each_alone(
 
 
 def with_divergences(site: CandidateSet, divergences: np.ndarray) -> CandidateSet:
-    """Return the site with losses that are divergences (candidates,) instead of weighted squared errors."""
+    """Replace the site's weighted squared errors by divergences (candidates,)."""
     pairs = zip(site.candidates, divergences, strict=True)
     candidates = tuple(replace(candidate, error=float(value) ** 0.5) for candidate, value in pairs)
     return replace(site, candidates=candidates, importance=1.0)
 
 
 def probes(problem: SearchProblem) -> list[int]:
-    """Return the candidate of every site at which one divergence says how much the site counts.
+    """Return the candidate of every site whose divergence is measured to estimate the site's importance.
 
-    It is the cheapest one with a loss: where little is lost, as by greedy's choice, a few images do not tell
-    the divergence from none, and the site would seem free. The dense one where no candidate has a loss.
+    It is the cheapest one with a loss: where little is lost, as by greedy's choice, a few images cannot
+    distinguish the divergence from 0, and the site would seem free. The dense one if no candidate has a loss.
     """
     found = []
     for site in problem.sites:
@@ -70,7 +70,7 @@ def probes(problem: SearchProblem) -> list[int]:
 
 
 def scaled(site: CandidateSet, probe: int, divergence: float) -> CandidateSet:
-    """Return the site with its whole curve of losses scaled to the divergence of one candidate."""
+    """Scale the site's losses so that the probed candidate's equals its measured divergence."""
     loss = float(site.losses[probe])
     return site if loss == 0 else replace(site, importance=site.importance * divergence / loss)
 
@@ -78,11 +78,11 @@ def scaled(site: CandidateSet, probe: int, divergence: float) -> CandidateSet:
 def weighed(
     sites: Sequence[CandidateSet], only: Sequence[int], divergences: Sequence[float]
 ) -> list[CandidateSet]:
-    """Return the sites with losses between what was predicted of them and one measured divergence each.
+    """Combine the sites' predicted losses with one measured divergence each, by a weighted geometric mean.
 
-    A site's importance is multiplied by the `_MEASURED`-th power of what was measured of one candidate over
-    what was predicted, relative to the median site: a weighted geometric mean of both. The measured one
-    knows what the layers behind make of an error, the predicted one what few images do not tell.
+    A site's importance is multiplied by the `_MEASURED`-th power of one candidate's measured / predicted
+    loss, relative to the median site. The measurement includes the effect of later layers on an error; the
+    prediction has no noise of few images.
     """
     losses = np.array([site.losses[probe] for site, probe in zip(sites, only, strict=True)])
     measured, told = np.asarray(divergences, dtype=float), losses > 0
@@ -96,13 +96,13 @@ def weighed(
     return [replace(site, importance=site.importance * factor) for site, factor in pairs]
 
 
-# Small batches keep the feature maps in the processor's cache; a GPU wants large ones.
+# Small batches keep the feature maps in the processor's cache; a GPU needs large ones to be busy.
 _BATCH_SIZE = {"cpu": 125, "cuda": 1000}
 _FOLDING_EXAMPLES = 32
 
 
 def batch_size(device: str) -> int:
-    """Return how many images at a time suit a type of device, such as `cuda`."""
+    """Return the batch size that suits a type of device, such as `cuda`."""
     return _BATCH_SIZE.get(device, _BATCH_SIZE["cpu"])
 
 
@@ -129,7 +129,7 @@ class EvaluatorOptions(ScoringOptions):
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """The images that plans are scored on, and their form as a network's inputs.
+    """The images that plans are scored on, and their preprocessing.
 
     Attributes:
         images: Held-out images; test images are refused by type and at run time.
@@ -166,8 +166,8 @@ class ScoredImages:
 class PlanEvaluator(RememberingEvaluator):
     """Scores compression plans of one network on images held out of its training set.
 
-    Images are normalised once; a plan costs the writing of the weights that differ from the last plan's and
-    one forward pass. Equal plans are scored once.
+    Images are normalised once; a plan costs one forward pass and the writing of the weights that differ from
+    the last plan's. Equal plans are scored once.
 
     Args:
         model: The dense network; it is copied.
@@ -223,7 +223,7 @@ class PlanEvaluator(RememberingEvaluator):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the images and options, for telling whether two searches score alike."""
+        """Hash of the images and options; equal for searches that score alike."""
         return digest(self._digest, self.options, self.precision.dtype, self.precision.device.type)[:16]
 
     @property
@@ -255,7 +255,7 @@ class PlanEvaluator(RememberingEvaluator):
         return self.network.logits(self._x[start:stop])
 
     def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Measure how far the class probabilities move when one layer alone is compressed.
+        """Measure the divergence of the class probabilities when one layer alone is compressed.
 
         Args:
             batches: On how many batches of held-out images, or on all where there are fewer.
@@ -270,6 +270,7 @@ class PlanEvaluator(RememberingEvaluator):
 
         def divergence(plan: Choices) -> float:
             answers = self.forward(plan, 0, last).log_softmax(1).double()
+            # Rounding may make a divergence near 0 negative.
             return max(0.0, float(kl_div(answers, dense, log_target=True, reduction="batchmean")))
 
         return each_alone(sites, divergence, only)
@@ -301,7 +302,7 @@ class PlanEvaluator(RememberingEvaluator):
 
 
 def accuracy_term(term: Term, logits: Tensor, labels: Tensor, dense_logits: Tensor) -> float:
-    """Return how good a network's answers are, 0 to 1; see `ScoringOptions.term`.
+    """Return the accuracy term of class scores, 0 to 1; see `ScoringOptions.term`.
 
     Shapes: logits (N, classes), labels (N,), dense_logits (N, classes).
     """

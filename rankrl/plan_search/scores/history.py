@@ -1,4 +1,4 @@
-"""The record of a search: one row for every plan, as a table and as `episodes.csv`."""
+"""Record a search as one row for every scored plan, in memory and in `episodes.csv`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EpisodeRow:
 def make_row(
     before: Sequence[EpisodeRow], choices: Choices, phase: str, evaluation: Evaluation, reward: float
 ) -> EpisodeRow:
-    """Return the row of an evaluation; `before` are the rows of all earlier plans."""
+    """Make the row of an evaluation; `before` are the rows of all earlier plans."""
     best = max(reward, before[-1].best_reward) if before else reward
     return EpisodeRow(
         episode=len(before) + 1,
@@ -78,7 +78,7 @@ def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dic
 
 
 def write_candidates(problem: SearchProblem, path: Path) -> None:
-    """Write the candidates of every site, in order, which the choices of `episodes.csv` refer to."""
+    """Write the candidates of every site, in the order that the choices of `episodes.csv` index."""
     content = {
         site.name: [
             {
@@ -96,7 +96,7 @@ def write_candidates(problem: SearchProblem, path: Path) -> None:
 
 
 class EpisodesFile:
-    """`episodes.csv`: grows by a line an episode, and is written anew when a search is resumed."""
+    """`episodes.csv`: gets a line for every episode, and is rewritten when a search is resumed."""
 
     def __init__(self, path: Path, rows: Sequence[EpisodeRow]) -> None:
         self.path = path

@@ -1,10 +1,10 @@
-"""Evaluators that share the work among worker processes and score exactly as one process does.
+"""Score plans in worker processes, with the same results as in one process.
 
-The main process keeps everything that decides (what is known, the order); workers only compute class scores,
-or call the user's function. So the same seed gives the same plans whatever the number of workers. Each worker
-runs torch on `search.worker_cpus` threads, one by default. A search in one process on several threads gives
-the same plans as far as torch gives equal class scores on one thread and on several: it did, bit for bit in
-bfloat16 and float32, for ResNet-20 on an x86 CPU.
+The main process keeps the order and the known evaluations; workers only compute class scores or call the
+user's function. So the same seed gives the same plans whatever the number of workers. Each worker runs torch
+on `search.worker_cpus` threads, one by default. A search in one process on several threads gives the same
+plans as far as torch gives equal class scores on one thread and on several: it did, bit for bit in bfloat16
+and float32, for ResNet-20 on an x86 CPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rankrl.workers.processes import WorkerCluster, WorkerPool, Workers
 
 
 class FixedFits(FitLibrary):
-    """The fits of another library, without its large moments, for a process that computes none."""
+    """The fits of another library without its large moments, for workers that fit nothing."""
 
     def __init__(self, library: FitLibrary, problem: SearchProblem) -> None:
         self.lister, self.specs, self.weights = library.lister, library.specs, library.weights
@@ -57,7 +57,7 @@ class FixedFits(FitLibrary):
 
 @dataclass(frozen=True)
 class _Task:
-    """A share of the work on one plan: its batches `start` to `stop`."""
+    """Batches `start` to `stop` (excluded) of one plan."""
 
     choices: Choices
     start: int = 0
@@ -78,7 +78,7 @@ class _PlanScorer:
 
     def __call__(self) -> Any:
         precision = self.precision
-        if self.workers.cluster != "local":  # this may be another machine than the one that decides
+        if self.workers.cluster != "local":  # the worker's devices may differ from the main process's
             device = select_device() if self.workers.gpus > 0 else torch.device("cpu")
             precision = replace(precision, device=device)
         evaluator = PlanEvaluator(
@@ -117,7 +117,7 @@ _Local = TypeVar("_Local", PlanEvaluator, ScoreEvaluator)
 
 
 class _Parallel(ABC, Generic[_Local]):
-    """The common part of both evaluators: the pool, and the evaluator that decides."""
+    """The common part of both evaluators: the worker pool, and the local evaluator with the results."""
 
     problem: SearchProblem
     _local: _Local
@@ -133,7 +133,7 @@ class _Parallel(ABC, Generic[_Local]):
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint in one process: the number of workers may change during a search."""
+        """The local evaluator's fingerprint: the number of workers may change during a search."""
         return self._local.fingerprint
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
@@ -144,10 +144,10 @@ class _Parallel(ABC, Generic[_Local]):
 
     @abstractmethod
     def _values(self, plans: Sequence[Choices]) -> Mapping[Choices, tuple[Any, float]]:
-        """Return the values of different plans that workers compute, and their seconds, by plan."""
+        """Compute the values of distinct plans in the workers; return them and their seconds, by plan."""
 
     def restore(self, known: Mapping[Choices, Evaluation]) -> None:
-        """Take over the evaluations of the plans scored so far."""
+        """Replace the known evaluations; their plans are not scored again."""
         self._local.restore(known)
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
             FixedFits(library, problem),
             replace(problem, library=None),
             data,
-            # Shares of a plan are counted in batches, so workers need those of this process on any device.
+            # Tasks are ranges of batches, so workers use this process's batch size on any device.
             replace(options, batch_size=self._local.batch_size),
             self._local.precision,
             cluster.workers,
@@ -193,7 +193,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the evaluator in one process, marked where workers alone compute on GPUs."""
+        """The local evaluator's fingerprint, marked if only the workers compute on GPUs."""
         own = self._local.fingerprint
         return f"{own}-cuda" if self._on_gpus and self._local.precision.device.type != "cuda" else own
 

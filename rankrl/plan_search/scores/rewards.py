@@ -1,4 +1,4 @@
-"""Rewards: functions, registered by name, from the evaluation of a plan to one number."""
+"""Define and register rewards: functions from the evaluation of a plan to one number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RewardFunction = Callable[[Evaluation], float]
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward ready for use."""
+    """A reward with its options bound."""
 
     name: str
     options: Mapping[str, Any]
@@ -77,7 +77,7 @@ def reward_option_types(name: str) -> dict[str, Any]:
 
 
 def check_reward(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse a reward's options before there is anything to reward."""
+    """Refuse unknown or invalid options of a reward before a search begins."""
     check_options(f"reward {name!r}", "reward", options, reward_option_types(name))
     reward_source(name).make(**options)
 

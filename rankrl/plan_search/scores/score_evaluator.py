@@ -1,4 +1,4 @@
-"""A score's identity, which tells whether stored rewards are still those of the user's score."""
+"""Score plans by a user's function, identified by a hash of its source and of the values that it uses."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def score_identity(score: Callable[..., Any]) -> str:
 
 
 class _Reader:
-    """Hashes a score."""
+    """Hashes a score and everything that it refers to."""
 
     def __init__(self) -> None:
         self.content = ""
@@ -72,26 +72,26 @@ class _Reader:
         self._definitions: list[Any] = []
 
     def read(self, score: Any) -> None:
-        """Take in a score and all that it names."""
+        """Hash a score and all that it names."""
         self._add(score)
-        for definition in self._definitions:  # more are added meanwhile; they name one another in long chains
+        for definition in self._definitions:  # grows meanwhile; a loop, as recursion could be too deep
             self._try(self._add_source, definition)
 
     def _add(self, value: Any) -> None:
-        """Take in a value; an object that was read before counts by its number alone."""
+        """Hash a value; an object that was read before is hashed as its number."""
         if isinstance(value, _PLAIN):
             self._note(type(value).__name__, value)
         elif id(value) in self._objects:
             self._note("again", self._objects[id(value)][0])
         else:
-            self._objects[id(value)] = len(self._objects), value  # kept, or another could get its address
+            self._objects[id(value)] = len(self._objects), value  # kept alive, or another could get its id
             self._note(type(value).__name__)
             self._try(self._add_object, value)
 
     def _try(self, add: Callable[[Any], None], value: Any) -> None:
         try:
             add(value)
-        except Exception:  # reading attributes of objects of others may raise anything
+        except Exception:  # attributes of foreign objects may raise anything
             self._note("opaque", _name(value))
             self.opaque.add(_name(value))
 
@@ -130,13 +130,13 @@ class _Reader:
         stored: Any = reduce(value) if reduce else value.__reduce_ex__(4)
         if isinstance(stored, tuple):  # function, arguments, state, items of a list, items of a dict
             self._add([*stored[:3], *(list(items or ()) for items in stored[3:5])])
-        else:  # a name; one made by functools.lru_cache holds the function
+        else:  # a global's name; functools.lru_cache keeps the function in __wrapped__
             self._add((stored, getattr(value, "__wrapped__", None)))
 
     def _add_source(self, value: Any) -> None:
         if not _is_users(value):
             self._note(_name(value))
-            self._add(vars(value).get("__wrapped__"))  # by torch.no_grad and the like
+            self._add(vars(value).get("__wrapped__"))  # the user's function inside torch.no_grad and the like
             return
         node = _node_of(value)
         self._note(ast.unparse(node))
@@ -153,10 +153,10 @@ def _name(value: Any) -> str:
 
 
 def _is_users(value: Any) -> bool:
-    """Return whether a function or class is in a file of the user's: not Python's, ours or installed."""
+    """Whether a function or class is in a file of the user's: not Python's, ours or installed."""
     try:
         file = Path(inspect.getfile(value))
-    except TypeError:  # made in C
+    except TypeError:  # written in C
         return False
     ours = str(value.__module__).partition(".")[0] in _OURS
     installed = _PACKAGES & set(file.parts) or Path(os.__file__).parent in file.parents
@@ -244,7 +244,7 @@ class ScoreEvaluator(RememberingEvaluator):
 
     @cached_property
     def fingerprint(self) -> str:
-        """The function's identity, for telling whether two searches score alike."""
+        """The function's identity; equal for searches that score alike."""
         return score_identity(self.score)
 
     def value(self, choices: Choices) -> float:
@@ -254,17 +254,17 @@ class ScoreEvaluator(RememberingEvaluator):
 
 
 def check_score(score: Score, model: nn.Module) -> None:
-    """Call a score on a copy of the dense network, so that a failure shows before layers are fitted."""
+    """Call a score on a copy of the dense network, so that it fails before layers are fitted."""
     scored(score, copied(model).requires_grad_(False), "the dense network")
 
 
 def scored(score: Score, network: nn.Module, what: str) -> float:
-    """Return a score of a network."""
+    """Return a network's score as one number."""
     return checked_score(answer(score, network), what)
 
 
 def answer(score: Score, network: nn.Module) -> Any:
-    """Return what a score says of a network: a number, or one for each input."""
+    """Call a score on a network; return its answer, a number or one for each input."""
     network.eval()  # a score may have left it in training mode
     handle = network.register_forward_pre_hook(_copied, with_kwargs=True)
     try:
@@ -283,7 +283,7 @@ def values_of_inputs(value: object) -> np.ndarray | None:
 
 
 def checked_score(value: object, what: str) -> float:
-    """Return a score as a number."""
+    """Return a score as a finite float; `what` names the network in errors."""
     refusal = (
         f"score returned a {type(value).__name__} for {what}; it must return one number, or an array of "
         "one for each input"
@@ -303,7 +303,7 @@ def checked_score(value: object, what: str) -> float:
 
 
 def _copied(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Copy a score's inputs, since a network may change them and the next plan needs the same ones."""
+    """Copy a network's inputs, since it may change them in place and the next plan needs the same ones."""
     return tree_map_only(Tensor, torch.clone, (inputs, keywords))
 
 

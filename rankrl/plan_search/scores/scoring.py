@@ -1,4 +1,4 @@
-"""Scoring by images held out of the training set, or by a user's own function."""
+"""Score plans and whole networks by held-out images or by a user's own function."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Scoring(Protocol):
         """Refuse a dense network that cannot be scored, before anything takes time."""
 
     def weighed(self, library: FitLibrary, problem: SearchProblem) -> Sequence[CandidateSet]:
-        """Return the sites with losses that say better how much layers count, if that can be measured."""
+        """Correct the sites' importances by measurements, if that is possible."""
 
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
@@ -55,13 +55,13 @@ class Scoring(Protocol):
         """Return the evaluator of a search's plans, in this process or in the workers of a cluster."""
 
     def of_networks(self) -> Callable[[Any], float]:
-        """Return the function that scores compressed networks as they will be used, refit and all."""
+        """Return the function that scores compressed and refitted networks."""
 
     def of_original(self) -> float:
         """Return the score of the original network, as `of_networks` scores."""
 
     def losses(self) -> Callable[[Any], float]:
-        """Return what says how much of the original's score such a network loses, in the score's unit."""
+        """Return the function from such a network to its loss against the original, in the score's unit."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class ImageScoring:
     images: int
 
     def check(self) -> None:
-        """Do nothing: that the network is a classifier was checked when it was built."""
+        """Do nothing: the network was checked to be a classifier when it was built."""
 
     def weighed(self, library: FitLibrary, problem: SearchProblem) -> Sequence[CandidateSet]:
-        """Return the sites with losses that one measured divergence each corrects.
+        """Correct each site's losses by one measured divergence.
 
-        Each layer is compressed alone to its cheapest candidate, with all layers behind it refitted, as they
-        will be: without the refit, layers whose errors are made up for count too much. Where channels or
-        blocks may go, which cannot be refitted quickly, the sites stay as they are.
+        Each layer is compressed alone to its cheapest candidate, and all later layers are refitted, as in the
+        final network: without the refit, layers whose errors can be compensated count too much. Where
+        channels or blocks may go, which cannot be refitted quickly, the sites stay as they are.
         """
         sites = problem.sites
         if any(site.narrows or site.removal is not None for site in sites):
@@ -111,7 +111,7 @@ class ImageScoring:
 
     def _scored_images(self) -> ScoredImages:
         data, options, calibration = self.data, self.options, None
-        if options.statistics == "refitted":  # the first of those that layers are fitted on
+        if options.statistics == "refitted":  # a subset of the inputs that layers are fitted on
             calibration = calibration_images(data, options.refit_images, seed=options.seed)
         images = data.heldout.first(self.images)
         return ScoredImages(images, data.mean, data.std, data.augmentation, calibration)
@@ -119,7 +119,7 @@ class ImageScoring:
     def of_networks(self) -> Callable[[nn.Module], float]:
         """Return the function that gives the search's accuracy term on all held-out images.
 
-        A search uses some of them, for speed; networks that are nearly equally good need all.
+        A search uses part of them, for speed; comparing nearly equal networks needs all.
         """
         return self._of_networks(self.options.term)
 
@@ -128,7 +128,7 @@ class ImageScoring:
         return self.of_networks()(self.model)
 
     def losses(self) -> Callable[[nn.Module], float]:
-        """Return what says how much accuracy a compressed network loses on all held-out images."""
+        """Return the function from a compressed network to its loss of accuracy on all held-out images."""
         accuracy = self._of_networks("accuracy")
         dense = accuracy(self.model)
         return lambda network: dense - accuracy(network)
@@ -172,14 +172,14 @@ class FunctionScoring:
         return ParallelScoreEvaluator(self.model, library, problem, self.score, example, cluster=cluster)
 
     def of_networks(self) -> Callable[[nn.Module], float]:
-        """Return the user's function with its answers checked."""
+        """Return the user's function with its results checked."""
         return lambda network: scored(self.score, network, "a finalist")
 
     def of_original(self) -> float:
-        """Return what the function says of the dense network."""
+        """Return the dense network's score."""
         return scored(self.score, self.model, "the dense network")
 
     def losses(self) -> Callable[[nn.Module], float]:
-        """Return what says how much of the dense network's score a compressed one loses."""
+        """Return the function from a compressed network to its loss of score against the dense one."""
         dense = self.of_original()
         return lambda network: dense - scored(self.score, network, "a compressed network")

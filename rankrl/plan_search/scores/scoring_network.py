@@ -1,4 +1,4 @@
-"""One static dense network into which reconstructed weights are written, so that no plan rebuilds modules."""
+"""Write plans' reconstructed weights into one static dense network, so that no plan rebuilds modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rankrl.errors import ConfigError
 CACHE_BYTES = 512 * 2**20
 """Reconstructed weights kept in memory; the least recently used ones are dropped beyond it."""
 
-# Folding reorders float32 sums, which shows in the sixth digit; a batch norm with other inputs, in the first.
+# Folding reorders float32 sums, which changes the sixth digit; folding a wrong batch norm changes the first.
 _FOLDING_TOLERANCE = 1e-3
 
 _PLAIN_NORMS = get_args(BatchNorm)
@@ -31,7 +31,7 @@ _PLAIN_NORMS = get_args(BatchNorm)
 
 @dataclass
 class _ScoredLayer:
-    """A compressible layer in the network, and where the mean of its output is corrected."""
+    """A compressible layer and the batch norm after it, if any; its running mean corrects the output's."""
 
     module: DecomposableModule
     norm: BatchNorm | None
@@ -39,7 +39,7 @@ class _ScoredLayer:
 
     @property
     def shift(self) -> Tensor | None:
-        """The tensor that moves the mean of the layer's output, if there is one."""
+        """The tensor that shifts the mean of the layer's output, if there is one."""
         return self.module.bias if self.norm is None else self.norm.running_mean
 
 
@@ -56,10 +56,10 @@ class _Weight:
 
 
 class ScoringNetwork:
-    """A copy of the dense network that takes on the weights of any plan.
+    """A copy of the dense network into which the weights of any plan can be written.
 
     The approximation V of a weight W changes the mean of the layer's output by (W - V) E[x]. The layer's bias
-    makes up for that, or the running mean of the batch norm behind it. Layers that have neither stay
+    compensates for that, or the running mean of the batch norm after it. Layers that have neither stay
     uncorrected, as do all layers without input moments.
 
     Batch norms are folded into the layers before them (one pass less over every feature map) when the folded
@@ -89,7 +89,7 @@ class ScoringNetwork:
         self._written = [site.dense for site in self.sites]
 
     def write(self, choices: Sequence[int]) -> None:
-        """Take on the weights of a plan; layers that have them already are not touched."""
+        """Write the weights of a plan; layers that have them already are skipped."""
         for index, (site, choice) in enumerate(zip(self.sites, choices, strict=True)):
             if self._written[index] == choice:
                 continue
@@ -130,7 +130,7 @@ class ScoringNetwork:
         for name, layer in layers.items():
             batch_norm = self.library.specs[name].batch_norm
             if type(layer.norm) not in _PLAIN_NORMS or layer.norm is None or batch_norm is None:
-                continue  # a subclass may do more than normalise
+                continue  # a subclass of batch norm may do more than normalise
             layer.scale, shift = _affine(layer.norm)
             module = layer.module
             module.weight.mul_(layer.scale.view(-1, *[1] * (module.weight.ndim - 1)))
@@ -150,7 +150,7 @@ class ScoringNetwork:
     def _keep(self, layer: _ScoredLayer) -> _Weight:
         """Convert a layer's weight to compute precision and return the dense one."""
         weight = layer.module.weight.detach()
-        if self.precision.dtype == torch.bfloat16:  # what autocast would do anew in every pass
+        if self.precision.dtype == torch.bfloat16:  # once, where autocast would convert in every pass
             weight = weight.to(torch.bfloat16)
         shift = None if layer.shift is None else layer.shift.detach().clone()
         layer.module.weight = nn.Parameter(weight.clone(), requires_grad=False)
@@ -196,7 +196,7 @@ def class_scores(
 
 
 def _equal(before: object, after: object) -> bool:
-    """Tell whether two outputs of a network, tensors or nestings of them, are equal up to rounding."""
+    """Whether two outputs of a network, tensors or nestings of them, are equal up to rounding."""
     pairs = zip(tensors_in(before), tensors_in(after), strict=True)
     return all(torch.allclose(x, y, rtol=_FOLDING_TOLERANCE, atol=_FOLDING_TOLERANCE) for x, y in pairs)
 
@@ -244,7 +244,7 @@ class RefittingNetwork:
             self._refit = QuickRefit(self.model, library, in_layout(images, self.layout))
 
     def write(self, choices: Sequence[int]) -> None:
-        """Take on a plan."""
+        """Write a plan's weights and refit them."""
         pairs = zip(self.sites, choices, strict=True)
         operations = {site.name: site.candidates[choice].operations for site, choice in pairs}
         with self.precision.autocast(), deterministic_kernels():

@@ -1,4 +1,4 @@
-"""Selectors by name: `create_selector`, `list_selectors`."""
+"""Create selectors by name: `create_selector`, `list_selectors`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Gaussian process from what a plan's layers lose to the plan's reward."""
+"""Select plans by Bayesian optimisation: a Gaussian process on the layers' losses predicts rewards."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from sklearn.gaussian_process.kernels import Kernel
 
 
-# Plans between two searches for the kernel's hyper-parameters, and plans remembered at most: solving costs
-# their third power.
+# Plans between two fits of the kernel's hyper-parameters, and most plans remembered: the cost of a fit grows
+# with their third power.
 _PERIOD = 10
 _CAPACITY = 600
 
@@ -53,13 +53,13 @@ _CAPACITY = 600
 class RewardModel:
     """Gaussian-process regression (Rasmussen & Williams 2006) of rewards on layer losses, by scikit-learn.
 
-    The reward depends on a plan through what every layer loses; the actions stand for that only through the
-    allocation, which is neither smooth nor one to one. Seen from the losses the reward is smooth and nearly
-    linear, so that some tens of plans teach what networks on actions need hundreds for. The kernel is a
-    squared exponential plus a linear one and noise; its hyper-parameters are those of the highest likelihood.
+    The inputs are the losses, not the actions: the allocation from actions to losses is neither smooth nor
+    one to one, while the reward is smooth and nearly linear in the losses, so that tens of plans suffice
+    where networks on actions need hundreds. The kernel is a squared exponential plus a linear one and noise;
+    its hyper-parameters maximise the likelihood.
 
-    What the process learns may be what is left of an additive model's guess, its mean function (section 2.7
-    there): a plan loses the sum of what its layers lose, each counted as `counts` says.
+    The mean function (section 2.7 there) may be an additive model: the sum of the layers' losses weighted by
+    `counts`. The process then learns the residual.
     """
 
     def __init__(self, counts: np.ndarray | None = None) -> None:
@@ -68,34 +68,31 @@ class RewardModel:
         self._rewards: list[float] = []
         self._theta: np.ndarray | None = None
         self._chosen_at = 0
-        self._process: GaussianProcessRegressor | None = None  # fitted to the plans known now
+        self._process: GaussianProcessRegressor | None = None  # fitted to all plans added so far
 
     def __len__(self) -> int:
         return len(self._rewards)
 
     def add(self, roots: np.ndarray, reward: float) -> None:
-        """Remember a plan."""
+        """Add a plan's square roots of losses (layers,) and its reward."""
         self._process = None
         self._roots.append(np.asarray(roots, dtype=float))
         self._rewards.append(reward)
-        if len(self._rewards) > _CAPACITY:  # what is known of the worst plans helps least
+        if len(self._rewards) > _CAPACITY:  # the worst plan says least about the best ones
             worst = int(np.argmin(self._rewards))
             del self._roots[worst], self._rewards[worst]
 
     def predict(self, roots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Predict rewards.
-
-        Shapes: roots (N, layers); returns (N,).
-        """
+        """Return the rewards' predicted means and standard deviations, each (N,), for roots (N, layers)."""
         if not self._rewards:
             return np.zeros(len(roots)), np.ones(len(roots))
         known, rewards = np.stack(self._roots), np.array(self._rewards)
         centre, scale = known.mean(0), known.std(0)
-        # Layers that never changed tell nothing; without the floor a first change would be off any scale.
+        # The floor bounds the scaled input of a layer that never changed before and now does.
         scale = np.maximum(scale, 1e-2 * scale.max() + 1e-12)
         expected, guess = self._guesses(known, rewards, roots)
         left = rewards - expected
-        spread = max(float(left.std()), 1e-9)
+        spread = max(float(left.std()), 1e-9)  # equal rewards have no spread
         with _quiet():
             if self._process is None:
                 self._process = self._fitted((known - centre) / scale, (left - left.mean()) / spread)
@@ -103,7 +100,7 @@ class RewardModel:
         return guess + mean * spread + left.mean(), deviation * spread
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything as tensors."""
+        """Return the model's state as tensors."""
         theta = np.zeros(0) if self._theta is None else self._theta
         roots = np.stack(self._roots) if self._roots else np.zeros((0, 0))
         return {
@@ -114,7 +111,7 @@ class RewardModel:
         }
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` returned."""
+        """Restore a state that `state` returned."""
         self._process = None
         self._roots = list(state["roots"].numpy().copy())
         self._rewards = state["rewards"].tolist()
@@ -125,9 +122,9 @@ class RewardModel:
     def _guesses(
         self, known: np.ndarray, rewards: np.ndarray, roots: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return what the additive model says of the known plans and of others, each but for a constant.
+        """Return the additive model's rewards of the known plans and of others, each up to a constant.
 
-        How much reward a unit of loss costs is fitted to the known plans: by least squares, never below 0.
+        The reward per unit of loss is fitted to the known plans by least squares, clamped at 0.
         """
         if self._counts is None:
             return np.zeros(len(known)), np.zeros(len(roots))
@@ -143,6 +140,7 @@ class RewardModel:
         kernel = _kernel(known.shape[1])
         if self._theta is not None:
             kernel = kernel.clone_with_theta(self._theta)
+        # alpha is jitter alone: the kernel has noise of its own.
         process = GaussianProcessRegressor(kernel, alpha=1e-8, optimizer="fmin_l_bfgs_b" if due else None)
         process.fit(known, targets)
         if due:
@@ -152,15 +150,15 @@ class RewardModel:
 
 @cache
 def _libraries() -> ThreadpoolController:
-    """Find the process's libraries that keep threads, once: it takes milliseconds."""
+    """Find the process's libraries with thread pools, cached since it takes milliseconds."""
     return ThreadpoolController()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Compute on one thread, on whose number the last bits of a result must not depend, without warnings.
+    """Compute on one thread, so that the last bits do not depend on their number, and without warnings.
 
-    scikit-learn warns of hyper-parameters at their bounds, which are there to be reached.
+    scikit-learn warns of hyper-parameters at their bounds, which are expected here.
     """
     from sklearn.exceptions import ConvergenceWarning
 
@@ -171,7 +169,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _kernel(layers: int) -> Kernel:
-    """Return the kernel before any plan is known; lengths grow with the root of the number of layers."""
+    """Return the initial kernel; distances, and so its length, grow with the root of the layers' number."""
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, DotProduct, WhiteKernel
 
     length = 2 * layers**0.5
@@ -182,29 +180,28 @@ def _kernel(layers: int) -> Kernel:
 
 log = logging.getLogger(__name__)
 
-# How often a plan is sought anew when it has been proposed before.
+# Attempts to find a plan that was not proposed before.
 _ATTEMPTS = 8
-# How many of the best candidates are changed again.
+# Number of the best candidates that are changed again, and rounds of such changes.
 _PARENTS = 8
 _REFINEMENTS = 2
-# Standard deviation of the noise around greedy's, or the policy's, plan in the warm-up.
+# Standard deviation of the warm-up's noise around greedy's, or the policy's, plan.
 _WARMUP_NOISE = 0.15
-# Standard deviations that are added to the expected reward.
+# Weight of the standard deviation in the upper confidence bound.
 _OPTIMISM = 0.5
 
 
 @register_selector
 class BayesSelector(Selector):
-    """A Gaussian process over what the layers lose, and local changes of the best plan for it to choose from.
+    """A Gaussian process on the layers' losses that chooses among local changes of the best plan.
 
-    After a warm-up around greedy's plan, each step imagines plans as changes of the best one so far, changes
-    the most promising ones again, and proposes the one with the highest upper confidence bound of its reward
-    (Srinivas et al., ICML 2010).
+    After a warm-up around greedy's plan, each step draws candidates as changes of the best plan so far,
+    changes the most promising ones again, and proposes the one with the highest upper confidence bound of its
+    reward (Srinivas et al., ICML 2010).
 
     A pretrained policy, by default the one that comes with rankrl where plans are ranks and roundings within
-    a budget (`resolved_policy`), says beforehand how much each layer's loss counts: the process then learns
-    only what this leaves unexplained. The first plan is the policy's own, the second greedy's, and the
-    warm-up is around the first.
+    a budget (`resolved_policy`), predicts the weight of each layer's loss: the process then learns only the
+    residual. The first plan is the policy's own, the second greedy's, and the warm-up is around the first.
 
     Args:
         problem: What to choose for.
@@ -241,7 +238,7 @@ class BayesSelector(Selector):
         self._proposed: list[np.ndarray] = []
         self._played = 0
         self._seen: set[Choices] = set()
-        # What the layers lose under the plans proposed, as bytes: it tells plans apart before they are made.
+        # Losses under the proposed plans, as bytes: they identify plans without the cost of an allocation.
         self._known: set[bytes] = set()
 
     @classmethod
@@ -253,12 +250,12 @@ class BayesSelector(Selector):
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
-        """Refuse an action that the search has no use for."""
+        """Refuse a kind of action that does not suit the search."""
         policy = resolved_policy(options["policy"], options["action"], setting)
         check_action(options["action"] if policy is None else "importance", setting=setting)
 
     def propose(self) -> list[Proposal]:
-        """Choose plans; none that was proposed before if another can be found."""
+        """Choose plans, new ones as long as they can be found."""
         proposals, self._proposed = [], []
         alone = self._played <= int(self._pretrained)
         for _ in range(1 if alone else self.plans_per_step):
@@ -275,7 +272,7 @@ class BayesSelector(Selector):
         return proposals
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Tell the process what the plans brought."""
+        """Add the plans and their rewards to the process."""
         for actions, reward in zip(self._proposed, rewards, strict=False):
             self._model.add(self._map.loss_roots(actions[None])[0], reward)
             if reward > self._best_reward:
@@ -296,7 +293,7 @@ class BayesSelector(Selector):
         return SelectorState(tensors, values)
 
     def restore(self, state: SelectorState) -> None:
-        """Take over what `state` returned."""
+        """Restore a state that `state` returned."""
         prefix = "model."
         self._model.restore(
             {key.removeprefix(prefix): v for key, v in state.tensors.items() if key.startswith(prefix)}
@@ -338,13 +335,13 @@ class BayesSelector(Selector):
         return candidates[int(bounds.argmax())], "bayes"
 
     def _changed(self, actions: np.ndarray, scale: float) -> np.ndarray:
-        """Change plans; each in a share of its layers of its own, from none to all."""
+        """Add noise to plans' actions, in a random share of the layers drawn for each plan."""
         touched = self._generator.random(actions.shape) < self._generator.random((len(actions), 1))
         noise = scale * self._generator.standard_normal(actions.shape)
         return (actions + touched * noise).clip(-1, 1)
 
     def _bounds(self, candidates: np.ndarray) -> np.ndarray:
-        """Return the upper confidence bound of each plan's reward; no plan twice."""
+        """Return the upper confidence bound of each plan's reward; -inf for plans proposed before."""
         roots = self._map.loss_roots(candidates)
         mean, deviation = self._model.predict(roots)
         known = [row.tobytes() in self._known for row in roots]

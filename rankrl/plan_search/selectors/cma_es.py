@@ -1,4 +1,4 @@
-"""Covariance matrix adaptation (Hansen & Ostermeier 2001) through the library cmaes."""
+"""Select plans by covariance matrix adaptation (Hansen & Ostermeier 2001) with the library cmaes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 class CMAESSelector(Selector):
     """CMA-ES (extra `cmaes`) over the agent's own actions, from greedy's plan.
 
-    The first plan is greedy's; then come whole generations around a mean that begins there. What was told so
-    far is all that it takes to go on exactly: the generations are drawn anew from the seed.
+    The first plan is greedy's; whole generations follow, around a mean that begins there. The rewards told so
+    far suffice to resume exactly: the generations are drawn again from the seed.
 
     Args:
         problem: What to choose for; it needs a budget and at least two layers.
@@ -66,7 +66,7 @@ class CMAESSelector(Selector):
         check_action("importance", setting=setting)
 
     def propose(self) -> list[Proposal]:
-        """Return greedy's plan, and from then on generations."""
+        """Return greedy's plan first, then whole generations."""
         if not self._told:
             return [Proposal(tuple(self.problem.preset.tolist()), "preset")]
         self._pending = self._ask()
@@ -75,7 +75,7 @@ class CMAESSelector(Selector):
         ]
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Tell a generation's rewards; one that the end of the search cut short teaches nothing."""
+        """Tell a generation's rewards; one cut short by the end of the search is ignored."""
         if self._told and len(rewards) == len(self._pending):
             self._tell(self._pending, rewards)
         self._told.extend(rewards)
@@ -85,7 +85,7 @@ class CMAESSelector(Selector):
         return SelectorState({"rewards": torch.tensor(self._told, dtype=torch.float64)})
 
     def restore(self, state: SelectorState) -> None:
-        """Draw and tell the generations again."""
+        """Draw the generations again and tell their rewards."""
         self._told = state.tensors["rewards"].tolist()
         size = self._optimizer.population_size
         for first in range(1, len(self._told) - size + 1, size):

@@ -1,4 +1,4 @@
-"""Plans from measured divergences of single layers, and LEMS."""
+"""Select plans by measured divergences of single layers, summed or weighted by depth (LEMS)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ELSEWHERE = (
     "a score of your own; leave search.workers null, or use selector=greedy"
 )
 
-# Batches of held-out images that divergences are measured on.
+# Batches of held-out images on which divergences are measured.
 _BATCHES = 2
 
 
 def measured(
     problem: SearchProblem, selector: str, only: Sequence[int] | None = None
 ) -> Sequence[np.ndarray]:
-    """Return the divergences of a problem's candidates."""
+    """Measure the divergences of a problem's candidates; refuse a problem where that is impossible."""
     if problem.budget is None:
         raise ConfigError(f"selector {selector!r} spends a budget and there is none; set budget.params")
     if problem.divergences is None:
@@ -40,11 +40,11 @@ def measured(
 
 @register_selector
 class DivergenceSelector(Selector):
-    """Spends the budget where the network's answers move least when one layer alone is compressed.
+    """Minimises the sum of the divergences measured with one layer alone compressed, within the budget.
 
     Candidates of every layer are written into the otherwise dense network, and the divergence of its class
-    probabilities measured on a few held-out images; the sum of these divergences is then minimised within the
-    budget. One plan, after some hundreds of forward passes of few images.
+    probabilities is measured on a few held-out images. One plan, after some hundreds of forward passes of few
+    images.
 
     Args:
         problem: What to choose for; it needs a budget, and its `divergences`.
@@ -87,19 +87,19 @@ class DivergenceSelector(Selector):
         return SelectorState(values={"done": self._done})
 
     def restore(self, state: SelectorState) -> None:
-        """Take over whether the plan was scored."""
+        """Restore whether the plan was scored."""
         self._done = bool(state.values["done"])
 
 
 def depth_weights(layers: int, gamma: float, alpha: float) -> np.ndarray:
-    """Return how much the losses of layers count, (layers,): 1 for the last, 1 + gamma for the first.
+    """Return the weights of the layers' losses, (layers,): 1 for the last, 1 + gamma for the first.
 
     Layer l of L has 1 + gamma h_l, where h_l is the sum of (k + 1)^-alpha over k = l, ..., L - 1, scaled to
     run from 1 to 0. With alpha = 0 it falls evenly with depth, with a larger alpha mostly at the first
     layers.
     """
     sums = ((1.0 + np.arange(layers)) ** -alpha)[::-1].cumsum()[::-1]
-    return 1 + gamma * (sums - sums[-1]) / max(sums[0] - sums[-1], 1e-12)
+    return 1 + gamma * (sums - sums[-1]) / max(sums[0] - sums[-1], 1e-12)  # 0 for a single layer
 
 
 @register_selector
@@ -107,11 +107,11 @@ class LEMSSelector(TPESelector):
     """Layer-wise error model search (Thoma et al., ICML 2026), with Optuna's TPE (extra `tpe`).
 
     A layer's losses are scaled to one divergence, measured at its cheapest candidate (theirs has a tenth of
-    the parameters), and weighted by depth: an error in front is propagated by what follows. The law is that
-    of the authors' code (github.com/lems-svd/lems, `harmonicv2`), and so are the ranges that gamma and alpha
-    are drawn from. Layers count one by one, not in blocks, and the Lagrangian allocation stands in for the
-    integer program. The first trial has gamma 0, the plan of the divergences alone; those that follow are
-    drawn by TPE, evenly until it knows ten.
+    the parameters), and weighted by depth, since later layers propagate the errors of earlier ones. The
+    weights are those of the authors' code (github.com/lems-svd/lems, `harmonicv2`), and so are the ranges of
+    gamma and alpha. Layers count one by one, not in blocks, and the Lagrangian allocation replaces the
+    integer program. The first trial has gamma 0, the plan of the divergences alone; later ones are drawn by
+    TPE, uniformly for the first ten.
 
     Args:
         problem: What to choose for; it needs a budget, and its `divergences`.
@@ -137,7 +137,7 @@ class LEMSSelector(TPESelector):
             raise ConfigError(ELSEWHERE.format(cls.name))
 
     def propose(self) -> list[Proposal]:
-        """Ask for trials, as long as some are left."""
+        """Ask for trials, up to their maximum number."""
         return super().propose()[: self._trials - len(self._told)] if len(self._told) < self._trials else []
 
     @cached_property

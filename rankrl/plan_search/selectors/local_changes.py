@@ -1,4 +1,4 @@
-"""Hill climbing from greedy's plan: the simplest rival of learning, and a strong one."""
+"""Select plans by hill climbing from greedy's plan, a strong baseline without learning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LocalSelector(Selector):
     """Random local changes of the best plan so far, beginning with greedy's.
 
     A change adds normal noise to the log-importance of a random share of the layers; the budget is then
-    allocated anew. The same actions as the agent's, without any learning.
+    allocated anew. The actions are the agent's, without any learning.
 
     Args:
         problem: What to choose for; it needs a budget.
@@ -80,7 +80,7 @@ class LocalSelector(Selector):
         return SelectorState({"best": torch.from_numpy(self._best.copy())}, values)
 
     def restore(self, state: SelectorState) -> None:
-        """Take over the best actions, their reward and the generator's state."""
+        """Restore the best actions, their reward and the generator's state."""
         self._best = state.tensors["best"].numpy().copy()
         self._best_reward = float(state.values.get("best_reward", -np.inf))
         restore_generator(self._generator, state.values["generator"])

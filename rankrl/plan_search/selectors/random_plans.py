@@ -1,4 +1,4 @@
-"""Random plans: the baseline that everything must beat."""
+"""Draw random plans that spend the budget, the baseline of all selectors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from rankrl.plan_search.space.problem import SearchProblem
 def random_choices(problem: SearchProblem, generator: np.random.Generator) -> np.ndarray:
     """Draw candidates that keep the budget and spend it: no layer's next larger candidate would still fit.
 
-    Blocks that may leave the network do so as often as not. Layers are visited in random order, each drawing
-    evenly among the candidates that leave the others their least; what is left over is then spent in random
-    order. Without a budget all candidates are drawn evenly.
+    Removable blocks are removed with probability 1/2, or more where the budget requires it. Layers are
+    visited in random order, each drawing uniformly among the candidates that leave the others at least their
+    cheapest; the rest of the budget is then spent in random order. Without a budget all candidates are drawn
+    uniformly.
 
     Args:
         problem: The search problem.
@@ -43,7 +44,7 @@ def random_choices(problem: SearchProblem, generator: np.random.Generator) -> np
 def spend_at_random(
     sites: Sequence[CandidateSet], budget: Budget, generator: np.random.Generator
 ) -> np.ndarray:
-    """Draw what `random_choices` draws, for sites and a budget."""
+    """Draw choices like `random_choices`, for sites and a budget without a problem."""
     choices = _some_blocks_restored(sites, budget, cheapest_choices(sites, budget), generator)
     left = budget.left(sites, choices)
     for layer in generator.permutation(len(sites)):
@@ -63,7 +64,7 @@ def spend_at_random(
 def _some_blocks_restored(
     sites: Sequence[CandidateSet], budget: Budget, choices: np.ndarray, generator: np.random.Generator
 ) -> np.ndarray:
-    """Put removed blocks back at their least cost, each with probability 1/2 if the budget still holds."""
+    """Restore removed blocks at their least cost, each with probability 1/2, while the budget is kept."""
     removed = [site.candidates[int(choice)].removed for site, choice in zip(sites, choices, strict=True)]
     blocks = [each for each in dict.fromkeys(removed) if each is not None]
     for number in generator.permutation(len(blocks)):
@@ -78,7 +79,7 @@ def _some_blocks_restored(
 
 
 def _fitting(extra: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Return the candidates whose extra costs (limits, candidates) are left over in every budget."""
+    """Return the candidates whose extra costs (limits, candidates) fit into the rest of every budget."""
     return np.flatnonzero((extra <= np.maximum(left, 0.0)[:, None]).all(0))
 
 
@@ -117,5 +118,5 @@ class RandomSelector(Selector):
         return SelectorState(values={"generator": generator_state(self._generator)})
 
     def restore(self, state: SelectorState) -> None:
-        """Take over the generator's state."""
+        """Restore the generator's state."""
         restore_generator(self._generator, state.values["generator"])

@@ -1,4 +1,4 @@
-"""The agents as selectors: ddpg, td3 and sac, as their papers have them."""
+"""Select plans by reinforcement learning: DDPG, TD3 and SAC."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 class ReinforcementSelector(Selector):
     """Plays the policy of a `PolicyAgent` with noise; its options are those of `AgentOptions`.
 
-    The first plan is greedy's. A warm-up around it follows, then the policy acts. With a pretrained policy
-    the first plan is the policy's, without noise, the second is greedy's, and the warm-up, in which the
-    critics learn alone, is around the first.
+    The first plan is greedy's; a warm-up around it follows, then the policy acts. With a pretrained policy
+    the first plan is the policy's, without noise, the second is greedy's, and the warm-up, in which only the
+    critics learn, is around the first.
     """
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
@@ -45,7 +45,7 @@ class ReinforcementSelector(Selector):
 
     @classmethod
     def option_owner(cls) -> type[AgentOptions]:
-        """Return the hyper-parameters of the agent."""
+        """Return the dataclass of the agent's hyper-parameters."""
         return AgentOptions
 
     @classmethod
@@ -59,7 +59,7 @@ class ReinforcementSelector(Selector):
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
-        """Refuse an action that the search has no use for."""
+        """Refuse a kind of action that does not suit the search."""
         action: ActionKind | None = options["action"] if options["policy"] is None else "importance"
         check_action(action, setting=setting)
 
@@ -83,13 +83,13 @@ class ReinforcementSelector(Selector):
         return [Proposal(self.agent.env.map.choices_of(each), phase) for each in self._actions]
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Learn from the episodes played last."""
+        """Train the agent on the last episodes."""
         keep_actor = self._pretrained and self._warming_up
         for actions, reward in zip(self._actions, rewards, strict=False):
             self.agent.learn(actions, reward, keep_actor=keep_actor)
 
     def state(self) -> SelectorState:
-        """Return the agent's state and the noise's."""
+        """Return the states of the agent and of the noise."""
         tensors, values = self.agent.state()
         noise = {"played": self._played, "generator": generator_state(self._generator)}
         if self._pretrained:
@@ -97,7 +97,7 @@ class ReinforcementSelector(Selector):
         return SelectorState(tensors, {**values, **noise})
 
     def restore(self, state: SelectorState) -> None:
-        """Take over the agent's state and the noise's."""
+        """Restore the states of the agent and of the noise."""
         self.agent.restore(state.tensors, state.values)
         self._played = int(state.values["played"])
         if self._pretrained:
@@ -110,14 +110,14 @@ class ReinforcementSelector(Selector):
 
 
 def agent_options(options: Mapping[str, Any]) -> AgentOptions:
-    """Return hyper-parameters from plain values, whose lists are tuples there."""
+    """Build hyper-parameters from plain values, turning lists into tuples."""
     lists = {name: tuple(options[name]) for name in ("features", "hidden") if name in options}
     return AgentOptions(**{**options, **lists})
 
 
 @register_selector
 class DDPGSelector(ReinforcementSelector):
-    """Deep deterministic policy gradient (Lillicrap et al., ICLR 2016), as stable-baselines3 has it."""
+    """Deep deterministic policy gradient (Lillicrap et al., ICLR 2016), by stable-baselines3."""
 
     name = "ddpg"
     description = "deep deterministic policy gradient, from greedy's plan"
@@ -125,7 +125,7 @@ class DDPGSelector(ReinforcementSelector):
 
 @register_selector
 class TD3Selector(ReinforcementSelector):
-    """Twin delayed DDPG (Fujimoto et al., ICML 2018), as stable-baselines3 has it.
+    """Twin delayed DDPG (Fujimoto et al., ICML 2018), by stable-baselines3.
 
     It has two critics, and an actor that learns at every other step.
     """
@@ -136,7 +136,7 @@ class TD3Selector(ReinforcementSelector):
 
 @register_selector
 class SACSelector(ReinforcementSelector):
-    """Soft actor-critic (Haarnoja et al., ICML 2018), as stable-baselines3 has it: a stochastic policy."""
+    """Soft actor-critic (Haarnoja et al., ICML 2018), by stable-baselines3: a stochastic policy."""
 
     name = "sac"
     description = "soft actor-critic: a stochastic policy that is paid for entropy"

@@ -1,4 +1,4 @@
-"""What a selector is, and the registry of selectors."""
+"""Define the interface of selectors, and register, check and create them by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_options, parameter_defaults, parameter_types
 from rankrl.plan_search.space.problem import Choices, SearchProblem, SearchSetting
 
-# What every selector takes besides its own options.
+# Parameters that every selector's constructor takes besides its own options.
 _GIVEN = ("problem", "seed", "episodes")
 
 
@@ -39,7 +39,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class SelectorState:
-    """All that a selector remembers, ready to be written without pickling.
+    """A selector's whole state, in a form that is written without pickling.
 
     Attributes:
         tensors: Arrays by name.
@@ -53,8 +53,8 @@ class SelectorState:
 class Selector(ABC):
     """Chooses plans, one step after the other: `propose`, scoring by the caller, `observe`.
 
-    The two halves are apart so that the caller can score the plans of one step in parallel and save the state
-    between steps. Equal problems, seeds, options and rewards bring equal proposals.
+    The two halves are separate so that the caller can score the plans of one step in parallel and save the
+    state between steps. Equal problems, seeds, options and rewards give equal proposals.
 
     Attributes:
         name: Name in the registry, in plans and on the command line.
@@ -77,7 +77,7 @@ class Selector(ABC):
 
     @classmethod
     def option_owner(cls) -> Callable[..., Any]:
-        """Return what takes the options: its signature and docstring say what they are."""
+        """Return the class whose signature and docstring define the options."""
         return cls if cls.own_options is None else cls.own_options
 
     @classmethod
@@ -92,7 +92,7 @@ class Selector(ABC):
 
     @classmethod
     def check_ranges(cls, options: Mapping[str, Any]) -> None:
-        """Refuse options that no problem could go with, before there is a problem.
+        """Refuse options that are invalid for every problem, before there is a problem.
 
         Args:
             options: All options, defaults too, of the right types.
@@ -105,7 +105,7 @@ class Selector(ABC):
 
     @classmethod  # noqa: B027 (some go with every search)
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
-        """Refuse options that a search could not go with, before there is a problem.
+        """Refuse options that do not suit a search, before there is a problem.
 
         Args:
             options: All options, defaults too, in their ranges.
@@ -116,7 +116,7 @@ class Selector(ABC):
         """
 
     def use_folder(self, folder: Path) -> None:  # noqa: B027 (most selectors have nothing to keep)
-        """Keep files of the selector's own in the search's folder; none are needed to go on."""
+        """Keep the selector's own files in the search's folder; a resumed search does not need them."""
 
     @abstractmethod
     def propose(self) -> list[Proposal]:
@@ -124,7 +124,7 @@ class Selector(ABC):
 
     @abstractmethod
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Take note of the rewards of the plans proposed last.
+        """Learn the rewards of the plans proposed last.
 
         Args:
             proposals: The plans that were scored: all that were proposed, or the first of them when the
@@ -134,11 +134,11 @@ class Selector(ABC):
 
     @abstractmethod
     def state(self) -> SelectorState:
-        """Return what it takes to go on from here, between `observe` and `propose`."""
+        """Return the state between `observe` and `propose`, sufficient to resume exactly."""
 
     @abstractmethod
     def restore(self, state: SelectorState) -> None:
-        """Take over a state that `state` returned under the same problem, seed and options."""
+        """Restore a state that `state` returned under the same problem, seed and options."""
 
 
 def generator_state(generator: np.random.Generator) -> dict[str, Any]:
@@ -147,12 +147,12 @@ def generator_state(generator: np.random.Generator) -> dict[str, Any]:
 
 
 def restore_generator(generator: np.random.Generator, state: Mapping[str, Any]) -> None:
-    """Put a numpy generator into a state that `generator_state` returned."""
+    """Restore a numpy generator's state that `generator_state` returned."""
     generator.bit_generator.state = dict(state)
 
 
 def heuristic_choices(problem: SearchProblem, heuristic: str) -> np.ndarray:
-    """Return the candidates that a heuristic takes, shape (layers,)."""
+    """Return the candidates that a heuristic chooses, shape (layers,)."""
     if heuristic not in list_heuristics():
         raise ConfigError(f"there is no heuristic {heuristic!r}; known are {', '.join(list_heuristics())}")
     if problem.budget is None:
@@ -167,7 +167,7 @@ def heuristic_choices(problem: SearchProblem, heuristic: str) -> np.ndarray:
 
 
 class OneShot(Selector):
-    """Proposes the plan of one heuristic and is done."""
+    """Proposes the plan of one heuristic, then nothing."""
 
     seeded = False
 
@@ -189,7 +189,7 @@ class OneShot(Selector):
         return SelectorState(values={"done": self._done})
 
     def restore(self, state: SelectorState) -> None:
-        """Take over whether the plan was scored."""
+        """Restore whether the plan was scored."""
         self._done = bool(state.values["done"])
 
 
@@ -222,7 +222,7 @@ def list_selectors() -> list[str]:
 
 
 def selector_description(name: str) -> str:
-    """Return one line about a selector."""
+    """Return the one-line description of a selector."""
     return selector_class(name).description
 
 
@@ -242,7 +242,7 @@ def selector_option_types(name: str) -> dict[str, Any]:
 
 
 def check_selector(name: str, options: Mapping[str, Any], setting: SearchSetting | None = None) -> None:
-    """Refuse a selector's options as far as that can be told without a problem."""
+    """Refuse a selector's invalid options, as far as they can be checked without a problem."""
     check_options(f"selector {name!r}", "selector", options, selector_option_types(name))
     every = {**selector_options(name), **options}
     selector_class(name).check_ranges(every)
@@ -253,7 +253,7 @@ def check_selector(name: str, options: Mapping[str, Any], setting: SearchSetting
 def create_selector(
     name: str, problem: SearchProblem, *, seed: int = 0, episodes: int = 50, **options: Any
 ) -> Selector:
-    """Make a selector."""
+    """Create a selector by name, for a problem."""
     check_selector(name, options)
     if episodes < 1:
         raise ConfigError(f"search.episodes must be at least 1, got {episodes}")
@@ -275,7 +275,7 @@ def selector_class(name: str) -> type[Selector]:
 
 
 def import_package(module: str, selector: str, called: str) -> Any:
-    """Import the package that a selector needs."""
+    """Import a selector's optional package; `ConfigError` names it if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -287,7 +287,7 @@ def import_package(module: str, selector: str, called: str) -> Any:
 
 @dataclass(frozen=True)
 class SelectorEntry:
-    """A selector that is compared with others."""
+    """A selector with its options, as an entry of a comparison."""
 
     text: str
     selector: str

@@ -1,4 +1,4 @@
-"""Tree-structured Parzen estimators (Bergstra et al., NeurIPS 2011) through Optuna."""
+"""Select plans by tree-structured Parzen estimators (Bergstra et al., NeurIPS 2011) with Optuna."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ STUDY_FILE = "tpe.sqlite3"
 class TPESelector(Selector):
     """Optuna's TPE sampler (extra `tpe`) over the agent's own actions, with greedy's plan as its first trial.
 
-    Every trial draws with a seed made of the search's seed and the trial's number, so that the trials told so
-    far are all that it takes to go on exactly. They are in the state; the study on disk is a copy for
-    Optuna's dashboards and is made anew when a search is resumed.
+    Every trial draws with a seed derived from the search's seed and the trial's number, so that the trials
+    told so far, which are the state, suffice to resume exactly. The study on disk is a copy for Optuna's
+    dashboards, made anew when a search is resumed.
 
     Args:
         problem: What to choose for; it needs a budget.
@@ -103,7 +103,7 @@ class TPESelector(Selector):
         return SelectorState({"actions": torch.from_numpy(actions), "rewards": torch.from_numpy(rewards)})
 
     def restore(self, state: SelectorState) -> None:
-        """Take over the trials told so far."""
+        """Restore the trials told so far."""
         pairs = zip(state.tensors["actions"].numpy(), state.tensors["rewards"].numpy(), strict=True)
         self._told = [(actions.copy(), float(reward)) for actions, reward in pairs]
         self._study = self._mirror = None
@@ -126,7 +126,7 @@ class TPESelector(Selector):
         return study
 
     def _make_mirror(self, path: Path) -> Any:
-        """Make the study on disk, with the trials told so far; one that is there already is replaced."""
+        """Make the study on disk, with the trials told so far; replace an existing one."""
         announce_write(path)
         try:
             path.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""The space of a search: layers, candidates, costs and budgets."""
+"""Describe the space of a search: layers, candidates, costs and budgets."""

@@ -1,4 +1,4 @@
-"""The part of a search that is known before anything is trained, calibrated or fitted."""
+"""Describe a search problem: a network's layers, their candidates, costs and the budget."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rankrl.options.search import check_number_of_budgets
 
 @dataclass(frozen=True)
 class SearchSetting:
-    """The part of a search that a selector's options may contradict, known from its options alone."""
+    """The properties of a search, known from its options alone, that a selector's options may contradict."""
 
     measures: tuple[str, ...]
     narrows: bool = False
@@ -40,16 +40,15 @@ Measure = Literal["params", "macs", "bytes", "latency"]
 Choices = tuple[int, ...]
 """Index of a candidate for every site, in the order of the problem's sites."""
 
-# Without a budget, greedy's plan at this fraction of the parameters is where a search starts.
+# Without a budget, a search starts from greedy's plan at this fraction of the parameters.
 _PRESET_FRACTION = 0.5
 
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """The network as a selector knows it: layers, candidates, costs and budgets.
+    """The network as a selector sees it: layers, candidates, costs and budgets.
 
-    A selector knows a site's candidates by their index; their operations matter only to the plan that is made
-    at the end.
+    A selector refers to a site's candidates by their index; their operations matter only to the final plan.
 
     Attributes:
         specs: Every layer of the network in forward order, compressible or not (`inspect_layers`).
@@ -174,7 +173,7 @@ class SearchProblem:
         if latency is not None and latencies is not None:
             sites = latencies.attach(sites)
         budget: Budget | None = None
-        for measure, fraction in fractions.items():  # time is the last: the first of two budgets
+        for measure, fraction in fractions.items():  # latency comes last, to be put first of two budgets
             if fraction is None:
                 continue
             if measure == "latency" and latencies is not None:
@@ -196,7 +195,7 @@ class SearchProblem:
 
     @property
     def setting(self) -> SearchSetting:
-        """The parts of the problem that a selector's options may contradict."""
+        """The properties of the problem that a selector's options may contradict."""
         return SearchSetting(
             () if self.budget is None else self.budget.measures,
             any(site.narrows or site.removal is not None for site in self.sites),
@@ -236,7 +235,7 @@ class SearchProblem:
 
     @cached_property
     def preset(self) -> np.ndarray:
-        """Greedy's choices, shape (sites,), which a search starts from.
+        """Greedy's choices, shape (sites,), from which a search starts.
 
         The Lagrangian allocation over the data-aware errors for the budget, or for half of the parameters
         when there is no budget.
@@ -245,6 +244,7 @@ class SearchProblem:
             return allocate(self.sites, self.budget)
         fixed = self.params - sum(int(site.params[site.dense]) for site in self.sites)
         least = fixed + sum(int(site.params.min()) for site in self.sites)
+        # 1e-9 more than the least fraction: rounding must not make it unreachable.
         fraction = min(1.0, max(_PRESET_FRACTION, least / self.params + 1e-9))
         return allocate(self.sites, Budget(fraction, "params", self.params, fixed))
 
@@ -261,7 +261,7 @@ class SearchProblem:
         )
 
     def cost(self, choices: Sequence[int]) -> Cost:
-        """Return the cost of the whole network, with its time as a sum where all candidates were timed."""
+        """Return the whole network's cost; its time is the sum over layers, if all candidates were timed."""
         params, macs = self.params, self.macs
         size, time = FLOAT_BYTES * self.params, None
         if self.measure == "latency" and self.budget is not None:
@@ -278,5 +278,5 @@ class SearchProblem:
         return Cost(params, macs, size, time)
 
     def keeps_budget(self, choices: Sequence[int]) -> bool:
-        """Tell whether the choices stay within the budget; always true without one."""
+        """Whether the choices keep the budget; always true without one."""
         return self.budget is None or self.budget.kept(self.sites, choices)

@@ -1,7 +1,7 @@
-"""Sweeps: many runs of one command line, each guarded, skipped when finished, and listed when it failed.
+"""Run sweeps: many runs of one command line, skipped when finished, and listed when failed.
 
-`job` carries out one of them, `failures` keeps what went wrong, `callback` lists it at the end, `devices`
-deals out GPUs.
+`job` runs one of them on a GPU of its own, `progress` records failures and shows the state of the sweep,
+`launching`, `ray_jobs` and `submitit_jobs` start jobs in other processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One GPU for each job, where a machine has several and jobs run in parallel."""
+"""Run a job of a sweep: assign a GPU, reuse finished results, and record failures."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def runs_in_pool() -> bool:
 
 
 def worker_number(job: int) -> int:
-    """Return the number of this worker in its pool, from 0 on; the number of the job where there is none.
+    """Return the number of this worker in its pool, from 0; the number of the job without a pool.
 
-    A pool's worker keeps the first GPU that it has used, so GPUs are dealt to workers there.
+    A pool's worker keeps the first GPU that it has used, so GPUs are assigned to workers there.
     """
     number = re.search(r"-(\d+)$", multiprocessing.current_process().name)
     return job if number is None else int(number[1]) - 1
 
 
 def take_one_gpu(job: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let this process see one GPU only, by the number of its worker or job.
+    """Restrict this process to one GPU, by the number of its worker or job.
 
-    The choice of a cluster's scheduler (one device in CUDA_VISIBLE_DEVICES, or none) stays as it is. To be
-    called before anything uses a GPU.
+    The choice of a cluster's scheduler (one device in CUDA_VISIBLE_DEVICES, or none) is kept. Call it before
+    anything uses a GPU.
     """
     visible = environment.get(VISIBLE)
     if visible is None:
-        import torch  # when a job begins; the command line looks at sweeps without it
+        import torch  # late, as the command line handles sweeps without torch
 
         devices = [str(index) for index in range(torch.cuda.device_count())]
     else:
@@ -58,11 +58,11 @@ log = logging.getLogger(__name__)
 
 
 def job_folder(folder: RunFolder, config: Mapping[str, Any], sweep_folder: Path) -> RunFolder:
-    """Return the folder that holds a job from now on, with what there is of it already.
+    """Return the folder of a job, with earlier results of the same job moved or copied into it.
 
-    A job with the same options that lies elsewhere in the sweep's folder gets the new name where that says
-    more (`budget.params-0.5+seed-0`), and keeps its own where that is shorter, or another job's. A finished
-    one below the folder `reuse` is copied.
+    A job with the same options elsewhere in the sweep's folder gets the new name if that is longer, as in
+    `budget.params-0.5+seed-0`, and no other job's; else it keeps its own. A finished one below the folder
+    `reuse` is copied.
     """
     own, sweep = digest(config), sweep_identifier(sweep_folder)
     known = _known_jobs(sweep_folder, sweep).get(own, folder)
@@ -84,7 +84,7 @@ def job_folder(folder: RunFolder, config: Mapping[str, Any], sweep_folder: Path)
 
 
 def _hand_over(source: Path, target: Path, hand_over: Callable[[Path, Path], object]) -> None:
-    """Move or copy a run, its mark that it is finished last: what is interrupted is an unfinished run."""
+    """Move or copy a run, `metrics.json` last, so that an interruption leaves an unfinished run."""
     mark = RunFolder(source).metrics
     for path in sorted(source.iterdir(), key=lambda path: path == mark):
         place = target / path.name
@@ -92,7 +92,7 @@ def _hand_over(source: Path, target: Path, hand_over: Callable[[Path, Path], obj
             continue
         if place.is_dir():
             shutil.rmtree(place)
-        with suppress(PermissionError):  # Windows keeps a log that is open
+        with suppress(PermissionError):  # Windows does not move an open log
             hand_over(path, place)
 
 
@@ -105,8 +105,8 @@ def _copy(source: Path, target: Path) -> None:
 
 @lru_cache(maxsize=4)
 def _known_jobs(folder: Path, sweep: str | None) -> dict[str, RunFolder]:
-    """Return the runs below a folder when a sweep began, by the digest of their configurations."""
-    del sweep  # the jobs of another one are read anew
+    """Return the runs below a folder at the start of a sweep, by the digest of their configurations."""
+    del sweep  # only a key of the cache, so that another sweep reads the jobs anew
     runs = sorted(RunFolder.below(folder), key=lambda run: run.finished)
     recorded = [(run, run.recorded()) for run in runs]
     return {digest(config): run for run, config in recorded if config is not None}
@@ -124,7 +124,7 @@ def run_sweep_job(
     sweep_folder: Path,
     explain: Callable[[Exception], str],
 ) -> None:
-    """Carry out a job unless its results are there; write a failure to `error.json`."""
+    """Run a job unless its results exist; write a failure to `error.json`."""
     try:
         folder = job_folder(folder, config, sweep_folder)
         with folder.held():
@@ -144,7 +144,7 @@ def run_sweep_job(
                 run(folder)
     except RunStoppedError:
         raise
-    except Exception as error:  # whatever it is, the other jobs go on; the traceback is in the file
+    except Exception as error:  # of any kind, as the other jobs go on; the file holds the traceback
         folder.bring_back()
         paragraph = " ".join(explain(error).split())
         print(f"rankrl: {folder.path}: {paragraph}", file=sys.stderr)

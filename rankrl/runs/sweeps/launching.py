@@ -1,4 +1,4 @@
-"""The common part of rankrl's launchers: a job of a sweep, in the process that it was sent to."""
+"""Run a job of a sweep in the process that a launcher sent it to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, open_dict
 from rankrl.errors import RankrlError
 from rankrl.runs.sweeps.progress import sweep_identifier, write_failure
 
-_CONFIGURING = threading.Lock()  # Hydra's configuration is one for all threads
+_CONFIGURING = threading.Lock()  # Hydra's configuration is global to all threads
 
 
 class SweepJobs:
@@ -45,9 +45,9 @@ class SweepJobs:
         return len(self._overrides)
 
     def run(self, number: int, threads: int | None) -> JobReturn:
-        """Carry out a job in the process that it was sent to."""
+        """Run a job in the process that it was sent to."""
         os.chdir(self._current)
-        sys.path.insert(0, str(self._current))  # as for the command itself: users' own networks
+        sys.path.insert(0, str(self._current))  # finds users' own networks, as the command itself does
         if threads is not None:
             import torch
 
@@ -63,10 +63,10 @@ class SweepJobs:
         )
 
     def lost(self, number: int, error: Exception) -> JobReturn:
-        """Record that a job was started repeatedly without a result, and return an empty result."""
+        """Record the failure of a job that was restarted without a result, and return an empty result."""
         with _CONFIGURING:
             config, before = self._job_config(number), HydraConfig.instance().cfg
-            HydraConfig.instance().set_config(config)  # for what `${hydra:...}` stands for
+            HydraConfig.instance().set_config(config)  # resolves `${hydra:...}`
             folder = self.folder / str(config.hydra.sweep.subdir)
             HydraConfig.instance().cfg = before
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -79,7 +79,7 @@ class SweepJobs:
             self._overrides[number],
             sweep_identifier(self.folder),
         )
-        # Not failed for Hydra, which would end the sweep before the failed jobs are listed.
+        # COMPLETED, as with FAILED Hydra would end the sweep before the failed jobs are listed.
         result = JobReturn(overrides=self._overrides[number], status=JobStatus.COMPLETED)
         result.return_value = None
         return result
@@ -93,6 +93,6 @@ class SweepJobs:
 
 
 def refuse(error: RankrlError) -> NoReturn:
-    """End the program with one paragraph: Hydra would show where in its own code a launcher failed."""
+    """Exit with one paragraph; Hydra would print a traceback of its own code."""
     print(f"rankrl: {' '.join(str(error).split())}", file=sys.stderr)
     raise SystemExit(2) from error

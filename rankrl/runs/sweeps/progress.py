@@ -1,4 +1,4 @@
-"""Failed jobs: `error.json` in a job's folder, and the list of them at the end of a sweep."""
+"""Record the failures and the progress of a sweep's jobs in their folders, and show the sweep's state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_failure(
 
 
 def read_failure(folder: Path) -> str | None:
-    """Return the error that a job ended with as one paragraph, or None where it did not fail."""
+    """Return the error that a job ended with as one paragraph, or None if it did not fail."""
     path = folder / ERROR_FILE
     if not path.is_file():
         return None
@@ -59,7 +59,7 @@ def read_failure(folder: Path) -> str | None:
 
 
 def sweep_identifier(sweep_folder: Path) -> str | None:
-    """Return the identifier of the sweep that was started last in a folder, or None where there is none."""
+    """Return the identifier of the last sweep started in a folder, or None without one."""
     try:
         return str(json.loads((sweep_folder / SWEEP_FILE).read_text(encoding="utf-8"))["id"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -67,7 +67,7 @@ def sweep_identifier(sweep_folder: Path) -> str | None:
 
 
 def failures(sweep_folder: Path) -> list[Failure]:
-    """Return the failed jobs of the sweep that was started last in a folder, by their folders' names."""
+    """Return the failed jobs of the last sweep started in a folder, sorted by folder name."""
     sweep = sweep_identifier(sweep_folder)
     failed = []
     for path in sorted(sweep_folder.rglob(ERROR_FILE)):
@@ -82,28 +82,28 @@ def failures(sweep_folder: Path) -> list[Failure]:
 
 log = logging.getLogger(__name__)
 
-_TOLD_EVERY = 2.0  # seconds; folders of clusters are slow
-_SHOWN_EVERY = 2.0
-_LOGGED_EVERY = 30.0
+_TOLD_EVERY = 2.0  # seconds; file systems of clusters are slow
+_SHOWN_EVERY = 2.0  # seconds; jobs report no more often
+_LOGGED_EVERY = 30.0  # seconds; each line stays in the log
 _FORGOTTEN_AFTER = 600.0  # seconds without a report, after which a job does not count as running
 _MOST_NAMED = 4
 
 
 class JobProgress:
-    """Writes the progress of a job into its folder now and then; a listener of `rankrl.progress`."""
+    """Writes a job's progress into its folder, at most every two seconds; a listener of `rankrl.progress`."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._path, self._due = folder.progress, 0.0
 
     def __call__(self, stage: str, completed: int, total: int) -> None:
-        """Write a step, unless one was written just before."""
+        """Write the step, unless another was written less than two seconds ago."""
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _TOLD_EVERY
         try:
             write_json(self._path, {"stage": stage, "completed": completed, "total": total})
         except StorageError:
-            log.debug("progress cannot be written to %s", self._path)  # the job itself will say so
+            log.debug("progress cannot be written to %s", self._path)  # the job's own writes will report it
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class SweepState:
         return self.finished + self.failed
 
     def line(self, total: int | None, left: float | None) -> str:
-        """Return the state in one line."""
+        """Format the state in one line."""
         if total is None:
             done = counted(self.finished, "job")
         else:
@@ -155,7 +155,7 @@ class SweepState:
 
 
 class SweepWatch:
-    """Shows how far a sweep is while its jobs run elsewhere, in a thread of its own."""
+    """Shows the progress of a sweep from a thread, while its jobs run in other processes."""
 
     def __init__(
         self, folder: Path, total: int | None, *, live: bool, console: Console | None = None
@@ -170,7 +170,7 @@ class SweepWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and leave the last line."""
+        """End the thread and keep the last line on the terminal."""
         self._ended.set()
         self._thread.join()
 
@@ -198,7 +198,7 @@ class SweepWatch:
 
 
 def _last_words(folder: RunFolder) -> tuple[float, str]:
-    """Return the time and the text of a job's last report."""
+    """Return time and text of a job's last progress report."""
     try:
         content = json.loads(folder.progress.read_text(encoding="utf-8"))
         words = f": {content['stage']} {content['completed']} of {content['total']}"

@@ -1,4 +1,4 @@
-"""The jobs of a sweep as tasks on a Ray cluster."""
+"""Run the jobs of a sweep as tasks on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def run_on_ray(
 ) -> list[JobReturn]:
     """Run jobs on a Ray cluster and wait for all of them.
 
-    A job whose process is killed or whose node is lost is started again and goes on from its state; one that
-    is killed every time counts as failed, and the others run on.
+    A job whose process is killed or whose node is lost is restarted from its state; one that is killed every
+    time counts as failed, and the others continue.
     """
     try:
         ray = _ray()

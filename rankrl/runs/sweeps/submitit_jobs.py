@@ -1,4 +1,4 @@
-"""The jobs of a sweep in processes that submitit starts on this machine."""
+"""Run the jobs of a sweep in processes that submitit starts on this machine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def run_locally(
     """Run jobs with submitit's local executor and wait for all of them.
 
     submitit starts all of its jobs at once, so it gets no more than may run. A job whose process is killed is
-    started again and goes on from its state; a job that is killed every time counts as failed, and the others
-    run on.
+    restarted from its state; one that is killed every time counts as failed, and the others continue.
     """
     try:
         submitit = importlib.import_module("submitit")

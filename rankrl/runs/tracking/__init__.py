@@ -1,7 +1,7 @@
-"""Tracking: the numbers of a run, written for a dashboard while it goes on.
+"""Track the numbers of a run for a dashboard while it goes on.
 
-A tracker is a small class with three methods (`base`), registered by name (`registry`); `tracking` passes
-everything on to the trackers of a run, none of which can disturb it.
+A tracker is a class with a few methods, registered by name (`tracker`); `trackers` has those that come with
+rankrl. `Tracking` passes the numbers on to the trackers of a run, whose errors never stop the run.
 """
 
 from __future__ import annotations

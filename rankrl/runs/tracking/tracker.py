@@ -1,4 +1,4 @@
-"""What a tracker is, the registry of trackers, and tracking of a run."""
+"""Define the base class of trackers, register trackers by name, and track a run."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def create_tracker(name: str, folder: Path, **options: Any) -> Tracker:
 
 
 def import_optional(module: str, extra: str) -> ModuleType:
-    """Import a package that is installed by an extra."""
+    """Import a package of an optional extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -111,7 +111,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracking:
-    """Passes numbers on to trackers; one that fails is reported once and left out from then on."""
+    """Passes numbers on to trackers; a tracker that fails is reported once and dropped."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
@@ -127,7 +127,7 @@ class Tracking:
         self._point("search", row.episode, {name: getattr(row, name) for name in names})
 
     def epochs(self, stage: str) -> Callable[[EpochRow], None]:
-        """Return the function that tracks the epochs of `train` or `finetune`."""
+        """Return a function that tracks the epochs of `train` or `finetune`."""
 
         def epoch(row: EpochRow) -> None:
             self._point(stage, row.epoch, {"loss": row.loss, "accuracy": row.accuracy, "lr": row.lr})
@@ -154,7 +154,7 @@ class Tracking:
         for tracker in list(self._trackers):
             try:
                 call(tracker)
-            except Exception as error:  # a full disk or a lost server must not cost hours of work
+            except Exception as error:  # a full disk or a lost server must not end hours of work
                 self._trackers.remove(tracker)
                 log.warning(
                     "%s stopped tracking; the run goes on: %s: %s",
@@ -172,7 +172,7 @@ NOT_TRACKED = Tracking(())
 def start_tracking(
     name: str, folder: Path, config: Mapping[str, Any], options: Mapping[str, Any] | None = None
 ) -> Iterator[Tracking]:
-    """Track a run for the length of the block."""
+    """Track a run within the block."""
     tracking = Tracking(_trackers(name, folder, options or {}))
     tracking.configuration(config)
     try:

@@ -1,4 +1,4 @@
-"""Trackers: CSV files, TensorBoard, MLflow, Weights & Biases."""
+"""Write tracked numbers to CSV files, TensorBoard, MLflow, or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CsvTracker(Tracker):
 
 _LONGEST_VALUE = 500
 _PARAMETERS_A_CALL = 100
-# A run is named after its folder; a resumed run goes on with the id in this file.
+# Holds the id with which a resumed run continues; the run is named after its folder.
 _RUN_FILE = "mlflow-run"
 
 
@@ -73,7 +73,7 @@ class MlflowTracker(Tracker):
         write_atomically(known, self._run)
 
     def configuration(self, values: Mapping[str, str]) -> None:
-        """Log it as parameters; MLflow refuses long values, which are cut."""
+        """Log the options as parameters; long values, which MLflow refuses, are cut."""
         parameters = [self._parameter(name, value[:_LONGEST_VALUE]) for name, value in values.items()]
         for start in range(0, len(parameters), _PARAMETERS_A_CALL):
             self._client.log_batch(self._run, params=parameters[start : start + _PARAMETERS_A_CALL])
@@ -92,7 +92,7 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._run)
 
 
-# Options that change nothing in what is computed.
+# Options without effect on the results, which are no hyperparameters.
 _NO_HYPERPARAMETERS = ("resume", "tracking", "runs", "weights", "plan", "export", "inspect")
 # By their section of metrics.json.
 _SECTIONS = {
@@ -116,7 +116,7 @@ class TensorBoardTracker(Tracker):
         self._configuration: dict[str, str] = {}
 
     def configuration(self, values: Mapping[str, str]) -> None:
-        """Keep it as a Markdown table, and for the tab HPARAMS."""
+        """Write the options as a Markdown table, and keep them for the tab HPARAMS."""
         self._configuration = dict(values)
         rows = "\n".join(f"| {name} | {value} |" for name, value in values.items())
         self._writer.add_text("configuration", f"| option | value |\n|---|---|\n{rows}")
@@ -136,7 +136,7 @@ class TensorBoardTracker(Tracker):
             if name.partition(".")[0] not in _NO_HYPERPARAMETERS
         }
         compared = {f"result/{name}": values[name] for name in _COMPARED if name in values}
-        # As `add_hparams` does, but into this run's file rather than a new folder.
+        # Like `add_hparams`, which would open a file in a new folder.
         for summary in summaries(options, compared):
             self._writer.file_writer.add_summary(summary)
 
@@ -146,7 +146,7 @@ class TensorBoardTracker(Tracker):
 
 
 def _plain(text: str) -> bool | float | str:
-    """Return a number or a truth value as such, so that TensorBoard can filter and sort by it."""
+    """Convert text to a number or truth value if it is one, so that TensorBoard can filter and sort by it."""
     if text in ("True", "False"):
         return text == "True"
     try:
@@ -179,7 +179,7 @@ class WandbTracker(Tracker):
         )
 
     def configuration(self, values: Mapping[str, str]) -> None:
-        """Keep it as the run's configuration."""
+        """Set the run's configuration."""
         self._run.config.update(dict(values), allow_val_change=True)
 
     def point(self, stage: str, step: int, values: Mapping[str, float]) -> None:
@@ -188,7 +188,7 @@ class WandbTracker(Tracker):
         self._run.log({f"{stage}/step": step, **{f"{stage}/{name}": value for name, value in values.items()}})
 
     def result(self, values: Mapping[str, float]) -> None:
-        """Keep them in the run's summary."""
+        """Write the numbers to the run's summary."""
         self._run.summary.update(dict(values))
 
     def close(self) -> None:
