@@ -108,7 +108,7 @@ class InputMoments:
         mean: E[x], shape (D,).
         covariance: E[(x - mean)(x - mean)'], shape (D, D); as rows when there were few patches.
         count: Patches they were estimated from.
-        shrinkage: How much of the covariance is chance, 0 to 1 (`decomposition.calibration.shrinkage`).
+        shrinkage: How much of the covariance is chance, 0 to 1 (`decomposition.calibration.metric`).
     """
 
     mean: torch.Tensor

@@ -24,7 +24,7 @@ class RecipeOptions:
             (Frobenius decay, Khodak et al., ICLR 2021). Above 0 the optimizer's own skips the cores, which
             are sized alike before the first step, so that one learning rate suits them all; layers in
             integers stay as they are.
-        schedule: "constant", "cosine" or "one_cycle"; see `rankrl.training.schedule`.
+        schedule: "constant", "cosine" or "one_cycle"; see `rankrl.training.recipe`.
         warmup: Fraction of all steps in which the learning rate rises, 0 to below 1.
         label_smoothing: Probability mass spread over all classes, 0 to below 1 (Szegedy et al. 2016).
         gradient_clip: Largest Euclidean norm of the whole gradient, or None for no clipping.
