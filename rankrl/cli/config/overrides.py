@@ -127,7 +127,7 @@ def typed_options(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for network in config["pretrain"]["networks"]:
         owned += [("model", "", _name("pretrain.networks", network, TABLES["model"]), network)]
     for group, prefix, name, options in owned:
-        types, _ = TABLES[group].types(name)
+        types = TABLES[group].types(name)[0] if options else {}
         for key, value in options.items():
             yield f"{prefix}.{key}" if prefix else "pretrain.networks", value, types.get(key, Any)
 

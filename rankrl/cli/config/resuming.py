@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,17 +95,18 @@ def _recorded_overrides(folder: Path, new: Mapping[str, str]) -> list[str]:
 
     For files that are gone, the new overrides say where they are.
 
-    Our record comes first, as Hydra writes its own before a job can refuse the folder of another run.
+    Our record comes first, as it says where files are; that of Hydra stands in for a damaged one.
     """
     run = RunFolder(folder)
-    path = run.record if run.recorded() is not None else folder / ".hydra" / "overrides.yaml"
+    own = run.recorded() is not None
+    path = run.record if own else folder / ".hydra" / "overrides.yaml"
     if not path.is_file():
-        damaged = f"its record {run.record} is damaged, and there is" if run.record.is_file() else "there is"
-        raise ConfigError(
-            f"resume={folder}: {damaged} no {path}; give the folder of a run, or begin a new one"
-        )
+        if run.record.is_file():
+            raise ConfigError(f"resume={folder}: {run.record} is damaged; begin a new run in another folder")
+        raise ConfigError(f"resume={folder}: there is no rankrl run in that folder (no {path})")
     try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(path))
+        text = path.read_text(encoding="utf-8")
+        content: Any = json.loads(text) if own else OmegaConf.to_container(OmegaConf.create(text))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException):
         content = None
     overrides = content.get("overrides") if isinstance(content, dict) else content
@@ -119,13 +121,13 @@ def _recorded_overrides(folder: Path, new: Mapping[str, str]) -> list[str]:
     take_surroundings(content, run)
     for option in recorded_options(content):
         try:
-            text = path_from_here(option, before.get(option, ""), content, run)
+            override = path_from_here(option, before.get(option, ""), content, run)
         except ConfigError:
             if option not in new:
                 raise
-            text = new[option]
-        if text:
-            before[option] = text
+            override = new[option]
+        if override:  # else an experiment sets it, and its path leads from here
+            before[option] = override
     return list(before.values())
 
 
