@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from command_line import QUICK, call, read_json, small_network, task_refusal, workplace
 
-from rankrl.plan_search import pretraining as episodes
 from rankrl.plan_search import pretraining as workflow
 from rankrl.plan_search.agents.policy_file import PolicyFile
 
@@ -81,7 +80,7 @@ def test_a_comparison_refuses_a_policy_that_was_trained_on_its_task(
 
 
 def test_a_killed_run_plays_no_task_twice(whole: Path, tmp_path: Path, monkeypatch) -> None:
-    played = []
+    played, play_episodes = [], workflow.play_episodes
 
     class Killed(BaseException):
         """Stands for the end of the process."""
@@ -90,7 +89,7 @@ def test_a_killed_run_plays_no_task_twice(whole: Path, tmp_path: Path, monkeypat
         if len(played) == 3:
             raise Killed
         played.append(problem.fingerprint)
-        return episodes.play_episodes(problem, *arguments, **options)
+        return play_episodes(problem, *arguments, **options)
 
     monkeypatch.setattr(workflow, "play_episodes", dying)
     run = tmp_path / "run"

@@ -97,7 +97,7 @@ def test_without_arguments_it_is_the_first_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: list[list[str]] = []
-    monkeypatch.setattr("rankrl.cli.app._run", lambda: given.append(sys.argv[1:]))
+    monkeypatch.setattr("hydra.main", lambda **_: lambda _: lambda: given.append(sys.argv[1:]))
     for arguments in ([], ["seed=1"]):
         monkeypatch.setattr(sys, "argv", ["rankrl", *arguments])
         main()

@@ -107,7 +107,7 @@ def test_several_teachers_are_one_whose_class_scores_are_their_mean(
     for seed, path in enumerate(paths):
         torch.manual_seed(seed)
         networks.append(create_model("conv4", input_shape=digits.input_shape, num_classes=10))
-        train(networks[-1], digits, TrainingRecipe(epochs=2, lr=1e-2, batch_size=64))
+        train(networks[-1], digits, TrainingRecipe(epochs=4, lr=3e-3, batch_size=64))
         save_checkpoint(networks[-1], path)
     given = settings(
         "model=lenet5", f"finetune.teacher=[{paths[0]},{paths[1]}]", "finetune.teacher_model=conv4"
