@@ -268,7 +268,7 @@ def main() -> None:
         folder = [] if _sweep_folders(written) else _sweep_folders(sys.argv)
         command = shlex.join(["rankrl", *written, *folder])
         _leave(ConfigError(f"stopped; `{command}` goes on"), INTERRUPTED)
-    except Exception as error:
+    except Exception as error:  # of any type that Hydra and its plugins raise; a task's own defects pass
         if os.environ.get(COMPLETE_ERRORS) == "1" or any(
             frame.f_code is _run.__code__ for frame, _ in walk_tb(error.__traceback__)
         ):
