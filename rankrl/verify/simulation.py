@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +67,7 @@ def unlike_file(
     """
     usable = [spec.name for spec in specs if spec.refusal is None and spec.kind not in OPAQUE_KINDS]
     bits = REDUCED_BITS if reduces(reduce_range) else 8
-    batch, feed = _first(next(iter(inputs.ranges()))), _first_arrays(next(iter(inputs.feeds())))
+    batch, feed = _first(next(iter(inputs.ranges()))), _first_arrays(inputs.feeds())
     exact = _answers(model, batch)
     reason = ""
 
@@ -132,7 +132,12 @@ def _first(batch: Inputs) -> Inputs:
     return rows(batch, slice(_INPUTS))
 
 
-def _first_arrays(feed: Batch) -> Batch:
-    if isinstance(feed, Mapping):
-        return {name: array[:_INPUTS] for name, array in feed.items()}
-    return feed[:_INPUTS]
+def _first_arrays(feeds: Iterable[Batch]) -> Batch:
+    """Return the first inputs of a file, whose batches may be smaller than the network's."""
+    taken: list[Mapping[str, Array]] = []
+    for feed in feeds:
+        taken.append(feed if isinstance(feed, Mapping) else {"": feed})
+        if sum(len(next(iter(each.values()))) for each in taken) >= _INPUTS:
+            break
+    joined = {name: np.concatenate([each[name] for each in taken])[:_INPUTS] for name in taken[0]}
+    return joined.get("", joined)
