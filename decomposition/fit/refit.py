@@ -284,8 +284,9 @@ def refit_to_patches(
     rest = outputs - arriving @ new_weight.flatten(1).T.to(arriving)
     if mean_absorbed:
         rest -= shift.to(rest)
-    # The clamp makes the error of a layer without outputs 0 instead of NaN.
-    error = float((rest.square().sum() / outputs.square().sum().clamp_min(1e-300)).sqrt())
+    # Doubles, in which the clamp is above 0: the error of a layer whose outputs are all 0 is no NaN.
+    whole = outputs.square().sum().double().clamp_min(1e-300)
+    error = float((rest.square().sum().double() / whole).sqrt())
     return Refitted(fitted, shift, error)
 
 
