@@ -253,8 +253,8 @@ def check_fields(options: Any) -> None:
 
 
 def _check(name: str, value: Any, annotation: Any) -> None:
-    allowed = list(_argument_types_members(annotation))
-    if any(_argument_types_fits(value, kind) for kind in allowed):
+    allowed = list(_argument_members(annotation))
+    if any(_argument_fits(value, kind) for kind in allowed):
         return
     kinds = " or ".join(dict.fromkeys(map(_described, allowed)))
     choices = [
@@ -266,11 +266,11 @@ def _check(name: str, value: Any, annotation: Any) -> None:
     )
 
 
-def _argument_types_members(wanted: Any) -> Iterator[Any]:
+def _argument_members(wanted: Any) -> Iterator[Any]:
     """Yield the members of a union, or the annotation alone."""
     if _origin(wanted) in (typing.Union, types.UnionType):
         for each in typing.get_args(wanted):
-            yield from _argument_types_members(each)
+            yield from _argument_members(each)
     else:
         yield wanted
 
@@ -279,7 +279,7 @@ def _origin(wanted: Any) -> Any:
     return typing.get_origin(wanted) or wanted
 
 
-def _argument_types_fits(value: Any, wanted: Any) -> bool:
+def _argument_fits(value: Any, wanted: Any) -> bool:
     origin, arguments = _origin(wanted), typing.get_args(wanted)
     if wanted is None or wanted is type(None):
         return value is None
@@ -295,8 +295,7 @@ def _argument_types_fits(value: Any, wanted: Any) -> bool:
     if origin in (Sequence, tuple):
         entries = isinstance(value, Sequence) and not isinstance(value, str | bytes)
         return entries and all(
-            any(_argument_types_fits(v, each) for each in _argument_types_members(arguments[0]))
-            for v in value
+            any(_argument_fits(v, each) for each in _argument_members(arguments[0])) for v in value
         )
     return isinstance(value, origin) if isinstance(origin, type) else True
 
@@ -321,7 +320,7 @@ def _remedy(name: str, value: Any, wanted: Collection[Any]) -> str:
             fields = ", ".join(f"{key}={entry!r}" for key, entry in value.items())
             package, kind = each.__module__.split(".")[0], typing.cast(type, each).__name__
             return f"; write {name}={package}.{kind}({fields})"
-        if _origin(each) in (Sequence, tuple) and _argument_types_fits(value, typing.get_args(each)[0]):
+        if _origin(each) in (Sequence, tuple) and _argument_fits(value, typing.get_args(each)[0]):
             return f"; write {name}=[{value!r}]"
         if each is float and isinstance(value, str):
             return f"; write a fraction, such as {name}=0.5"

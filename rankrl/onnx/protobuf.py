@@ -97,9 +97,15 @@ def dense(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:
 def _with_bodies(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yield the graph and the bodies of its control flow."""
     yield graph
-    for attribute in (attribute for node in graph.node for attribute in node.attribute):
-        for body in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
+    for node in graph.node:
+        for body in _bodies(node):
             yield from _with_bodies(body)
+
+
+def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs among a node's attributes."""
+    for attribute in node.attribute:
+        yield from (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs)
 
 
 _UNKNOWN = (None, None)
@@ -215,9 +221,7 @@ def _is_tensor(value: onnx.ValueInfoProto) -> bool:
 def _reads(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the names of the values that a node and its bodies read."""
     yield from filter(None, node.input)
-    for attribute in node.attribute:
-        for body in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
-            yield from (name for inner in body.node for name in _reads(inner))
+    yield from (name for body in _bodies(node) for inner in body.node for name in _reads(inner))
 
 
 def load_model(path: str | Path) -> ir.Model:

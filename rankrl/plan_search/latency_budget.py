@@ -152,7 +152,7 @@ class DeviceKit:
 
 log = logging.getLogger(__name__)
 
-_LATENCY_BUDGET_SHARES = (0.15, 0.35, 0.6, 0.85)
+_TRIED_SHARES = (0.15, 0.35, 0.6, 0.85)
 """Where plans are tried on the way from the fastest plan to the dense network."""
 _ADJUSTMENTS = 9  # most greedy plans timed for one budget; each costs an export
 # A greedy plan that takes at least this share of the time allowed leaves little unused.
@@ -464,7 +464,7 @@ def first_trials(
     generator = np.random.default_rng(0)
     plans = []
     # 1e-9 more than the least share: rounding must not leave a budget below the fastest plan.
-    for share in _LATENCY_BUDGET_SHARES:
+    for share in _TRIED_SHARES:
         budget = table.budget(min(1.0, least + share * max(0.0, 1 - least) + 1e-9), sites)
         plans += [allocate(attached, budget), spend_at_random(attached, budget, generator)]
     trials = [Trial.of(table, sites, [site.candidates[site.dense] for site in attached], 1.0)]

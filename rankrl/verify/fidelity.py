@@ -195,7 +195,7 @@ def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
         floor=floor,
     )
     if told is not None:
-        layer = _rewritten_first_departing(model, dense, some, floor)
+        layer = _first_departing_module(model, dense, some, floor)
         where = "" if layer is None else f", first of all that of the layer {layer!r}"
         raise DecompositionError(
             f"{name} would be compressed as another network than it is: with nothing compressed yet, "
@@ -217,9 +217,7 @@ def _joined(parts: Iterable[Mapping[Place, Array]]) -> dict[Place, Array]:
     }
 
 
-def _rewritten_first_departing(
-    model: nn.Module, dense: nn.Module, inputs: Inputs, floor: float
-) -> str | None:
+def _first_departing_module(model: nn.Module, dense: nn.Module, inputs: Inputs, floor: float) -> str | None:
     """Return the name of the module of both networks whose first output is the first to differ."""
     with _watched(model) as before, _watched(dense) as after:
         for network in (model, dense):

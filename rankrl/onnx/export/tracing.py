@@ -396,11 +396,11 @@ def onnx_accuracy(
     session = open_session(path)
     correct = total = 0
     for images, labels in batches:
-        batch = _verification_array(images)
+        batch = _as_array(images)
         if session.input_dtype == np.float32 and np.issubdtype(batch.dtype, np.floating):
             batch = batch.astype(np.float32)
         logits = session.run(batch)[0]
-        correct += int((logits.argmax(axis=1) == _verification_array(labels)).sum())
+        correct += int((logits.argmax(axis=1) == _as_array(labels)).sum())
         total += len(logits)
     if total == 0:
         raise ExportError("there are no images to measure the accuracy of the ONNX file on.")
@@ -413,5 +413,5 @@ def _plain(x: Tensor) -> Tensor:
     return in_layout(x.float() if x.is_floating_point() else x, torch.contiguous_format)
 
 
-def _verification_array(values: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _as_array(values: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
