@@ -23,7 +23,7 @@ from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
 from rankrl.onnx.graph.positions import METADATA, from_metadata, to_metadata
 from rankrl.onnx.graph.precisions import check_without_integers, without_integers
-from rankrl.onnx.graph.prepared_file import Inputs, PreparedFile
+from rankrl.onnx.graph.prepared_file import FileInputs, PreparedFile
 from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats
 from rankrl.onnx.runtimes import check_runtimes
@@ -45,7 +45,7 @@ class FileSource:
     """A network in an ONNX file, its inputs and its score."""
 
     path: Path
-    inputs: Inputs = field(repr=False)
+    inputs: FileInputs = field(repr=False)
     images: ImagePreprocessing | None = None
     batch_axes: Axes | None = None
     heldout: float = HELDOUT

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from rich.table import Table
+from rich import table as terminal
 
 from rankrl.errors import counted
 from rankrl.report.gather import gather_runs
@@ -51,7 +51,7 @@ _MOST_ROWS = 40
 _NAME = 28  # characters of a run's name in a line
 
 
-def results_table(folder: str | Path) -> Table:
+def results_table(folder: str | Path) -> terminal.Table:
     """Return the finished runs below a folder for the terminal, the best first."""
     runs = [run for run in gather_runs(folder) if run.status == "finished"]
     columns = {column.key: column for column in shown_columns(runs)}
@@ -60,7 +60,7 @@ def results_table(folder: str | Path) -> Table:
     more = [f"{counted(len(rows) - _MOST_ROWS, 'more run')}"] if len(rows) > _MOST_ROWS else []
     note = [_NOTE] if "params_ratio" in columns else []
     page = f"`rankrl task=report runs={folder}` writes the page"
-    table = Table(title=counted(len(rows), "finished run"), caption="; ".join([*more, *note, page]))
+    table = terminal.Table(title=counted(len(rows), "finished run"), caption="; ".join([*more, *note, page]))
     for index, column in enumerate(shown):
         table.add_column(
             _TITLES.get(column.key, column.title), justify="right" if index else "left", overflow="fold"
@@ -119,7 +119,7 @@ def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[st
     return ["", *names, *(stage.name for stage in rivals)], rows
 
 
-def summary_table(metrics: Mapping[str, Any]) -> Table:
+def summary_table(metrics: Mapping[str, Any]) -> terminal.Table:
     """Return the before/after table for the terminal."""
     columns, rows = comparison_rows(metrics)
     name = " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key))
@@ -152,25 +152,25 @@ def _worth(metrics: Mapping[str, Any]) -> str:
     return f" for {article} {best.words} of {best.write(best.after)} instead of {best.write(best.before)}"
 
 
-def runtimes_table(metrics: Mapping[str, Any]) -> Table:
+def runtimes_table(metrics: Mapping[str, Any]) -> terminal.Table:
     """Return the table of runtimes for the terminal; without rows if only one was measured."""
     return _table(*runtime_rows(metrics), caption=runtime_note(metrics))
 
 
-def measured_table(metrics: Mapping[str, Any]) -> Table:
+def measured_table(metrics: Mapping[str, Any]) -> terminal.Table:
     """Return the table of measured plans for the terminal; without rows if none was measured."""
     return _table(*measured_rows(metrics), caption=measured_note(metrics))
 
 
-def device_table(metrics: Mapping[str, Any]) -> Table:
+def device_table(metrics: Mapping[str, Any]) -> terminal.Table:
     """Return the table of networks measured on another device; without rows if none was."""
     return _table(*device_rows(metrics), caption=device_note(metrics))
 
 
 def _table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, caption: str | None
-) -> Table:
-    table = Table(title=title, title_style="bold", header_style="bold", caption=caption)
+) -> terminal.Table:
+    table = terminal.Table(title=title, title_style="bold", header_style="bold", caption=caption)
     cells = [max((len(row[index]) for row in rows), default=0) for index in range(len(columns))]
     wide = sum(map(max, cells, map(len, columns))) + 3 * len(columns) + 1 > _TERMINAL
     for index, (column, width) in enumerate(zip(columns, cells, strict=True)):

@@ -308,7 +308,7 @@ def _mapped(model: ir.Model, start: ir.Value, end: ir.Value, rows: Array, source
     return mapped.reshape(rows.shape)
 
 
-Inputs = Batches | str | Path
+FileInputs = Batches | str | Path
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ class PreparedFile:
     def read(
         cls,
         path: str | Path,
-        inputs: Inputs,
+        inputs: FileInputs,
         *,
         images: ImagePreprocessing | None = None,
         batch_axes: Axes | None = None,

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from decomposition import FitLibrary
 from decomposition.cache import digest
+from decomposition.choose.library import FitLibrary
 from decomposition.network.inputs import Inputs
 from decomposition.network.surgery import copied
 from rankrl.device import Precision, model_device

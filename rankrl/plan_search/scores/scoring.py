@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from decomposition import CandidateSet, FitLibrary, Inputs
-from decomposition.network.inputs import joined, rows
+from decomposition import CandidateSet
+from decomposition.choose.library import FitLibrary
+from decomposition.network.inputs import Inputs, joined, rows
 from rankrl.data import ImageData, augmented_copy
 from rankrl.data.calibration import calibration_images
 from rankrl.options.search import Term
