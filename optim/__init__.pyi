@@ -9,8 +9,8 @@ from .registry import (
     optimizer_record,
     register_optimizer,
 )
+from .settings import SparseGradientError
 from .sgd import sgd
-from .validation import SparseGradientError
 
 __all__ = [
     "OnnxAdagrad",

@@ -6,17 +6,16 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from optim.base import OnnxOptimizer
-from optim.functional import EPSILON
-from optim.kernels import update_adagrad
+from optim.kernels import EPSILON, update_adagrad
 from optim.registry import register_optimizer
-from optim.validation import check_coefficient
+from optim.settings import check_coefficient
 
 
 @register_optimizer(
     "onnx_adagrad", "Adagrad as the ONNX operator ai.onnx.preview.training.Adagrad defines it"
 )
 class OnnxAdagrad(OnnxOptimizer):
-    """Adagrad as ai.onnx.preview.training.Adagrad defines it; equations in `optim.functional.adagrad`.
+    """Adagrad as ai.onnx.preview.training.Adagrad defines it; equations in `optim.kernels.adagrad`.
 
     Seen from `torch.optim.Adagrad`: decay_factor is its lr_decay, norm_coefficient its weight_decay; with
     `first_update_count=0` and an equal epsilon the two agree up to rounding.

@@ -6,15 +6,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from optim.base import OnnxOptimizer
-from optim.functional import ALPHA, BETA, EPSILON
-from optim.kernels import update_adam
+from optim.kernels import ALPHA, BETA, EPSILON, update_adam
 from optim.registry import register_optimizer
-from optim.validation import check_coefficient, check_decay
+from optim.settings import check_coefficient, check_decay
 
 
 @register_optimizer("onnx_adam", "Adam as the ONNX operator ai.onnx.preview.training.Adam defines it")
 class OnnxAdam(OnnxOptimizer):
-    """Adam as ai.onnx.preview.training.Adam defines it; equations in `optim.functional.adam`.
+    """Adam as ai.onnx.preview.training.Adam defines it; equations in `optim.kernels.adam`.
 
     Seen from `torch.optim.Adam`: alpha and beta are its betas, norm_coefficient its (coupled) weight_decay,
     and epsilon is added before the bias of the second moment is corrected rather than after. With

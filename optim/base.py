@@ -12,8 +12,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from optim.kernels import foreach_increase_
-from optim.rates import Count
-from optim.validation import SparseGradientError, check_keys, check_params, check_rate, check_update_count
+from optim.settings import (
+    Count,
+    SparseGradientError,
+    check_keys,
+    check_params,
+    check_rate,
+    check_update_count,
+)
 
 # Options added later: states saved without them leave them unchanged.
 _ADDED = {"maximize": False, "foreach": None, "capturable": False}

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from pruning.copies import copied, fresh_input, plain_network
+from pruning.copies import copied, fresh_input, plain_network, public_call
 from pruning.errors import PruningError
-from pruning.public_calls import public_call
 from pruning.registry import register_pruner
 
 Cost = Callable[[nn.Module], float]

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from pruning.channel_walk import ChannelWalk
+from pruning.copies import public_call
 from pruning.errors import PruningError
 from pruning.labels import Labels
-from pruning.public_calls import public_call
 from pruning.tracing import walk_channels
 
 KeptChannels = dict[str, list[int]]

@@ -9,14 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from pruning.copies import copied, fresh_input, plain_network
+from pruning.copies import check_values, copied, fresh_input, own_modes, plain_network, public_call
 from pruning.errors import PruningError
-from pruning.gated_norms import GatedForward
 from pruning.groups import ChannelGroup, KeptChannels, groups_of_walk, removable_groups
 from pruning.hard_concrete import HardConcreteMask
-from pruning.masks import ChannelMask, scale_channels
+from pruning.masks import ChannelMask, GatedForward, scale_channels
 from pruning.operations import channel_axis
-from pruning.public_calls import check_values, own_modes, public_call
 from pruning.removal import cut_in_place, validate_kept
 from pruning.tracing import walk_channels
 

@@ -38,7 +38,7 @@ class Pruner:
     @property
     def is_mask(self) -> bool:
         """Whether the pruner is a mask to be trained, not a criterion to be computed."""
-        from pruning.masks import ChannelMask  # imports torch
+        from pruning.masks import ChannelMask
 
         return isinstance(self.definition, type) and issubclass(self.definition, ChannelMask)
 
@@ -53,7 +53,7 @@ def register_pruner(
 ) -> Callable[[Definition], Definition]:
     """Register the decorated mask class or criterion under `name`.
 
-    A criterion computes in the modes of torch that public calls do (`pruning.public_calls`).
+    A criterion computes in the modes of torch that public calls do (`pruning.copies`).
 
     Raises:
         PruningError: if the name is taken.
@@ -65,7 +65,7 @@ def register_pruner(
         if name in _PRUNERS:
             raise PruningError(f"a pruner named {name!r} is registered already")
         if not isinstance(definition, type):
-            from pruning.public_calls import public_call  # imports torch
+            from pruning.copies import public_call
 
             definition = cast("Definition", public_call(definition))
         _PRUNERS[name] = Pruner(name, description, definition, scope, unit)

@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from pruning.channel_walk import ChannelWalk
-from pruning.copies import copied, plain_network
+from pruning.copies import copied, plain_network, public_call
 from pruning.errors import PruningError
-from pruning.gated_norms import GatedForward
 from pruning.groups import ChannelGroup, KeptChannels, find_group, groups_of_walk
 from pruning.labels import Labels
+from pruning.masks import GatedForward
 from pruning.operations import pad_arguments
-from pruning.public_calls import public_call
 from pruning.tracing import walk_channels
 
 
@@ -249,3 +248,29 @@ def _repad(owner: nn.Module, before: int, after: int) -> nn.Module:
         else:
             node.update_arg(1, tuple(widths))
     return fx.GraphModule(owner, graph, class_name=type(owner).__name__)
+
+
+@public_call
+def untrained_copy(network: nn.Module, seed: int = 0) -> nn.Module:
+    """Return a copy with all weights drawn anew, for training from scratch (Liu et al. 2019).
+
+    Args:
+        network: a network, usually the result of `remove_channels`; it is left as it is.
+        seed: of the initial weights; torch's global generator stays as it was.
+
+    Raises:
+        PruningError: if a module holds parameters and has no `reset_parameters` to draw them again.
+    """
+    fresh = copied(plain_network(network))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for name, module in fresh.named_modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+            elif module._parameters:
+                raise PruningError(
+                    f"{name or 'the network'} ({type(module).__name__}) cannot be drawn anew: it holds "
+                    "parameters of its own; give its class a method reset_parameters"
+                )
+    return fresh

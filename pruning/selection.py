@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from pruning.copies import public_call
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup, KeptChannels, groups_of_walk
-from pruning.public_calls import public_call
 from pruning.removal import cut, remove_channels, validate_kept
 from pruning.tracing import walk_channels
 

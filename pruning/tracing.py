@@ -23,16 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pruning.call import CHANGING, Call, calling_frame, is_networks_own, is_of_torch, line_of
-from pruning.channel_count import ChannelCount
-from pruning.channel_walk import ChannelWalk
+from pruning.channel_walk import (
+    CHANGING,
+    Call,
+    ChannelCount,
+    ChannelWalk,
+    calling_frame,
+    is_networks_own,
+    is_of_torch,
+    line_of,
+)
 from pruning.copies import copied, fresh_input, plain_network
 from pruning.errors import PruningError
-from pruning.function_labels import FunctionLabels
-from pruning.gated_norms import JOINT_NORMS
-from pruning.label_arrays import label_axes, label_row, labels_in, rooted
-from pruning.layer_labels import LAYERS, LayerLabels, calls_with_its_own
-from pruning.movement import leaves
+from pruning.label_rules import LAYERS, FunctionLabels, LayerLabels, calls_with_its_own, leaves
+from pruning.labels import label_axes, label_row, labels_in, rooted
+from pruning.masks import JOINT_NORMS
 from pruning.operations import FACTORIES, VALUE_READERS
 
 

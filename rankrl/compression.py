@@ -18,18 +18,21 @@ from decomposition.network.inputs import input_shape_of, split
 from decomposition.network.surgery import unwrapped
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.errors import ConfigError
-from rankrl.file_compression import (
+from rankrl.files import storage_errors, write_atomically
+from rankrl.kits.kit import TIMES_FILE, WrittenKit
+from rankrl.network_compression import (
     FileSearch,
     FileSource,
+    FineTuner,
+    FineTuning,
     apply_to_file,
     compress_file_in,
+    compress_module,
     write_file_kit,
+    write_module_kit,
 )
-from rankrl.files import storage_errors, write_atomically
-from rankrl.kits.kit_writer import TIMES_FILE, WrittenKit
-from rankrl.module_compression import FineTuner, FineTuning, compress_module, write_module_kit
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
-from rankrl.networks.own_module import ScoredModule
+from rankrl.networks.module import ScoredModule
 from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
 from rankrl.onnx.graph.rewrite import writable_formats
@@ -38,7 +41,7 @@ from rankrl.options.decomposition import AUTO, AUTO_FORMATS, DecompositionOption
 from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.run import SearchResult
-from rankrl.plan_search.scores.score_evaluator import Score
+from rankrl.plan_search.scores.evaluators import Score
 from rankrl.plan_search.session import SearchGoal, check_reachable
 from rankrl.progress import Progress
 from rankrl.request import Request, opened_session

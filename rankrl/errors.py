@@ -66,3 +66,11 @@ class RunStoppedError(RankrlError):
 
     def __init__(self, folder: object) -> None:
         super().__init__(f"stopped; `rankrl resume={folder}` goes on from here")
+
+
+class ExportError(RankrlError):
+    """A model cannot become an ONNX file, or its file does not do what the model does."""
+
+
+class OnnxGraphError(RankrlError):
+    """An ONNX file or its inputs cannot be used: damaged, incomplete, or nothing that can be compressed."""

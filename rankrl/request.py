@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rankrl.errors import ConfigError, counted
-from rankrl.kits.kit_writer import WrittenKit
+from rankrl.kits.kit import WrittenKit
 from rankrl.networks.network import CandidateOptions, PricedNetwork, SearchableNetwork
 from rankrl.onnx.runtimes import check_runtimes
 from rankrl.options.decomposition import DecompositionOptions

@@ -70,7 +70,7 @@ from decomposition.operations.operation import FINAL
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.models import create_model, load_checkpoint
-from rankrl.report.provenance import hardware_line, shown_command, write_section
+from rankrl.report.run_folder import hardware_line, shown_command, write_section
 from rankrl.training.accuracy import report_accuracy
 
 ALGEBRAIC = FitOptions(iterations=0)
@@ -508,7 +508,7 @@ def _finished_rows(path: Path | None) -> dict[tuple[str, float, str], str]:
 
 
 def write_part(path: Path, part: str, text: str) -> None:
-    """Write the section of a part; see `rankrl.report.provenance.write_section`."""
+    """Write the section of a part; see `rankrl.report.run_folder.write_section`."""
     marker = "bench_decomposition" if part == "fits" else f"bench_decomposition_{part}"
     write_section(path, marker, TITLES[part], text)
 

@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from file_rivals import RIVALS, Rival
 from given_files import find_file, names_of_files
-from int8_tuning import outputs_of
+from int8_tuning import RIVALS, Rival, outputs_of
 from limited import LimitError, Limits
 from made_inputs import MissingFileError
 from ours_on_files import PARTS, ours
@@ -41,7 +40,7 @@ from result_rows import ResultRows
 
 from rankrl.device import processor_name
 from rankrl.onnx.runtimes import open_session
-from rankrl.report.provenance import hardware_line, shown_command, write_section
+from rankrl.report.run_folder import hardware_line, shown_command, write_section
 from rankrl.timing.latency import time_in_turns
 
 KEY = ("file", "method")

@@ -51,7 +51,7 @@ from rankrl.onnx.export import export_onnx
 from rankrl.onnx.graph import PreparedFile
 from rankrl.onnx.graph.capture import collect_moments
 from rankrl.onnx.graph.refit import refitted_graph
-from rankrl.report.provenance import hardware_line, shown_command, write_section
+from rankrl.report.run_folder import hardware_line, shown_command, write_section
 from rankrl.training.accuracy import predict_logits
 
 _CLASSES = 10

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torchvision.models import resnet50
 
 from optim import OnnxAdagrad, OnnxAdam
-from rankrl.report.provenance import hardware_line, shown_command, write_section
+from rankrl.report.run_folder import hardware_line, shown_command, write_section
 
 SAMPLE_SECONDS = 0.02
 

@@ -41,7 +41,7 @@ from decomposition.network.surgery import replace_module
 from decomposition.operations import quantise
 from rankrl.data import load_dataset
 from rankrl.data.calibration import calibration_images
-from rankrl.report.provenance import hardware_line, shown_command, write_section
+from rankrl.report.run_folder import hardware_line, shown_command, write_section
 from rankrl.training import report_accuracy
 
 ALL, AT_THE_END = "nothing", "the refit: rounded at the end, as a quantiser does"

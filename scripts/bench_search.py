@@ -28,10 +28,10 @@ from rankrl.models import create_model, load_checkpoint
 from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.network import CandidateOptions
 from rankrl.plan_search.run import run_search
-from rankrl.plan_search.scores.evaluator import PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.evaluators import PlanEvaluator, ScoredImages
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.report.provenance import hardware_line, shown_command, write_section
+from rankrl.report.run_folder import hardware_line, shown_command, write_section
 
 CALIBRATION_IMAGES = 768
 # The fastest of these is the bare forward pass: a search is not to look good against a bad choice.

@@ -35,7 +35,7 @@ from rankrl.data import ImageData, batches, load_dataset
 from rankrl.device import Precision, inference_precision
 from rankrl.errors import counted
 from rankrl.models import create_model
-from rankrl.report.provenance import hardware_line, shown_command, write_section
+from rankrl.report.run_folder import hardware_line, shown_command, write_section
 from rankrl.training import TrainingRecipe, train
 from rankrl.training.recipe import build_optimizer
 

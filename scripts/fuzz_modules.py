@@ -29,7 +29,7 @@ from decomposition import (
     load_compressed,
     save_compressed,
 )
-from rankrl.onnx.export.ranges import sums_overflow
+from rankrl.onnx.export.static_quantiser import sums_overflow
 
 STATEMENTS = (
     *("y[:, ::2] = 0", "y[:, 1] *= 2.0", "y += 0.3", "y -= x.mean()", "y *= 2", "y /= 3", "y **= 2"),

@@ -22,9 +22,8 @@ import numpy as np
 import onnx
 import torch
 from bench_decomposition import load_network
-from file_scores import Array, Outputs, accuracy, correlation
 from made_inputs import MissingFileError
-from real_files import SOURCES, RealFile, Sample, packaged
+from real_files import SOURCES, Array, Outputs, RealFile, Sample, accuracy, correlation, packaged
 
 from rankrl.data import load_dataset
 from rankrl.onnx.export import export_onnx

@@ -1,9 +1,11 @@
-"""onnxruntime's static quantiser over one file, and how an expert would tune it."""
+"""Quantise an ONNX file as others do: onnxruntime's quantiser, plain and tuned by an expert, and NNCF."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+import logging
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -12,17 +14,16 @@ from typing import Any
 
 import numpy as np
 import onnx
-from file_scores import Outputs
 from onnx import version_converter
-from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType
+from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType, quantize_dynamic
 from onnxruntime.quantization.calibrate import create_calibrator
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.quant_utils import load_model_with_shape_infer
 from onnxruntime.quantization.registry import QDQRegistry, QLinearOpsRegistry
 from onnxruntime.quantization.shape_inference import quant_pre_process
-from real_files import Feed, RealFile
+from real_files import Feed, Outputs, RealFile
 
-from rankrl.onnx.export.ranges import sums_overflow
+from rankrl.onnx.export.static_quantiser import sums_overflow
 from rankrl.onnx.runtimes import Session, open_session
 from rankrl.timing.latency import measure_latency
 
@@ -250,3 +251,108 @@ def outputs_of(session: Session, feeds: Iterable[Feed]) -> list[Outputs]:
 
 def _milliseconds(path: Path, feed: Feed) -> float:
     return measure_latency(path, batch=1, runs=10, inputs=feed).median_ms
+
+
+Written = Callable[[RealFile, Path], str]
+"""Writes a file and returns what else there is to say of it."""
+
+
+@contextmanager
+def _quantiser(file: RealFile) -> Iterator[Quantiser]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Quantiser(file, Path(folder))
+
+
+def original(file: RealFile, target: Path) -> str:
+    """Copy the file, and say what its score is."""
+    target.write_bytes(file.path.read_bytes())
+    return file.meaning
+
+
+def int8(file: RealFile, target: Path) -> str:
+    """Quantise everything by the ends of the ranges, as the quantiser does by itself."""
+    with _quantiser(file) as quantiser:
+        quantiser.write(target)
+    return ""
+
+
+def int8_convolutions(file: RealFile, target: Path) -> str:
+    """Quantise convolutions alone."""
+    with _quantiser(file) as quantiser:
+        quantiser.write(target, only=quantiser.convolutions)
+    return ""
+
+
+def int8_dynamic(file: RealFile, target: Path) -> str:
+    """Quantise matrix products and recurrent layers, ranges found while it runs."""
+    with _quantiser(file) as quantiser:
+        operators = ["MatMul", "Gemm", "LSTM"]
+        quantize_dynamic(quantiser.plain, target, op_types_to_quantize=operators, per_channel=True)
+    return ""
+
+
+def int8_tuned(file: RealFile, target: Path) -> str:
+    """Tune by `Tuning`."""
+    with _quantiser(file) as quantiser:
+        return Tuning(quantiser).write(target)
+
+
+def nncf_onnx(file: RealFile, target: Path) -> str:
+    """Let NNCF quantise the file for onnxruntime."""
+    nncf = _nncf()
+    with _quantiser(file) as quantiser:
+        model = onnx.load(quantiser.plain)
+        feeds = list(islice(file.fitted.feeds, RANGES))
+        onnx.save(nncf.quantize(model, nncf.Dataset(feeds), preset=nncf.QuantizationPreset.MIXED), target)
+    return ""
+
+
+def nncf_openvino(file: RealFile, target: Path) -> str:
+    """Let NNCF quantise the file for OpenVINO; weights lie next to the target, in a .bin."""
+    import openvino
+
+    nncf = _nncf()
+    feeds = list(islice(file.fitted.feeds, RANGES))
+    model = openvino.Core().read_model(file.path)
+    quantised = nncf.quantize(model, nncf.Dataset(feeds), preset=nncf.QuantizationPreset.MIXED)
+    openvino.save_model(quantised, target, compress_to_fp16=False)
+    return ""
+
+
+def _nncf() -> Any:
+    import nncf
+
+    logging.getLogger("nncf").setLevel(logging.ERROR)
+    return nncf
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A method.
+
+    Attributes:
+        write: What it does.
+        runtime: What runs its file.
+        packages: Modules that it needs.
+    """
+
+    write: Written
+    runtime: str = "onnxruntime"
+    packages: tuple[str, ...] = ()
+
+    @property
+    def suffix(self) -> str:
+        """The ending of its files."""
+        return ".xml" if self.write is nncf_openvino else ".onnx"
+
+
+RIVALS = {
+    "original": Rival(original),
+    "int8": Rival(int8),
+    "int8, convolutions": Rival(int8_convolutions),
+    "int8, dynamic": Rival(int8_dynamic),
+    "int8, tuned": Rival(int8_tuned),
+    "NNCF": Rival(nncf_onnx, packages=("nncf",)),
+    "original, OpenVINO": Rival(original, "openvino", ("openvino",)),
+    "NNCF, OpenVINO": Rival(nncf_openvino, "openvino", ("nncf", "openvino")),
+}

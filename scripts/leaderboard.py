@@ -38,12 +38,11 @@ from rankrl.errors import RankrlError
 from rankrl.files import write_atomically
 from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy
 from rankrl.plan_search.run import SearchResult, run_search
-from rankrl.plan_search.scores.evaluation import Evaluator
-from rankrl.plan_search.scores.history import EpisodeRow
+from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded, selector_options
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
-from rankrl.report.provenance import hardware_line, shown_command, write_section
+from rankrl.report.run_folder import hardware_line, shown_command, write_section
 
 AFTER = (0, 1, 5, 20, 100)
 POLICY = "the policy alone"

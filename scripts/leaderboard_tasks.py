@@ -22,22 +22,21 @@ from decomposition.operations.quantise import PRECISIONS
 from rankrl import DecompositionOptions, SearchOptions
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
-from rankrl.file_compression import FileSearch, FileSource
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
+from rankrl.network_compression import FileSearch, FileSource
 from rankrl.networks.graph import GraphNetwork
-from rankrl.networks.image_module import ImageModule
+from rankrl.networks.module import ImageModule
 from rankrl.options.search import BudgetOptions
 from rankrl.options.timing import ExportOptions, LatencyOptions
 from rankrl.plan_search.agents.policy_file import PolicyFile, PolicyTask
 from rankrl.plan_search.pretraining import task_of
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions
 from rankrl.plan_search.session import SearchGoal, SearchSession
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.request import Request, opened_session
 from rankrl.runs.run_folder import cache_folder
 from rankrl.training import TrainingRecipe, accuracy, train
-from rankrl.training.networks import heldout_accuracy
-from rankrl.training.teachers import DISTILLATION
+from rankrl.training.networks import DISTILLATION, heldout_accuracy
 
 TASKS = Path(__file__).with_name("leaderboard.yaml")
 _BATCH = 128

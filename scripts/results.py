@@ -29,7 +29,7 @@ import yaml
 from result_rows import ResultRows, epochs_of
 
 from rankrl.cli.app import BUDGET_MISSED, COLLAPSED
-from rankrl.report.provenance import hardware_line, shown_command, write_section
+from rankrl.report.run_folder import hardware_line, shown_command, write_section
 
 GRID = Path(__file__).with_suffix(".yaml")
 CPU_EPOCHS, GPU_EPOCHS = 60, 200

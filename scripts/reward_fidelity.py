@@ -41,9 +41,9 @@ from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.network import CandidateOptions
 from rankrl.options.search import Statistics, Term
 from rankrl.plan_search.envs.actions import ImportanceMap
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.space.problem import Choices, SearchProblem
-from rankrl.report.provenance import hardware_line, shown_command, write_section
+from rankrl.report.run_folder import hardware_line, shown_command, write_section
 from rankrl.training import TrainingRecipe, accuracy, train
 from rankrl.verify.measure import test_accuracy
 

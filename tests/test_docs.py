@@ -36,10 +36,9 @@ from decomposition.registry import Registry
 from optim import list_optimizers
 from pruning import list_pruners
 from rankrl.cli.app import main
-from rankrl.cli.config.choices import TABLES, config_folder
+from rankrl.cli.config.choices import TABLES, TASKS, config_folder
 from rankrl.cli.config.groups import GROUPS, explanations, summary
 from rankrl.cli.config.overrides import check_overrides
-from rankrl.cli.config.tasks import TASKS
 from rankrl.onnx.runtimes import get_runtime, list_runtimes
 from rankrl.plan_search.scores.rewards import register_reward
 from rankrl.plan_search.selectors import list_selectors
@@ -69,7 +68,7 @@ REGISTRIES = [
     ("rankrl.plan_search.scores.rewards", "_REWARDS"),
     ("pruning.registry", "_PRUNERS"),
     ("optim.registry", "_records"),
-    ("rankrl.runs.tracking.tracker", "_TRACKERS"),
+    ("rankrl.runs.tracking.trackers", "_TRACKERS"),
     ("rankrl.onnx.runtimes.runtime", "_RUNTIMES"),
 ]
 NEEDS_MORE = re.compile(

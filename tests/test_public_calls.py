@@ -157,7 +157,7 @@ def test_modes_come_back_when_a_call_raises(mode: str, tmp_path: Path) -> None:
             decomposition.apply_plan(nn.Sequential(nn.ReLU()), PLAN)
         with pytest.raises(PruningError):
             pruning.channel_groups(model, images)
-        with pytest.raises(rankrl.onnx.errors.ExportError):
+        with pytest.raises(rankrl.errors.ExportError):
             rankrl.export_onnx(model, tmp_path / "net.onnx", (5, 8, 8))
         assert modes() == before
 

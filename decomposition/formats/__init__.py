@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from decomposition.formats import chain, cp, tucker
-from decomposition.formats import matrices as pifa
-from decomposition.formats import matrices as spatial_svd
+from decomposition.formats import chain, cp, matrices, tucker
 from decomposition.formats.tensor_format import (
     Cores,
     Ranks,
@@ -22,8 +20,7 @@ __all__ = [
     "cp",
     "get_format",
     "list_formats",
-    "pifa",
+    "matrices",
     "register_format",
-    "spatial_svd",
     "tucker",
 ]

@@ -24,8 +24,7 @@ class LocalLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs and return their results in order."""
-        from rankrl.runs.sweeps.launching import SweepJobs
-        from rankrl.runs.sweeps.submitit_jobs import run_locally
+        from rankrl.runs.sweeps.launching import SweepJobs, run_locally
 
         jobs = SweepJobs(self.hydra_context, self.task_function, self.config, job_overrides, initial_job_idx)
         return run_locally(

@@ -23,8 +23,7 @@ class RayLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs and return their results in order."""
-        from rankrl.runs.sweeps.launching import SweepJobs
-        from rankrl.runs.sweeps.ray_jobs import run_on_ray
+        from rankrl.runs.sweeps.launching import SweepJobs, run_on_ray
 
         jobs = SweepJobs(self.hydra_context, self.task_function, self.config, job_overrides, initial_job_idx)
         return run_on_ray(jobs, cpus=self.cpus, gpus=self.gpus, retries=self.retries, init=self.init)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 
 from decomposition.errors import DecompositionError
-from rankrl.cli.config.choices import config_folder, store_groups
+from rankrl.cli.config.choices import TASKS, config_folder, store_groups
 from rankrl.cli.config.composition import (
     composing,
     in_words,
@@ -34,18 +34,19 @@ from rankrl.cli.config.help import (
     named_plugins,
     version_line,
 )
-from rankrl.cli.config.input_files import check_input_files, named_paths, options_of_run
 from rankrl.cli.config.overrides import COMPLETE_ERRORS, check_overrides, check_values, raised_errors
-from rankrl.cli.config.resuming import (
+from rankrl.cli.config.run_files import (
     check_folders,
+    check_input_files,
     check_resumed,
     finished_run,
+    named_paths,
+    options_of_run,
     refuse_used_folder,
     resumed_arguments,
     write_record,
 )
 from rankrl.cli.config.schema import AppConfig, built
-from rankrl.cli.config.tasks import TASKS
 from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError
 from rankrl.runs.run_folder import RunFolder, RunNotes
 from rankrl.runs.sweeps import run_sweep_job
@@ -142,7 +143,7 @@ def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     from rankrl.device import device_note, reuse_memory
-    from rankrl.training.cuda_graph import subnormals_as_zero
+    from rankrl.training.epochs import subnormals_as_zero
 
     reuse_memory()
     log.info(device_note())

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from rankrl.data import arrays as digits
-from rankrl.data import arrays as npz
-from rankrl.data import arrays as onnx_inputs
-from rankrl.data import imagefolder
-from rankrl.data import published as cifar
-from rankrl.data import published as mnist
-from rankrl.data.batches import augmented_copy, batches
+from rankrl.data import arrays, imagefolder, published
 from rankrl.data.datasets import (
     DatasetSource,
     SourceFiles,
@@ -19,6 +13,7 @@ from rankrl.data.datasets import (
     register_dataset,
 )
 from rankrl.data.images import Augmentation, ImageData, Images, Preprocessing, TestImages
+from rankrl.data.sample import augmented_copy, batches
 
 __all__ = [
     "Augmentation",
@@ -28,17 +23,14 @@ __all__ = [
     "Preprocessing",
     "SourceFiles",
     "TestImages",
+    "arrays",
     "augmented_copy",
     "batches",
-    "cifar",
     "dataset_option_types",
     "dataset_source",
-    "digits",
     "imagefolder",
     "list_datasets",
     "load_dataset",
-    "mnist",
-    "npz",
-    "onnx_inputs",
+    "published",
     "register_dataset",
 ]

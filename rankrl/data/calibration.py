@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rankrl.data import ImageData, Images, batches
-from rankrl.data.batches import augmented_copy
+from rankrl.data.sample import augmented_copy
 from rankrl.options.tasks import check_calibration
 
 CALIBRATION_BATCH = 256

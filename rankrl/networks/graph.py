@@ -24,22 +24,22 @@ from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
 from rankrl.networks.network import CandidateOptions, WrittenFile, once_per_network
 from rankrl.onnx.export import quantise_onnx
-from rankrl.onnx.export.checked_file import write_checked
-from rankrl.onnx.export.ranges import RangeChoice
+from rankrl.onnx.export.onnx_file import write_checked
+from rankrl.onnx.export.static_quantiser import RangeChoice
 from rankrl.onnx.graph.capture import collect_moments
 from rankrl.onnx.graph.file import check_contracted, write_graph
 from rankrl.onnx.graph.network import Feed, OnnxNetwork, open_session
+from rankrl.onnx.graph.node_layers import SiteModules
 from rankrl.onnx.graph.prepared_file import PreparedFile, chosen_ranges, network_costs, plan_costs
 from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.rewrite import MARKED
 from rankrl.onnx.graph.sensitivity import collect_sensitivities
-from rankrl.onnx.graph.site import SiteModules
 from rankrl.onnx.graph_edits import quantises
 from rankrl.onnx.protobuf import to_proto
 from rankrl.onnx.runtimes import Session
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.scores.score_evaluator import checked_score, values_of_inputs
+from rankrl.plan_search.scores.evaluators import checked_score, values_of_inputs
 from rankrl.progress import progress_bar
 from rankrl.report import LayerRow
 from rankrl.timing.latency import LatencyComparison

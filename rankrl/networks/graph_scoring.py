@@ -18,14 +18,13 @@ from decomposition.cache import digest
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, open_session
+from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.rewrite import OpenConstants, open_constants
-from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, without_unused
 from rankrl.onnx.output_scores import OutputScore, expected_changes, log_probabilities, mean_loss
 from rankrl.onnx.protobuf import to_proto
 from rankrl.plan_search.scores.evaluation import Evaluator, RememberingEvaluator
-from rankrl.plan_search.scores.evaluator import each_alone
-from rankrl.plan_search.scores.score_evaluator import checked_score, score_identity
+from rankrl.plan_search.scores.evaluators import checked_score, each_alone, score_identity
 from rankrl.plan_search.scores.scoring_network import CACHE_BYTES
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.verify.agreement import (

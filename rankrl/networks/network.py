@@ -14,7 +14,7 @@ from decomposition import CompressionPlan, FitLibrary, LayerSpec
 from decomposition.choose.listing import CandidateLister
 from decomposition.network.inputs import InputShape
 from decomposition.network.rewriting import Rewrite
-from rankrl.onnx.export.ranges import runnable
+from rankrl.onnx.export.static_quantiser import runnable
 from rankrl.options.decomposition import (
     DecompositionOptions,
     FittingOptions,

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from google.protobuf.message import Message  # type: ignore[import-untyped, unused-ignore]
 from onnx import TensorProto, helper, numpy_helper
 
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.graph_edits import STANDARD
 
 _MOST_BYTES = 2**31 - 1

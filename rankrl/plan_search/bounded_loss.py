@@ -22,10 +22,10 @@ from rankrl.plan_search.measured_plans import (
     without_most_sensitive,
 )
 from rankrl.plan_search.run import SearchResult, best_rows
-from rankrl.plan_search.scores.evaluation import Evaluation
-from rankrl.plan_search.scores.history import (
+from rankrl.plan_search.scores.evaluation import (
     CANDIDATES_FILE,
     EpisodeRow,
+    Evaluation,
     known_evaluations,
     make_row,
     write_candidates,

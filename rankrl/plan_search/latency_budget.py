@@ -26,14 +26,13 @@ from decomposition.cache import Cache, digest
 from decomposition.choose.allocation import least_fraction
 from decomposition.plan.plan import fingerprint
 from rankrl.errors import ConfigError
-from rankrl.kits.kit_writer import KitWriter, NamedFile, WrittenKit
-from rankrl.kits.times_file import TimedNetwork, TimesFile
+from rankrl.kits.kit import KitWriter, NamedFile, TimedNetwork, TimesFile, WrittenKit
 from rankrl.networks.network import PricedNetwork
 from rankrl.operations import KeepChannels
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.measured_plans import ALL_INT8, MeasuredPlan, spent, uniform_plans
 from rankrl.plan_search.run import SearchResult, TimeEstimate, best_rows
-from rankrl.plan_search.scores.history import EpisodeRow
+from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.timing.correction import Trial, corrected, correction

@@ -21,7 +21,7 @@ from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
 from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask, linear_layers
 from rankrl.plan_search.envs.actions import ImportanceMap
 from rankrl.plan_search.envs.observations import DESCRIBING, Feature, ObservationEncoder
-from rankrl.plan_search.scores.evaluator import PlanEvaluator, Term
+from rankrl.plan_search.scores.evaluators import PlanEvaluator, Term
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.progress import progress_bar

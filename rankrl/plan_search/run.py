@@ -20,12 +20,12 @@ from decomposition.plan.plan import CompressionPlan
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.options.search import check_limits
 from rankrl.plan_search.measured_plans import MeasuredPlan, as_rows
-from rankrl.plan_search.scores.evaluation import Evaluator
-from rankrl.plan_search.scores.history import (
+from rankrl.plan_search.scores.evaluation import (
     CANDIDATES_FILE,
     EPISODES_FILE,
     EpisodeRow,
     EpisodesFile,
+    Evaluator,
     known_evaluations,
     make_row,
     write_candidates,

@@ -28,8 +28,7 @@ from rankrl.plan_search.bounded_loss import (
 )
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.run import SearchResult, layer_costs, run_search, with_row
-from rankrl.plan_search.scores.evaluation import Evaluator, MeasuresDivergences
-from rankrl.plan_search.scores.history import EpisodeRow
+from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator, MeasuresDivergences
 from rankrl.plan_search.scores.rewards import Reward, check_reward, create_reward, reward_source
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from rankrl.plan_search.scores.history import EpisodeRow
-from rankrl.report.gather import gather_runs
-from rankrl.report.provenance import collect_setup
-from rankrl.report.run_folder import EPISODE_COLUMNS, LayerRow, RunReport, read_episodes, read_metrics
-from rankrl.report.stages import ReportError, heldout_note
-from rankrl.report.summary import (
+from rankrl.plan_search.scores.evaluation import EpisodeRow
+from rankrl.report.run_folder import (
+    EPISODE_COLUMNS,
+    LayerRow,
+    RunReport,
+    collect_setup,
+    gather_runs,
+    read_episodes,
+    read_metrics,
+)
+from rankrl.report.run_tables import ReportError, heldout_note
+from rankrl.report.sweep_page import load_runs, sweep_page, write_sweep_report
+from rankrl.report.write import (
     conclusion,
     device_table,
     measured_table,
     results_table,
+    run_page,
     runtimes_table,
     summary_table,
+    write_report,
 )
-from rankrl.report.sweep_page import load_runs, sweep_page, write_sweep_report
-from rankrl.report.write import run_page, write_report
 
 __all__ = [
     "EPISODE_COLUMNS",

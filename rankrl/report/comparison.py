@@ -30,7 +30,7 @@ from rankrl.report.figures import (
     whole_axis,
 )
 from rankrl.report.html_page import Head, drawing, render, text_table
-from rankrl.report.stages import UNKNOWN, heldout_note, number, rival_note
+from rankrl.report.run_tables import UNKNOWN, heldout_note, number, rival_note
 from rankrl.report.write import run_title, save_figure
 
 

@@ -1,18 +1,30 @@
-"""Read the metrics, episodes and layers of a run folder as plain rows."""
+"""Read run folders as plain rows, gather the runs below a folder, and describe command and machine."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import platform
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rankrl.plan_search.scores.history import EpisodeRow
-from rankrl.report.stages import ReportError
+import torch
+
+from rankrl.device import processor_name, usable_cores
+from rankrl.errors import counted
+from rankrl.files import write_atomically
+from rankrl.plan_search.scores.evaluation import EpisodeRow
+from rankrl.report.run_tables import ReportError, Stage, latency_change, stages
 from rankrl.training import EpochRow
 
 WARM_UP_PHASE = "warm-up"
@@ -128,3 +140,225 @@ def _episode(row: dict[str, str | None], place: str) -> EpisodeRow:
         phase=row["phase"] or "",
         choices=row["choices"] or "",
     )
+
+
+Status = Literal["finished", "failed", "unfinished"]
+
+# Tasks without results to compare.
+_NO_RUNS = ("report", "inspect")
+_CONFIGURATION = Path("state", "configuration.json")
+
+
+@dataclass(frozen=True)
+class GatheredRun:
+    """One run of many."""
+
+    folder: Path
+    status: Status
+    error: str = ""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    stages: tuple[Stage, ...] = ()
+    has_page: bool = False
+    overrides: tuple[str, ...] = ()
+    best_in: tuple[str, ...] = ()
+
+    @property
+    def baseline(self) -> Stage | None:
+        """The dense network."""
+        return self.stages[0] if self.stages and self.stages[0].name == "Baseline" else None
+
+    @property
+    def final(self) -> Stage | None:
+        """The compressed network at the end of the run; None if the run compressed nothing."""
+        last = self.stages[-1] if self.stages else None
+        return None if last is None or last.name == "Baseline" else last
+
+    @property
+    def latency_change(self) -> str:
+        """The ratio of times as text, such as `1.70× faster`."""
+        before, after = (None if costs is None else costs.latency_ms for costs in (self.baseline, self.final))
+        return latency_change(self.metrics, before, after)
+
+    @property
+    def method(self) -> str:
+        """The tensor format, the pruner, or both."""
+        names = [str(self.metrics[key]) for key in ("pruner", "decomposition") if self.metrics.get(key)]
+        if not self.metrics:  # an unfinished run has only its configuration
+            pruned = self.config.get("task") == "prune"
+            group, key = ("pruner", "name") if pruned else ("decomposition", "format")
+            names = [str(self._configured(group, key) or "")]
+        return " + ".join(names)
+
+    @property
+    def budget(self) -> str:
+        """The budget as text: `params 0.5`."""
+        return ", ".join(
+            f"{name} {value:g}" for name, value in self.budgets.items() if isinstance(value, float)
+        )
+
+    @property
+    def budgets(self) -> Mapping[str, Any]:
+        """The budgets that are set, by measure."""
+        budget = self.metrics.get("budget", self.config.get("budget"))
+        if not isinstance(budget, Mapping):
+            return {}
+        unused = () if budget.get("drop") is not None else ("minimise",)
+        return {name: value for name, value in budget.items() if value is not None and name not in unused}
+
+    def named(self, key: str) -> str:
+        """Return a value of the metrics (model, dataset, selector) as text; empty if it is missing."""
+        value = self.metrics.get(key)
+        return "" if value is None else str(value)
+
+    def _configured(self, group: str, key: str) -> Any:
+        content = self.config.get(group)
+        return content.get(key) if isinstance(content, Mapping) else None
+
+
+def gather_runs(folder: str | Path) -> list[GatheredRun]:
+    """Read all runs below a folder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ReportError(f"there is no folder {folder}; give the folder of a sweep with runs=FOLDER")
+    if _is_run(folder):
+        raise ReportError(
+            f"{folder} is one run, whose page is {folder / 'report.html'}; give the folder above it with "
+            "runs=FOLDER"
+        )
+    runs = [_read(path, folder) for path in _run_folders(folder)]
+    gathered = [run for run in runs if run.config.get("task") not in _NO_RUNS]
+    if not gathered:
+        raise ReportError(f"there is no run below {folder}; give the folder of a sweep with runs=FOLDER")
+    return gathered
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("metrics.json", "error.json", str(_CONFIGURATION)))
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    """Yield the topmost run folders below a folder, sorted."""
+    for path in sorted(subfolder for subfolder in folder.iterdir() if subfolder.is_dir()):
+        if _is_run(path):
+            yield path
+        else:
+            yield from _run_folders(path)
+
+
+def _read(path: Path, above: Path) -> GatheredRun:
+    folder = path.relative_to(above)
+    record = _object(path / _CONFIGURATION)
+    config, overrides = record.get("config"), record.get("overrides")
+    known: dict[str, Any] = {
+        "config": config if isinstance(config, dict) else {},
+        "overrides": tuple(map(str, overrides)) if isinstance(overrides, list) else (),
+    }
+    page = (path / "report.html").is_file()
+    if not (path / "metrics.json").is_file():
+        failed = (path / "error.json").is_file()
+        error = str(_object(path / "error.json").get("error", "")) if failed else ""
+        return GatheredRun(folder, "failed" if failed else "unfinished", error, **known)
+    try:
+        metrics = read_metrics(path)
+        return GatheredRun(
+            folder, "finished", metrics=metrics, stages=tuple(stages(metrics)), has_page=page, **known
+        )
+    except ReportError as error:
+        return GatheredRun(folder, "failed", str(error), **known)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one if it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+DATE = "Date"
+"""What the time of writing is called in a setup."""
+
+_PACKAGES = ("rankrl", "torch", "onnx", "onnxruntime", "stable-baselines3", "numpy")
+
+
+def collect_setup(command: Sequence[str], seed: int) -> dict[str, str]:
+    """Describe this run and this machine for the report."""
+    setup = {DATE: date_line(), "Command": shlex.join(command), "Seed": str(seed)}
+    versions = [f"Python {platform.python_version()}"]
+    for package in _PACKAGES:
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+            continue
+    setup["Versions"] = ", ".join(versions)
+    setup["System"] = f"{platform.system()} {platform.machine()}"
+    setup["Processor"] = f"{processor_name()}, {counted(usable_cores(), 'core')}"
+    if torch.cuda.is_available():
+        setup["GPU"] = torch.cuda.get_device_name()
+    return setup
+
+
+def date_line() -> str:
+    """Return the time now, to the minute: `2026-11-22 14:30 UTC`."""
+    return datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+
+
+def hardware_line(*packages: str) -> str:
+    """Name processor, threads in use, GPU if there is one, and the versions of torch and other packages."""
+    parts = [
+        processor_name(),
+        counted(usable_cores(), "core"),
+        f"{counted(torch.get_num_threads(), 'thread')} used",
+    ]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    parts += [f"{package} {metadata.version(package)}" for package in ("torch", *packages)]
+    return ", ".join(parts)
+
+
+def shown_command(
+    arguments: Sequence[str], *, shortened: Mapping[str, str] | None = None, dropped: Sequence[str] = ()
+) -> str:
+    """Return the command line for publication, without words that belong to this machine alone."""
+    words: list[str] = []
+    skip = False
+    for word in arguments:
+        if not skip and word not in dropped:
+            words.append((shortened or {}).get(word, word))
+        skip = word in dropped
+    variables = [f"{name}={os.environ[name]} " for name in ("OMP_NUM_THREADS",) if name in os.environ]
+    if "RANKRL_DATA" in os.environ:
+        variables.insert(0, "RANKRL_DATA=data ")
+    return f"{''.join(variables)}python {shlex.join(words)}"
+
+
+def write_section(path: Path, marker: str, title: str, text: str) -> None:
+    """Put text between a section's markers in a Markdown file, or its tables into a CSV file, atomically."""
+    if path.suffix == ".csv":
+        write_atomically(path, _comma_separated(text))
+        return
+    start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
+    document = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
+    section = f"{start}\n{text}\n{end}"
+    if start in document and end in document:
+        before, rest = document.split(start, 1)
+        document = before + section + rest.split(end, 1)[1]
+    elif start in document or end in document:
+        raise ValueError(f"{path} has only one of {start} and {end}: put the other one back")
+    else:
+        document = f"{document.rstrip()}\n\n## {title}\n\n{section}\n"
+    write_atomically(path, document)
+
+
+def _comma_separated(text: str) -> str:
+    """Return the tables of a Markdown text as CSV, and its other lines as comments."""
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    for line in filter(None, text.splitlines()):
+        if not line.startswith("|"):
+            lines.write(f"# {line}\n")
+        elif set(line) - set("|-: "):
+            writer.writerow(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+    return lines.getvalue()

@@ -16,11 +16,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rankrl.files import write_atomically
 from rankrl.report.comparison import Spread, interval_note
 from rankrl.report.figures import FONT, NARROW, PALETTE, method_styles, percent_axis, style_axes, upper_legend
-from rankrl.report.gather import GatheredRun, Status, gather_runs
 from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
-from rankrl.report.provenance import date_line
-from rankrl.report.run_tables import score_quality
-from rankrl.report.stages import UNKNOWN, Stage, format_accuracy, number, ratio
+from rankrl.report.run_folder import GatheredRun, Status, date_line, gather_runs
+from rankrl.report.run_tables import UNKNOWN, Stage, format_accuracy, number, ratio, score_quality
 from rankrl.report.sweep_table import (
     COLUMNS,
     Column,

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from rankrl.report.gather import GatheredRun
 from rankrl.report.html_page import Cell
-from rankrl.report.run_tables import score_quality
-from rankrl.report.stages import (
+from rankrl.report.run_folder import GatheredRun
+from rankrl.report.run_tables import (
     UNCHANGED,
     UNKNOWN,
     Stage,
@@ -25,6 +24,7 @@ from rankrl.report.stages import (
     format_latency,
     number,
     ratio,
+    score_quality,
 )
 from rankrl.runs.run_folder import COMPRESS
 

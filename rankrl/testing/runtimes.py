@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from decomposition import Quantise
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.export import class_agreement, export_network, export_onnx, quantise_onnx, verify_onnx
 from rankrl.onnx.runtimes import get_runtime, open_session
 from rankrl.timing import measure_latency, time_in_turns

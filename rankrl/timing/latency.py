@@ -16,8 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rankrl.device import processor_name, usable_cores
-from rankrl.errors import counted
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError, counted
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime, open_session
 
 Clock = Literal["processor", "wall"]

@@ -28,7 +28,7 @@ from decomposition.memory import free_memory
 from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.surgery import copied
 from decomposition.operations import Operation
-from rankrl.kits.kit_writer import Contents, FileGroup, Stopwatch
+from rankrl.kits.kit import Contents, FileGroup, Stopwatch
 from rankrl.onnx.export.channel_padding import pad_channels
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.graph_edits import part_of

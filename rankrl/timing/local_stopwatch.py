@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankrl.kits.kit_writer import FileGroup
+from rankrl.kits.kit import FileGroup
 from rankrl.onnx.protobuf import save_model
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, open_session
 from rankrl.timing.latency import clock_for, timed_passes

@@ -14,11 +14,11 @@ import onnx_ir as ir
 from decomposition import Quantise
 from decomposition.cache import digest
 from decomposition.operations import Operation
-from rankrl.kits.kit_writer import Contents, FileGroup
+from rankrl.kits.kit import Contents, FileGroup
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.file import quantise_lstms
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
-from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph_edits import depending, part_of, set_types
 
 

@@ -13,8 +13,7 @@ from torch import nn
 from decomposition import CandidateSet, CompressionPlan, LatencyTable, LayerSpec, plan_from_choices
 from decomposition.cache import Cache, digest
 from decomposition.network.inputs import InputShape
-from rankrl.kits.kit_writer import Contents, FileGroup, Stopwatch
-from rankrl.kits.times_file import TimesFile
+from rankrl.kits.kit import Contents, FileGroup, Stopwatch, TimesFile
 from rankrl.onnx.protobuf import load_model
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import LatencyOptions

@@ -13,13 +13,13 @@ import numpy as np
 
 from decomposition.cache import Cache, digest
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.positions import (
     SeveralPositions,
     possible_positions,
     to_metadata,
     with_several_positions,
 )
-from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import free_ends, part_of
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import progress_bar

@@ -19,9 +19,9 @@ from rankrl.onnx.export import export_network
 from rankrl.onnx.export.tracing import random_feed
 from rankrl.onnx.graph.file import write_graph
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.refit import structured_graph
-from rankrl.onnx.graph.site import Site
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import LatencyOptions
 from rankrl.timing.latency import LatencyComparison, compare_latency, measuring_conditions

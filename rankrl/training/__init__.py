@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rankrl.training.accuracy import accuracy, guessing_share, near_guessing, predict_logits, report_accuracy
 from rankrl.training.epochs import TrainingProgress, TrainingResult
-from rankrl.training.general import Loss, check_loss, train_on
-from rankrl.training.loop import train
+from rankrl.training.loop import Loss, check_loss, train, train_on
 from rankrl.training.recipe import TrainingRecipe, list_schedules
 from rankrl.training.state import EpochRow
 

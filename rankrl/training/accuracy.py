@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from decomposition import contracted, factorised_layers
 from decomposition.network.cost import evaluation_mode
-from rankrl.data.batches import batches
 from rankrl.data.images import Images, TestImages
+from rankrl.data.sample import batches
 from rankrl.device import (
     Precision,
     accepted_layout,

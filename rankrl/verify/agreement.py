@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from decomposition.calibration.units import Array, Units, in_parts
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.output_scores import OutputKind, OutputScore, output_score
 
 

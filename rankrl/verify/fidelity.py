@@ -15,8 +15,7 @@ from decomposition import DecompositionError, Inputs, run_model
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import Place, leaves, mapped, rows, split
 from rankrl.device import model_device
-from rankrl.errors import ConfigError
-from rankrl.onnx.errors import OnnxGraphError
+from rankrl.errors import ConfigError, OnnxGraphError
 from rankrl.onnx.export.onnx_file import output_names
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, free_sizes, open_session

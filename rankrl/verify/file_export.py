@@ -1,33 +1,153 @@
-"""Export a compressed network as an ONNX file, verify it, and time it along with the dense network's."""
+"""Compare the integers that PyTorch simulates with those of the ONNX file."""
 
 from __future__ import annotations
 
 import logging
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
-from decomposition import Inputs, calibrate_ranges
-from decomposition.network.inputs import InputShape
+from decomposition import (
+    CompressionPlan,
+    DecompositionError,
+    Inputs,
+    LayerPlan,
+    LayerSpec,
+    Quantise,
+    build_structure,
+    calibrate_ranges,
+    fingerprint,
+)
+from decomposition.network.cost import evaluation_mode
+from decomposition.network.inputs import InputShape, rows, run_model, tensors_in
+from decomposition.network.layers import OPAQUE_KINDS
+from decomposition.network.rounding import REDUCED_BITS
 from rankrl.data import Preprocessing
-from rankrl.errors import NonFiniteError
+from rankrl.errors import DefectError, ExportError, NonFiniteError
 from rankrl.files import write_atomically
-from rankrl.onnx.errors import ExportError
-from rankrl.onnx.export import export_network
+from rankrl.onnx.export import export_network, quantise_onnx
 from rankrl.onnx.export.onnx_file import AxisNames
-from rankrl.onnx.export.ranges import as_in_file
-from rankrl.onnx.graph_edits import opset_of
+from rankrl.onnx.export.static_quantiser import as_in_file, reduces
+from rankrl.onnx.graph.prepared_file import failing_names
+from rankrl.onnx.graph_edits import Array, opset_of
 from rankrl.onnx.protobuf import load_model, save_model
-from rankrl.onnx.runtimes import Batch
+from rankrl.onnx.runtimes import Batch, open_session
 from rankrl.progress import logged_seconds
 from rankrl.timing import compare_latency
 from rankrl.timing.form import fastest_form
 from rankrl.timing.latency import LatencyComparison
 
+_INPUTS = 8
+_LARGEST_ERROR, _SLACK, _TIMES = 0.05, 0.02, 3  # relative errors, and their ratio in `allowed_error`
+
 log = logging.getLogger(__name__)
+
+
+def allowed_error(simulated: float, file: float) -> float:
+    """Return the largest error allowed between an integer file and its simulation.
+
+    Two roundings of one network may drift apart, step by step, by as much as rounding changes the outputs, or
+    more where they round to different sides. Where one changes them several times as much as the other, they
+    round different values.
+    """
+    return max(_LARGEST_ERROR, _TIMES * min(simulated, file) + _SLACK)
+
+
+def unlike_file(
+    model: nn.Module,
+    specs: Sequence[LayerSpec],
+    input_shape: InputShape,
+    baseline: Path,
+    inputs: FileInputs,
+    reduce_range: bool | None,
+) -> list[str]:
+    """Return the layers whose integers PyTorch does not simulate as the file has them.
+
+    The dense network in integers, with all of its layers or, where that fails, with as many as agree
+    together, is compared with its file on real inputs. A warning names every other layer, and the reason.
+    """
+    usable = [spec.name for spec in specs if spec.refusal is None and spec.kind not in OPAQUE_KINDS]
+    bits = REDUCED_BITS if reduces(reduce_range) else 8
+    batch, feed = _first(next(iter(inputs.ranges()))), _first_arrays(inputs.feeds())
+    exact = _answers(model, batch)
+    reason = ""
+
+    def in_integers(names: Sequence[str]) -> CompressionPlan:
+        layers = [LayerPlan(spec.name, (Quantise(bits),) if spec.name in names else ()) for spec in specs]
+        return CompressionPlan(tuple(layers), fingerprint(specs), input_shape)
+
+    def fails(names: Sequence[str]) -> bool:
+        nonlocal reason
+        weights = {f"{name}.weight" for name in names}
+        try:
+            simulated = build_structure(model, in_integers(names))
+            calibrate_ranges(simulated, [batch])
+            path = Path(folder) / "integers.onnx"
+            reduced = bits == REDUCED_BITS
+            quantise_onnx(baseline, path, [feed], weights=weights, reduce_range=reduced, fitted=False)
+            found = open_session(path).run(feed)
+        except (DecompositionError, DefectError, ExportError) as error:
+            reason = str(error)
+            return True
+        reason = _difference(exact, _answers(simulated, batch), found)
+        return bool(reason)
+
+    with tempfile.TemporaryDirectory() as folder, logged_seconds(log, "integers in PyTorch and in the file"):
+        return failing_names(
+            usable,
+            fails,
+            lambda name: log.warning(
+                "layer %r does not compute in integers, for PyTorch does not simulate them: %s", name, reason
+            ),
+        )
+
+
+def _difference(exact: Sequence[Array], simulated: Sequence[Array], found: Sequence[Array]) -> str:
+    """Return a message if a file differs from its simulation by more than rounding explains."""
+    for right, own, other in zip(exact, simulated, found, strict=True):
+        if right.dtype.kind != "f" or not right.size:
+            continue
+        apart, moved, file = (_error(a, b, right) for a, b in ((own, other), (own, right), (other, right)))
+        if not apart <= allowed_error(moved, file):  # also true of NaN
+            return (
+                f"the file is off by {apart:.3f} of the outputs' spread, where rounding moves the file by "
+                f"{file:.3f} and the simulation by {moved:.3f}"
+            )
+    return ""
+
+
+def _error(first: Array, second: Array, exact: Array) -> float:
+    """Return |first - second| / |exact - its mean|."""
+    known = exact.astype(np.float64)
+    spread = np.linalg.norm(known - known.mean(axis=0, keepdims=known.ndim > 0))
+    return float(np.linalg.norm(first.astype(np.float64) - second) / max(spread, np.finfo(np.float32).tiny))
+
+
+def _answers(network: nn.Module, batch: Inputs) -> list[Array]:
+    with evaluation_mode(network), torch.no_grad():
+        outputs = tensors_in(run_model(network, batch))
+    return [(x.float() if x.is_floating_point() else x).detach().cpu().numpy() for x in outputs]
+
+
+def _first(batch: Inputs) -> Inputs:
+    return rows(batch, slice(_INPUTS))
+
+
+def _first_arrays(feeds: Iterable[Batch]) -> Batch:
+    """Return the first inputs of a file, whose batches may be smaller than the network's."""
+    taken: list[Mapping[str, Array]] = []
+    for feed in feeds:
+        taken.append(feed if isinstance(feed, Mapping) else {"": feed})
+        if sum(len(next(iter(each.values()))) for each in taken) >= _INPUTS:
+            break
+    joined = {name: np.concatenate([each[name] for each in taken])[:_INPUTS] for name in taken[0]}
+    return joined.get("", joined)
 
 
 class FileInputs(ABC):

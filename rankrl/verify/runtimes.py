@@ -13,10 +13,10 @@ import numpy as np
 from torch import nn
 
 from rankrl.data import ImageData
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.int8 import nncf_obstacle, quantise_with_nncf
-from rankrl.onnx.export.ranges import as_in_file
+from rankrl.onnx.export.static_quantiser import as_in_file
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime, open_session
 from rankrl.options.timing import ExportOptions, LatencyOptions
 from rankrl.timing import TimedTurns, time_in_turns

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from optim import OnnxAdagrad, OnnxAdam, OnnxOptimizer, SparseGradientError
-from optim.functional import adagrad, adam
+from optim.kernels import adagrad, adam
 
 CLASSES = [OnnxAdam, OnnxAdagrad]
 NUMBERS = [(cls, name) for cls in CLASSES for name in ("lr", *cls.attributes)]

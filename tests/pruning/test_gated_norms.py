@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pruning.gated_norms import GatedForward, gated_norm
+from pruning.masks import GatedForward, gated_norm
 
 NORMS = {
     "layer": lambda: nn.LayerNorm(10, eps=1e-3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pruning import PruningError, PushPull, StrengthController
-from pruning.schedule import linear
+from pruning.training_options import linear
 
 
 def test_linear_goes_from_start_to_end_and_stays_there() -> None:

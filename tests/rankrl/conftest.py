@@ -24,7 +24,7 @@ from rankrl.cli.config.choices import config_folder, group_choices
 from rankrl.cli.config.groups import GROUPS
 from rankrl.data import Images
 from rankrl.plan_search.scores.evaluation import Evaluation
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 SHAPE = (1, 8, 8)

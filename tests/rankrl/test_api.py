@@ -18,7 +18,7 @@ import decomposition
 import rankrl
 from rankrl.errors import CheckpointError, ConfigError, NonFiniteError
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.scores.score_evaluator import ScoreEvaluator
+from rankrl.plan_search.scores.evaluators import ScoreEvaluator
 
 
 @pytest.fixture

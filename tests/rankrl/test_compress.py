@@ -21,11 +21,10 @@ from torch.nn import functional as F
 import decomposition
 import rankrl
 from rankrl.data.sample import Sample
-from rankrl.errors import ConfigError, DataError, NonFiniteError, StorageError
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ConfigError, DataError, ExportError, NonFiniteError, StorageError
 from rankrl.report import conclusion
 from rankrl.result import Compression
-from rankrl.verify.own_inputs import HeldoutScore
+from rankrl.verify.measure import HeldoutScore
 
 pytestmark = pytest.mark.usefixtures(
     "staged_files", "no_report"
@@ -304,7 +303,7 @@ def test_killed_call_goes_on_and_equals_the_undisturbed_one(
         def killed(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("rankrl.module_compression.save_compressed", killed)
+        patch.setattr("rankrl.network_compression.save_compressed", killed)
         with pytest.raises(KeyboardInterrupt):
             rankrl.compress(two(), LOADER, tmp_path / "killed", **grouped(**options))
     again = rankrl.compress(two(), LOADER, tmp_path / "killed", **grouped(**options))
@@ -387,7 +386,7 @@ def test_file_that_computes_something_else_does_not_take_its_name(
     def differs(*_: object, **__: object) -> float:
         raise ExportError("it differs")
 
-    monkeypatch.setattr("rankrl.verify.own_inputs.verify_onnx", differs)
+    monkeypatch.setattr("rankrl.verify.measure.verify_onnx", differs)
     with pytest.raises(ExportError, match="it differs"):
         rankrl.compress(two(), LOADER, tmp_path, params=0.6, **grouped(**QUICK))
     assert not (tmp_path / "model.onnx").exists()

@@ -15,11 +15,11 @@ from torch import nn
 
 import rankrl
 from decomposition import CompressionPlan, LatencyTable
-from rankrl.cli.config.resuming import resumed_arguments
+from rankrl.cli.config.run_files import resumed_arguments
 from rankrl.errors import CheckpointError, ConfigError, FolderInUseError
 from rankrl.files import FILE_LIST, recording, write_atomically
 from rankrl.plan_search.latency_budget import LatencyBudget
-from rankrl.runs.run_lock import locked
+from rankrl.runs.run_folder import locked
 from rankrl.timing.latency import RelativeTime
 from rankrl.timing.network_timer import NetworkTimer
 

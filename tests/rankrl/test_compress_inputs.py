@@ -20,7 +20,7 @@ from decomposition import DecompositionError
 from rankrl.data.sample import Sample, read_samples
 from rankrl.errors import ConfigError, DataError
 from rankrl.training import train_on
-from rankrl.verify.own_inputs import HeldoutScore
+from rankrl.verify.measure import HeldoutScore
 
 pytestmark = pytest.mark.usefixtures("staged_files", "no_report")
 
@@ -216,7 +216,7 @@ def test_data_that_cannot_work_is_refused_first(
     def export(*_: object, **__: object) -> None:
         raise AssertionError("a file was written")
 
-    monkeypatch.setattr("rankrl.networks.own_module.export_onnx", export)
+    monkeypatch.setattr("rankrl.networks.module.export_onnx", export)
     with pytest.raises(error, match=message):
         rankrl.compress(
             **grouped(

@@ -15,7 +15,7 @@ from torch import nn
 import rankrl
 from decomposition import list_formats
 from rankrl.errors import ConfigError
-from rankrl.plan_search.scores.history import CANDIDATES_FILE
+from rankrl.plan_search.scores.evaluation import CANDIDATES_FILE
 
 IMAGES = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 QUICK: dict[str, Any] = {

@@ -19,8 +19,7 @@ from torch import nn
 import decomposition
 import rankrl
 from decomposition.network.inputs import input_shape_of
-from rankrl.errors import ConfigError
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ConfigError, ExportError
 from rankrl.onnx.export import verify_onnx
 from rankrl.onnx.export.tracing import random_feed
 from rankrl.plan_search.latency_budget import LatencyBudget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankrl.errors import counted
-from rankrl.report import provenance
+from rankrl.report import run_folder
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,6 @@ from rankrl.report import provenance
 )
 def test_one_is_singular(count: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted(count, "core") == text
-    monkeypatch.setattr(provenance, "usable_cores", lambda: count)
-    assert provenance.collect_setup(["rankrl"], 0)["Processor"].endswith(f", {text}")
-    assert f", {text}, " in provenance.hardware_line()
+    monkeypatch.setattr(run_folder, "usable_cores", lambda: count)
+    assert run_folder.collect_setup(["rankrl"], 0)["Processor"].endswith(f", {text}")
+    assert f", {text}, " in run_folder.hardware_line()

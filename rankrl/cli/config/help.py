@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import ListConfig, OmegaConf
 
-from rankrl.cli.config.choices import config_folder, group_names
+from rankrl.cli.config.choices import TASKS, config_folder, group_names
 from rankrl.cli.config.composition import (
     composed_config,
     composing,
@@ -20,7 +20,6 @@ from rankrl.cli.config.composition import (
     parsed_flags,
     parsed_overrides,
 )
-from rankrl.cli.config.tasks import TASKS
 from rankrl.errors import ConfigError
 
 ENTRY_POINTS = "rankrl.plugins"

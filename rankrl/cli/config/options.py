@@ -15,7 +15,7 @@ from torch import nn
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError
-from rankrl.kits.kit_writer import TIMES_FILE
+from rankrl.kits.kit import TIMES_FILE
 from rankrl.models import default_lr
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.runtimes import check_runtimes

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from decomposition.registry import registered
 from rankrl.cli.config.applicable import check_applicable
-from rankrl.cli.config.choices import TABLES, Group, formats, group_names
+from rankrl.cli.config.choices import TABLES, TASKS, Group, formats, group_names
 from rankrl.cli.config.composition import (
     ALL_COMBINATIONS,
     COMPOSITION_ERRORS,
@@ -33,7 +33,6 @@ from rankrl.cli.config.composition import (
     tried_overrides,
 )
 from rankrl.cli.config.schema import AppConfig, Choice, built
-from rankrl.cli.config.tasks import TASKS
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_option, check_options, shown
 from rankrl.options.decomposition import AUTO

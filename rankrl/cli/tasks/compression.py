@@ -22,7 +22,7 @@ from decomposition.errors import DecompositionError, PlanError
 from pruning import list_pruners
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks import ending, steps
+from rankrl.cli.tasks import steps
 from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.options.decomposition import AUTO
@@ -120,7 +120,7 @@ def train(config: AppConfig, folder: RunFolder) -> None:
     network = build_network(config.model, data, seed=config.seed)
     epochs = steps.dense_training(config, data, network, folder).history
     metrics = {**steps.head(config, data, network), "baseline": network_numbers(network, data)}
-    ending.finish(folder, metrics, seed=config.seed, epochs=epochs)
+    steps.finish(folder, metrics, seed=config.seed, epochs=epochs)
 
 
 def pipeline(config: AppConfig, folder: RunFolder) -> None:
@@ -140,7 +140,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
         "search": search_numbers(result),
         **as_numbers(result.layers),
     }
-    ending.finish_compressed(config, network, result.plan, compressed, metrics, folder, taught_by=teacher)
+    steps.finish_compressed(config, network, result.plan, compressed, metrics, folder, taught_by=teacher)
 
 
 def search(config: AppConfig, folder: RunFolder) -> None:
@@ -157,7 +157,7 @@ def search(config: AppConfig, folder: RunFolder) -> None:
         "search": search_numbers(result),
         "ratios": {"params": problem.params / cost.params, "macs": problem.macs / cost.macs},
     }
-    ending.finish(folder, metrics, seed=config.seed, layers=layer_rows(result.plan, dense))
+    steps.finish(folder, metrics, seed=config.seed, layers=layer_rows(result.plan, dense))
 
 
 def apply(config: AppConfig, folder: RunFolder) -> None:
@@ -181,8 +181,8 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
         "ratios": ratios,
     }
     rows = layer_rows(plan, dense, compressed)
-    ending.check_collapse(folder, metrics, data)
-    ending.finish(folder, metrics, seed=config.seed, layers=rows)
+    steps.check_collapse(folder, metrics, data)
+    steps.finish(folder, metrics, seed=config.seed, layers=rows)
 
 
 def finetune(config: AppConfig, folder: RunFolder) -> None:
@@ -215,8 +215,8 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     }
     known = config.model.get("checkpoint")
     before = steps.heldout_accuracy(dense, data) if known else compressed["accuracy"]
-    ending.check_collapse(folder, metrics, data, before)
-    ending.finish(folder, metrics, seed=config.seed, epochs=epochs)
+    steps.check_collapse(folder, metrics, data, before)
+    steps.finish(folder, metrics, seed=config.seed, epochs=epochs)
 
 
 @contextmanager
@@ -254,7 +254,7 @@ def evaluate(config: AppConfig, folder: RunFolder) -> None:
     else:
         dense = build_network(config.model, data, seed=config.seed)
         metrics = {**steps.head(config, data, dense), "baseline": network_numbers(dense, data)}
-    ending.finish(folder, metrics, seed=config.seed)
+    steps.finish(folder, metrics, seed=config.seed)
 
 
 def export(config: AppConfig, folder: RunFolder) -> None:
@@ -267,14 +267,14 @@ def export(config: AppConfig, folder: RunFolder) -> None:
         "baseline": dense_numbers(config, data, dense),
         "compressed": network_numbers(network, data),
     }
-    metadata = ending.file_metadata(plan, metrics)
+    metadata = steps.file_metadata(plan, metrics)
     original = steps.searched_network(config, data, dense, folder)
     file = original.write(network, folder.onnx, metadata)
     metrics["onnx"] = dict(file.numbers)
     metrics["runtimes"] = file.runtimes
-    ending.exported_step(config, network, folder)
+    steps.exported_step(config, network, folder)
     metrics["ratios"] = {
         **cost_ratios(metrics["baseline"], metrics["compressed"]),
         "latency": file.latency.ratio,
     }
-    ending.finish(folder, metrics, seed=config.seed)
+    steps.finish(folder, metrics, seed=config.seed)

@@ -13,13 +13,12 @@ from rich.table import Table
 from decomposition import CompressionPlan, list_heuristics
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks import ending
+from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compression import method_of
-from rankrl.cli.tasks.kits import finished_files, show
-from rankrl.errors import ConfigError, RunStoppedError, counted
-from rankrl.file_compression import FileSource, apply_to_file, compress_file, write_file_kit
-from rankrl.kits.kit_writer import FinishedFile, write_verify_kit
-from rankrl.onnx.errors import ExportError
+from rankrl.cli.tasks.overviews import finished_files, show
+from rankrl.errors import ConfigError, ExportError, RunStoppedError, counted
+from rankrl.kits.kit import FinishedFile, write_verify_kit
+from rankrl.network_compression import FileSource, apply_to_file, compress_file, write_file_kit
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.graph import ImagePreprocessing
 from rankrl.onnx.graph.rewrite import writable_formats
@@ -181,7 +180,7 @@ def _report(
             f"{counted(result.heldout, 'held-out input')}: ask for a larger budget, or give more inputs"
         )
     Console().print(_outputs(result))
-    ending.finish(folder, metrics, seed=config.seed, layers=result.layers)
+    steps.finish(folder, metrics, seed=config.seed, layers=result.layers)
 
 
 def _files(config: AppConfig) -> tuple[Path, Path]:

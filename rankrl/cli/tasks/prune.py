@@ -14,11 +14,11 @@ from decomposition.network.surgery import copied
 from pruning import PruningError
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks import ending, steps
+from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compression import both_chose
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
-from rankrl.networks.image_module import ImageModule
+from rankrl.networks.module import ImageModule
 from rankrl.operations import RemoveBlock, kept_channels, removed_blocks
 from rankrl.plan_search.run import search_numbers
 from rankrl.pruners.options import PruningOptions
@@ -62,7 +62,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         metrics["pruned"] = network_numbers(tuned, data)
         compressed, plan, metrics["search"] = _decomposed(decomposing, network, tuned, pruned, folder)
     removed = decomposing is None
-    ending.finish_compressed(
+    steps.finish_compressed(
         config, network, plan, compressed, metrics, folder, taught_by=teacher, after_removal=removed
     )
 

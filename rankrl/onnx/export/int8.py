@@ -16,9 +16,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.export.channel_padding import unpad_channels
-from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.graph_passes import store_selections
 from rankrl.onnx.export.integer_nodes import (
     clips_zero,
@@ -27,8 +26,8 @@ from rankrl.onnx.export.integer_nodes import (
     pool_means,
     tabulate_gates,
 )
-from rankrl.onnx.export.ranges import Cut, Feed, RangeChoice, reduces
-from rankrl.onnx.export.static_quantiser import StaticQuantiser
+from rankrl.onnx.export.onnx_file import write_checked
+from rankrl.onnx.export.static_quantiser import Cut, Feed, RangeChoice, StaticQuantiser, reduces
 from rankrl.onnx.graph_edits import (
     dequantises,
     names_in,

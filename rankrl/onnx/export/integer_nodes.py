@@ -14,7 +14,7 @@ from collections.abc import Collection
 import numpy as np
 import onnx_ir as ir
 
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.export.graph_passes import selects
 from rankrl.onnx.graph_edits import (
     dequantises,

@@ -23,12 +23,11 @@ from decomposition.network.inputs import ExampleInputs, run_model
 from decomposition.network.layers import is_decomposable_module
 from decomposition.network.rounding import REDUCED_BITS, largest_integer
 from decomposition.network.surgery import copied
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.export.channel_padding import pad_channels
-from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.int8 import quantise_onnx
-from rankrl.onnx.export.onnx_file import ExportResult, export_onnx
-from rankrl.onnx.export.ranges import as_in_file, integer_bits
+from rankrl.onnx.export.onnx_file import ExportResult, export_onnx, write_checked
+from rankrl.onnx.export.static_quantiser import as_in_file, integer_bits
 from rankrl.onnx.graph_edits import Array, add_constant, is_standard, names_in, new_name, node_of, put_first
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, open_session

@@ -1,4 +1,4 @@
-"""Export a module as one self-contained ONNX file, with the names and free axes of its inputs and outputs."""
+"""Write ONNX files atomically, after onnx's checker and onnxruntime accept them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
+import onnxruntime
+from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as MissingKernel
 from torch import Tensor, nn
 
 from decomposition.network.inputs import (
@@ -34,16 +36,47 @@ from decomposition.network.inputs import (
     tensors_of,
 )
 from rankrl.data import Preprocessing
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import DefectError, ExportError
+from rankrl.files import write_atomically
 from rankrl.onnx.export.channel_padding import pad_channels
-from rankrl.onnx.export.checked_file import write_checked
 from rankrl.onnx.export.graph_passes import convolve_subsampling, name_axes, name_values, simplify, take_bytes
 from rankrl.onnx.export.tracing import convert, inference_copy, input_names, plain_names, trace
 from rankrl.onnx.graph_edits import opset_of
-from rankrl.onnx.protobuf import load_model
+from rankrl.onnx.protobuf import load_model, to_proto
+from rankrl.onnx.runtimes.onnx_runtime import inference_session
 from rankrl.options.timing import LatencyOptions
 from rankrl.progress import Progress, progress_bar
 from rankrl.verbs import verb
+
+
+def write_checked(
+    model: ir.Model | onnx.ModelProto, path: str | Path, what: str, *, full_check: bool = False
+) -> int:
+    """Write a file if ONNX's checker accepts it and onnxruntime loads it; return its bytes.
+
+    Where onnxruntime lacks an operator that the checker knows, the checker decides alone.
+    """
+    proto = to_proto(model) if isinstance(model, ir.Model) else model
+    try:
+        data = proto.SerializeToString()
+    except Exception as error:  # ValueError or protobuf's own, by its version
+        raise ExportError(
+            f"cannot write {what} as one ONNX file: {error}. A model of 2 GiB or more does not fit into one."
+        ) from error
+    try:
+        onnx.checker.check_model(proto, full_check=full_check)
+        inference_session(data, 1)
+    except MissingKernel:
+        pass
+    except Exception as error:  # neither onnx's errors nor onnxruntime's have a base of their own
+        raise DefectError(
+            f"{what} is damaged, so nothing was written to {path}: {error}. This is a fault of "
+            "rankrl's, not of your network or options: please report it with the command, the original file "
+            f"and the versions, onnx {onnx.__version__} and onnxruntime {onnxruntime.__version__}"
+        ) from error
+    write_atomically(path, data)
+    return len(data)
+
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from decomposition.network.inputs import (
 )
 from rankrl.data import Preprocessing
 from rankrl.device import in_float32, in_layout
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, open_session
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ sensitivity of the network's outputs to it. Fits, costs and allocation are that 
 
 from __future__ import annotations
 
-from rankrl.onnx.errors import OnnxGraphError
+from rankrl.errors import OnnxGraphError
 from rankrl.onnx.graph.inputs import ImagePreprocessing, read_inputs, split_inputs
 from rankrl.onnx.graph.network import OnnxNetwork
+from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.prepared_file import PreparedFile, network_costs
-from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph.sites import find_sites
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rankrl.onnx.errors import OnnxGraphError
+from rankrl.errors import OnnxGraphError
 from rankrl.onnx.graph_edits import Array
 
 if TYPE_CHECKING:

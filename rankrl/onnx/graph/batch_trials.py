@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rankrl.onnx.errors import OnnxGraphError
+from rankrl.errors import OnnxGraphError
 from rankrl.onnx.graph.batch_axes import Axes, BatchAxes, Shape, declared_batch, shown_axes, suggested_axes
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph_edits import Array

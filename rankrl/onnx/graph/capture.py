@@ -20,10 +20,10 @@ from decomposition.calibration.moments import (
 from decomposition.errors import DecompositionError
 from decomposition.network.layers import DecomposableModule
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
-from rankrl.onnx.errors import OnnxGraphError
+from rankrl.errors import OnnxGraphError
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
-from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph_edits import Array, until
 
 _CAPTURED = 2**28

@@ -16,17 +16,17 @@ import numpy as np
 import onnx_ir as ir
 from onnx import version_converter
 
-from rankrl.onnx.errors import OnnxGraphError
-from rankrl.onnx.export.checked_file import write_checked
+from rankrl.errors import OnnxGraphError
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.network_file import INT4_OPSET, rounded_tensor, store_integers
-from rankrl.onnx.export.ranges import RangeChoice
+from rankrl.onnx.export.onnx_file import write_checked
+from rankrl.onnx.export.static_quantiser import RangeChoice
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.network import Feed, GraphSession
+from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.precisions import in_half, rounds, store_narrow
 from rankrl.onnx.graph.refit import CompressedGraph
 from rankrl.onnx.graph.rewrite import store_pivoted
-from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import (
     MICROSOFT,
     Array,

@@ -12,7 +12,7 @@ import numpy as np
 
 from rankrl.data.imagefolder import SUFFIXES, decode_images, image_files
 from rankrl.data.sample import is_number_of_inputs
-from rankrl.onnx.errors import OnnxGraphError
+from rankrl.errors import OnnxGraphError
 from rankrl.onnx.graph.batch_axes import Axes, BatchAxes, GraphInput
 from rankrl.onnx.graph.batch_trials import check_sizes, find_batch_axes
 from rankrl.onnx.graph.network import Feed, OnnxNetwork

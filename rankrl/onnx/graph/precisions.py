@@ -13,8 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes import common as passes
 
 from decomposition import CompressionPlan, PlanError, Quantise
-from rankrl.errors import ConfigError
-from rankrl.onnx.errors import OnnxGraphError
+from rankrl.errors import ConfigError, OnnxGraphError
 from rankrl.onnx.graph_edits import (
     MICROSOFT,
     STANDARD,

@@ -36,9 +36,9 @@ from decomposition.plan.plan import without_growth
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.capture import FINAL_ELEMENTS, drawn_patches, in_parts, most_patches
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, open_session
+from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.precisions import HalfValues
 from rankrl.onnx.graph.rewrite import MARKED, check_formats, replace_node
-from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import Array, depending, part_of, producing, set_types, used_by, without_unused
 
 KEPT = 3 * 2**27

@@ -15,9 +15,8 @@ from torch import nn
 from decomposition import TensorFormat, compressible_layers, get_format, list_formats
 from decomposition.formats.layers import FactorisedLayer, plain_layers
 from rankrl.errors import ConfigError
-from rankrl.onnx.graph.node_layers import absorbing
+from rankrl.onnx.graph.node_layers import Site, absorbing
 from rankrl.onnx.graph.precisions import constant
-from rankrl.onnx.graph.site import Site
 from rankrl.onnx.graph_edits import (
     Array,
     add_constant,

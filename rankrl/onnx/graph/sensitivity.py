@@ -25,7 +25,7 @@ from rankrl.errors import counted
 from rankrl.onnx.graph.batch_axes import BatchAxes, by_input
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
-from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph_edits import Array, depending, part_of, set_types, used_by
 from rankrl.onnx.output_scores import OutputScore, output_score
 

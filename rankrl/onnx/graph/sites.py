@@ -15,9 +15,13 @@ from decomposition.network.layers import FLOAT_BYTES, OPAQUE_KINDS, LayerSpec, S
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.node_layers import (
     PRODUCTS,
+    Absorber,
+    Site,
     absorber_of,
     absorbing,
     counted_recurrent,
+    foreign_reason,
+    foreign_weight,
     is_recurrent,
     layer_spec,
     lstm_site,
@@ -38,7 +42,6 @@ from rankrl.onnx.graph.precisions import (
     is_rounded,
     rounded_constant,
 )
-from rankrl.onnx.graph.site import Absorber, Site, foreign_reason, foreign_weight
 from rankrl.onnx.graph_edits import Array, depending, is_standard, until
 
 

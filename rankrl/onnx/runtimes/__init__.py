@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rankrl.onnx.runtimes import onnx_runtime as onnxruntime_cpu
-from rankrl.onnx.runtimes import onnx_runtime as onnxruntime_cuda
-from rankrl.onnx.runtimes import openvino_cpu
+from rankrl.onnx.runtimes import onnx_runtime, openvino_cpu
 from rankrl.onnx.runtimes.runtime import (
     DEFAULT_RUNTIME,
     Batch,
@@ -25,8 +23,7 @@ __all__ = [
     "check_runtimes",
     "get_runtime",
     "list_runtimes",
-    "onnxruntime_cpu",
-    "onnxruntime_cuda",
+    "onnx_runtime",
     "open_session",
     "openvino_cpu",
     "register_runtime",

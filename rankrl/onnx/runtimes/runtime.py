@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from decomposition.registry import Registry
-from rankrl.errors import ConfigError
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ConfigError, ExportError
 from rankrl.options.timing import DEFAULT_RUNTIME, LatencyOptions
 
 Batch = np.ndarray[Any, Any] | Mapping[str, np.ndarray[Any, Any]]

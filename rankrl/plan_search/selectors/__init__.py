@@ -9,10 +9,9 @@ from rankrl.plan_search.selectors import (
     local_changes,
     random_plans,
     reinforcement,
+    selector,
     tpe,
 )
-from rankrl.plan_search.selectors import divergence as lems
-from rankrl.plan_search.selectors import selector as one_shot
 from rankrl.plan_search.selectors.selector import (
     Proposal,
     Selector,
@@ -39,13 +38,12 @@ __all__ = [
     "cma_es",
     "create_selector",
     "divergence",
-    "lems",
     "list_selectors",
     "local_changes",
-    "one_shot",
     "random_plans",
     "register_selector",
     "reinforcement",
+    "selector",
     "selector_class",
     "selector_description",
     "selector_is_seeded",

@@ -13,7 +13,7 @@ from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
 from rankrl.options.selectors import LEMSOptions, NoOptions
 from rankrl.plan_search.envs.actions import check_action
-from rankrl.plan_search.scores.evaluator import probes, scaled, with_divergences
+from rankrl.plan_search.scores.evaluators import probes, scaled, with_divergences
 from rankrl.plan_search.selectors.selector import Proposal, Selector, SelectorState, register_selector
 from rankrl.plan_search.selectors.tpe import TPESelector
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting

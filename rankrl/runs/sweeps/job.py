@@ -16,8 +16,7 @@ from typing import Any
 
 from rankrl.errors import RunStoppedError
 from rankrl.progress import listening
-from rankrl.runs.run_folder import RunFolder, digest
-from rankrl.runs.run_lock import LOCK_FILE, locked
+from rankrl.runs.run_folder import LOCK_FILE, RunFolder, digest, locked
 from rankrl.runs.sweeps.progress import JobProgress, sweep_identifier, write_failure
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -1,11 +1,14 @@
-"""Run a job of a sweep in the process that a launcher sent it to."""
+"""Start the jobs of a sweep in other processes: on this machine by submitit, on a cluster by Ray."""
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,8 +18,10 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from rankrl.errors import RankrlError
+from rankrl.device import usable_cores
+from rankrl.errors import ConfigError, RankrlError, counted
 from rankrl.runs.sweeps.progress import sweep_identifier, write_failure
+from rankrl.workers.ray_cluster import connect
 
 _CONFIGURING = threading.Lock()  # Hydra's configuration is global to all threads
 
@@ -96,3 +101,84 @@ def refuse(error: RankrlError) -> NoReturn:
     """Exit with one paragraph; Hydra would print a traceback of its own code."""
     print(f"rankrl: {' '.join(str(error).split())}", file=sys.stderr)
     raise SystemExit(2) from error
+
+
+log = logging.getLogger(__name__)
+
+
+def run_on_ray(
+    jobs: SweepJobs, *, cpus: int, gpus: float, retries: int, init: Mapping[str, Any]
+) -> list[JobReturn]:
+    """Run jobs on a Ray cluster and wait for all of them.
+
+    A job whose process is killed or whose node is lost is restarted from its state; one that is killed every
+    time counts as failed, and the others continue.
+    """
+    try:
+        ray = _ray()
+        connect(ray, **init)
+    except RankrlError as error:
+        refuse(error)
+    log.info("Ray runs %s of the sweep %s", counted(len(jobs), "job"), jobs.folder)
+    run = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=retries)(SweepJobs.run)
+    shared = ray.put(jobs)
+    numbers = {run.remote(shared, number, cpus): number for number in range(len(jobs))}
+    results: dict[int, JobReturn] = {}
+    waiting = list(numbers)
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1)
+        for reference in done:
+            number = numbers[reference]
+            try:
+                results[number] = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                results[number] = jobs.lost(number, error)
+    return [results[number] for number in range(len(jobs))]
+
+
+def _ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(
+            f"hydra/launcher=ray needs Ray, which cannot be imported ({error}); install the extra `ray`"
+        ) from error
+
+
+def run_locally(
+    jobs: SweepJobs, folder: str, *, n_jobs: int, retries: int, parameters: Mapping[str, Any]
+) -> list[JobReturn]:
+    """Run jobs with submitit's local executor and wait for all of them.
+
+    submitit starts all of its jobs at once, so it gets no more than may run. A job whose process is killed is
+    restarted from its state; one that is killed every time counts as failed, and the others continue.
+    """
+    try:
+        submitit = importlib.import_module("submitit")
+    except ImportError as error:
+        reason = f"hydra/launcher=local needs submitit, which cannot be imported ({error})"
+        refuse(ConfigError(f"{reason}; install the extra `slurm`"))
+    cores = usable_cores()
+    together = cores if n_jobs == -1 else n_jobs
+    if together < 1:
+        refuse(ConfigError(f"hydra.launcher.n_jobs must be at least 1, or -1 for all cores; got {n_jobs}"))
+    together = min(together, len(jobs))
+    threads = parameters.get("cpus_per_task") or max(1, cores // together)
+    executor = submitit.AutoExecutor(folder=folder, cluster="local")
+    settings = {name: value for name, value in parameters.items() if value is not None}
+    executor.update_parameters(**settings)
+    log.info("submitit runs %s of the sweep %s", counted(len(jobs), "job"), jobs.folder)
+
+    def run(number: int) -> JobReturn:
+        for left in reversed(range(retries + 1)):
+            try:
+                result: JobReturn = executor.submit(jobs.run, number, threads).result()
+                return result
+            except submitit.core.utils.UncompletedJobError as error:
+                if left == 0:
+                    return jobs.lost(number, error)
+                log.warning("the process of job %d was killed; it is started again", number)
+        raise AssertionError("unreachable")
+
+    with ThreadPoolExecutor(together) as pool:
+        return list(pool.map(run, range(len(jobs))))

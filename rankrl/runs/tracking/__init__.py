@@ -6,11 +6,8 @@ rankrl. `Tracking` passes the numbers on to the trackers of a run, whose errors 
 
 from __future__ import annotations
 
-from rankrl.runs.tracking import trackers as csv_files
-from rankrl.runs.tracking import trackers as mlflow_runs
-from rankrl.runs.tracking import trackers as tensorboard_files
-from rankrl.runs.tracking import trackers as wandb_runs
-from rankrl.runs.tracking.tracker import (
+from rankrl.runs.tracking import trackers
+from rankrl.runs.tracking.trackers import (
     NOT_TRACKED,
     Tracker,
     Tracking,
@@ -27,13 +24,10 @@ __all__ = [
     "Tracker",
     "Tracking",
     "create_tracker",
-    "csv_files",
     "list_trackers",
-    "mlflow_runs",
     "register_tracker",
     "start_tracking",
-    "tensorboard_files",
     "tracker_class",
     "tracker_option_types",
-    "wandb_runs",
+    "trackers",
 ]

@@ -36,7 +36,7 @@ from decomposition import (
 )
 from decomposition.fit.fit_options import FitOptions
 from decomposition.fit.fitting import Fit, fit_weight
-from decomposition.plan import save as saving
+from decomposition.plan import save
 from decomposition.plan.apply import dense_form
 
 QUICK = FitOptions(iterations=30)
@@ -291,13 +291,13 @@ def test_file_that_reads_back_different_does_not_appear(
     small, path = build_structure(model, plan), tmp_path / "small.safetensors"
     save_compressed(small, plan, path)
     before = path.read_bytes()
-    write = saving.save_file
+    write = save.save_file
 
     def write_wrongly(tensors: dict[str, torch.Tensor], *args: Any, **options: Any) -> None:
         name = next(iter(tensors))
         write({**tensors, name: tensors[name] + 1e-7}, *args, **options)
 
-    monkeypatch.setattr(saving, "save_file", write_wrongly)
+    monkeypatch.setattr(save, "save_file", write_wrongly)
     with pytest.raises(PlanError, match=r"tensor 'stem\.0\.reduce\.weight' is another one"):
         save_compressed(small, plan, path)
     assert path.read_bytes() == before

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decomposition.calibration.metric import RowFactor
-from decomposition.fit import rounding as compensated_rounding
+from decomposition.fit import rounding
 from decomposition.fit.rounding import compensated_weight
 from decomposition.network.rounding import rounded_weight
 
@@ -69,7 +69,7 @@ def test_it_lies_between_the_best_integers_and_the_nearest(seed: int) -> None:
 def test_many_columns_are_rounded_in_blocks_as_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, moments = drawn(1, 4, 300)
     in_blocks = compensated_weight(weight, moments, 4)
-    monkeypatch.setattr(compensated_rounding, "_BLOCK", 1000)
+    monkeypatch.setattr(rounding, "_BLOCK", 1000)
     assert torch.allclose(compensated_weight(weight, moments, 4), in_blocks)
 
 

@@ -12,8 +12,7 @@ from command_line import BUDGET, QUICK, call, workplace
 from matplotlib.figure import Figure
 
 from rankrl.files import write_atomically
-from rankrl.report import comparison as comparison_page
-from rankrl.report import write
+from rankrl.report import comparison, write
 from rankrl.runs.run_folder import RunFolder
 
 
@@ -27,7 +26,7 @@ def _own_folders(tmp_path: Path) -> Iterator[None]:
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave figures of reports empty: they take half of a small run. The session's fixtures draw theirs."""
     monkeypatch.setattr("rankrl.report.html_page.inline_svg", lambda *_: "<svg></svg>")
-    for module in (comparison_page, write):
+    for module in (comparison, write):
         monkeypatch.setattr(module, "save_figure", _no_figure)
 
 

@@ -23,7 +23,7 @@ from decomposition import (
 )
 from rankrl.cli.tasks.compression import both_chose, method_of
 from rankrl.operations import KeepChannels
-from rankrl.report.gather import gather_runs
+from rankrl.report.run_folder import gather_runs
 
 Command = Callable[..., None]
 SHAPE = (1, 8, 8)

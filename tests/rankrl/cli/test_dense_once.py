@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import SmallNetwork, read_json, small_network
 
-from rankrl.networks import image_module
+from rankrl.networks import module as image_module
 from rankrl.verify import measure
 
 Command = Callable[..., None]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankrl.cli.app import checked_arguments
-from rankrl.cli.config.input_files import options_of_run
+from rankrl.cli.config.run_files import options_of_run
 from rankrl.errors import ConfigError
 from rankrl.files import write_json
 

@@ -15,9 +15,8 @@ from command_line import read_json, small_network, values
 from rankrl.cli.app import checked_arguments
 from rankrl.cli.config.choices import store_groups
 from rankrl.cli.config.composition import parsed_overrides
-from rankrl.cli.config.input_files import _is_path, named_paths, options_of_run
 from rankrl.cli.config.overrides import typed_options
-from rankrl.cli.config.resuming import resumed_arguments
+from rankrl.cli.config.run_files import _is_path, named_paths, options_of_run, resumed_arguments
 from rankrl.errors import ConfigError
 from rankrl.runs.run_folder import RunFolder
 

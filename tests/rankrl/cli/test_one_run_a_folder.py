@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 
 from rankrl.errors import ConfigError
 from rankrl.files import FILE_LIST, written_files
-from rankrl.runs.run_folder import with_effect
-from rankrl.runs.run_lock import locked
+from rankrl.runs.run_folder import locked, with_effect
 
 Command = Callable[..., None]
 Refused = Callable[..., str]

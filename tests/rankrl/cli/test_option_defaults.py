@@ -22,12 +22,12 @@ from rankrl.cli.config.choices import config_folder
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import load_dataset
 from rankrl.networks.network import CandidateOptions
-from rankrl.options import decomposition as decomposition_options
+from rankrl.options import decomposition
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
 from rankrl.options.timing import ExportOptions, LatencyOptions
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions
 from rankrl.plan_search.selectors import create_selector
 from rankrl.pruners.options import PruningOptions
 from rankrl.training import TrainingRecipe
@@ -126,7 +126,7 @@ def test_light_modules_repeat_what_the_libraries_know() -> None:
     own = DecompositionOptions()
     assert own.iterations == FitOptions.iterations
     assert (own.final_iterations, own.final_starts) == (FINAL.iterations, FINAL.starts)
-    assert tuple(PRECISIONS) == decomposition_options.PRECISIONS
+    assert tuple(PRECISIONS) == decomposition.PRECISIONS
     taken = inspect.signature(apply_plan).parameters
     assert own.sequential == taken["sequential"].default
 

@@ -104,7 +104,7 @@ def test_ranks_for_a_budget_in_time_fill_the_processor_s_lanes(overrides, multip
 def test_layers_choose_precisions_that_lower_what_the_budget_counts(
     overrides, precisions, monkeypatch
 ) -> None:
-    monkeypatch.setattr("rankrl.onnx.export.ranges.sums_overflow", lambda: False)
+    monkeypatch.setattr("rankrl.onnx.export.static_quantiser.sums_overflow", lambda: False)
     assert options.candidate_options(settings(*overrides)).precisions == precisions
 
 

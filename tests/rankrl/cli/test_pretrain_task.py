@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import QUICK, call, read_json, small_network, task_refusal, workplace
 
-from rankrl.plan_search import pretraining as workflow
+from rankrl.plan_search import pretraining
 from rankrl.plan_search.agents.policy_file import PolicyFile
 
 FITS = ("calibration.images=64", "decomposition.candidates=4", "decomposition.iterations=5")
@@ -80,7 +80,7 @@ def test_a_comparison_refuses_a_policy_that_was_trained_on_its_task(
 
 
 def test_a_killed_run_plays_no_task_twice(whole: Path, tmp_path: Path, monkeypatch) -> None:
-    played, play_episodes = [], workflow.play_episodes
+    played, play_episodes = [], pretraining.play_episodes
 
     class Killed(BaseException):
         """Stands for the end of the process."""
@@ -91,7 +91,7 @@ def test_a_killed_run_plays_no_task_twice(whole: Path, tmp_path: Path, monkeypat
         played.append(problem.fingerprint)
         return play_episodes(problem, *arguments, **options)
 
-    monkeypatch.setattr(workflow, "play_episodes", dying)
+    monkeypatch.setattr(pretraining, "play_episodes", dying)
     run = tmp_path / "run"
     with pytest.raises(Killed):
         call(*made(tmp_path), f"hydra.run.dir={run}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import read_json, task_refusal
 
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.runtimes import get_runtime
 from rankrl.verify import runtimes
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from decomposition import get_format, list_formats
-from rankrl.cli.config.choices import TABLES, formats
+from rankrl.cli.config.choices import TABLES, TASKS, formats
 from rankrl.cli.config.groups import GROUPS
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import TASKS
 from rankrl.onnx.runtimes import list_runtimes
 from rankrl.options.timing import RUNTIMES
 

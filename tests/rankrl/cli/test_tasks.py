@@ -21,11 +21,11 @@ from safetensors import safe_open
 
 from decomposition import CompressionPlan, Quantise, list_formats
 from rankrl.cli.app import FIRST_RUN, main
+from rankrl.cli.config.choices import TASKS
 from rankrl.cli.config.groups import explanations
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.config.tasks import TASKS
 from rankrl.data import Preprocessing, load_dataset
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 
 Command = Callable[..., None]
 
@@ -313,7 +313,7 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("rankrl.networks.image_module.apply_plan", kill)
+        patch.setattr("rankrl.networks.module.apply_plan", kill)
         with pytest.raises(Killed):
             run("broken", BUDGET)
     broken = tmp_path / "broken"
@@ -336,7 +336,7 @@ def test_run_that_dies_while_reporting_does_not_look_finished(
     def kill(*_: Any, **__: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr("rankrl.cli.tasks.ending.write_report", kill)
+    monkeypatch.setattr("rankrl.cli.tasks.steps.write_report", kill)
     with pytest.raises(Killed):
         run("broken", "task=train", *small_network(tmp_path)[:2], "dataset.train_images=64")
     assert not (tmp_path / "broken" / "metrics.json").exists()
@@ -352,7 +352,7 @@ def test_ctrl_c_says_how_to_go_on(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rankrl.networks.image_module.apply_plan", interrupt)
+    monkeypatch.setattr("rankrl.networks.module.apply_plan", interrupt)
     with pytest.raises(SystemExit) as stopped:
         run("stopped", "task=apply", dense, f"plan={whole_run / 'plan.json'}")
     assert stopped.value.code == 130

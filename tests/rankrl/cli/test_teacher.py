@@ -15,7 +15,7 @@ from rankrl.cli.config import options
 from rankrl.data import ImageData, load_dataset
 from rankrl.models import create_model, save_checkpoint
 from rankrl.training import TrainingRecipe, accuracy, train
-from rankrl.training.teachers import read_teacher
+from rankrl.training.networks import read_teacher
 
 Command = Callable[..., None]
 CUSTOM = ("finetune.teacher_model=custom", "+finetune.teacher_options._target_=command_line.SmallNetwork")

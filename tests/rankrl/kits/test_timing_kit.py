@@ -32,8 +32,7 @@ from decomposition.choose.listing import CandidateLister
 from decomposition.network.layers import is_decomposable_module
 from rankrl import DecompositionOptions, LatencyOptions
 from rankrl.errors import ConfigError
-from rankrl.kits.kit_writer import FileGroup, FinishedFile, KitWriter, packed, write_verify_kit
-from rankrl.kits.times_file import TimesFile
+from rankrl.kits.kit import FileGroup, FinishedFile, KitWriter, TimesFile, packed, write_verify_kit
 from rankrl.timing.layer_timing import LayerTimer
 from rankrl.timing.local_stopwatch import LocalStopwatch
 from rankrl.timing.network_timer import NetworkTimer

@@ -28,7 +28,7 @@ from rankrl.networks.module import ModuleNetwork, block_removals
 from rankrl.networks.network import CandidateOptions
 from rankrl.operations import RemoveBlock, removed_blocks
 from rankrl.options.search import BudgetOptions
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.session import SearchGoal, check_reachable

@@ -20,8 +20,8 @@ from rankrl.networks.module import ModuleNetwork, channel_narrowings
 from rankrl.operations import KeepChannels, kept_channels
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.envs.actions import create_action_map
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
-from rankrl.plan_search.scores.parallel import FixedFits, ParallelEvaluator
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.scoring import FixedFits, ParallelEvaluator
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.space.problem import SearchProblem

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as arrays
 from onnx import TensorProto, helper, numpy_helper
 
 import rankrl
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.protobuf import dense, store_densely
 

@@ -18,7 +18,7 @@ from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost
 from rankrl.errors import ConfigError
 from rankrl.options.search import BudgetOptions
-from rankrl.plan_search import measured_plans as standard_plans_module
+from rankrl.plan_search import measured_plans
 from rankrl.plan_search.bounded_loss import REFITS, within_loss
 from rankrl.plan_search.measured_plans import (
     MeasuredPlan,
@@ -222,5 +222,5 @@ def test_a_uniform_plan_takes_other_formats_only_where_they_are_the_same_product
         one = CandidateSet(spec, (candidate, Candidate((), DENSE, 0.0)))
         tucker = Candidate((Factorise("tucker", (2, 2)),), cost, 0.2, "tucker")
         two = CandidateSet(kernel, (tucker, Candidate((), DENSE, 0.0)))
-        members = standard_plans_module.families([one, two])["tucker", False]
+        members = measured_plans.families([one, two])["tucker", False]
         assert [indices.tolist() for indices in members] == [[0, 1] if alike else [1], [0, 1]]

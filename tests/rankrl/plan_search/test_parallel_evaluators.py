@@ -23,8 +23,8 @@ from torch import nn
 from decomposition import Factorise, FitLibrary, collect_moments, compressible_layers
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.plan_search.run import run_search
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
-from rankrl.plan_search.scores.parallel import FixedFits, ParallelEvaluator, ParallelScoreEvaluator
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.scoring import FixedFits, ParallelEvaluator, ParallelScoreEvaluator
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.space.problem import Choices, SearchProblem

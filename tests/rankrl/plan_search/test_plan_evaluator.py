@@ -17,7 +17,7 @@ from decomposition.network.layers import compressible_layers
 from rankrl.data import Augmentation, TestImages, augmented_copy, batches
 from rankrl.device import Precision
 from rankrl.errors import ConfigError, DataError, NonFiniteError
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.scores.scoring_network import RefittingNetwork, ScoringNetwork
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 

@@ -30,7 +30,7 @@ from decomposition import (
 from rankrl.data import Images
 from rankrl.device import Precision
 from rankrl.plan_search.run import run_search
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import SearchProblem
 

@@ -11,7 +11,7 @@ from scipy.stats import spearmanr
 
 from decomposition import FitLibrary
 from rankrl.data import Augmentation, ImageData, TestImages, batches
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.space.problem import SearchProblem
 
 pytestmark = pytest.mark.slow

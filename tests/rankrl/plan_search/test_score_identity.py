@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankrl.data import load_dataset
-from rankrl.plan_search.scores.score_evaluator import score_identity
+from rankrl.plan_search.scores.evaluators import score_identity
 
 MODULE = '''
 """{docstring}"""
@@ -141,7 +141,7 @@ def test_another_process_finds_the_same(identities: Any, tmp_path: Path, seed: s
     expected = identities()
     code = (
         "import scores_of_user as module\n"
-        "from rankrl.plan_search.scores.score_evaluator import score_identity\n"
+        "from rankrl.plan_search.scores.evaluators import score_identity\n"
         f"for name in {NAMES!r}: print(name, score_identity(getattr(module, name)))"
     )
     environment = {

@@ -21,8 +21,8 @@ import torch
 
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.plan_search.run import STATE_FILE, SearchResult, run_search
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
-from rankrl.plan_search.scores.history import EPISODES_FILE
+from rankrl.plan_search.scores.evaluation import EPISODES_FILE
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.selectors import create_selector, list_selectors, selector_options
 from rankrl.testing.selectors import surroundings
 

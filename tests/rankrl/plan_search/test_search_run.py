@@ -12,7 +12,7 @@ import pytest
 from decomposition.operations import operation_from_dict
 from rankrl.errors import ConfigError, StorageError
 from rankrl.plan_search.run import SearchState, best_rows, run_search
-from rankrl.plan_search.scores.history import CANDIDATES_FILE, EPISODES_FILE
+from rankrl.plan_search.scores.evaluation import CANDIDATES_FILE, EPISODES_FILE
 from rankrl.plan_search.selectors import create_selector
 
 

@@ -13,14 +13,13 @@ from decomposition.choose.quick_refit import QuickRefit
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.models import create_model
-from rankrl.networks.image_module import ImageModule
-from rankrl.networks.module import ModuleNetwork
+from rankrl.networks.module import ImageModule, ModuleNetwork
 from rankrl.networks.network import CandidateOptions
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.scores import scoring as scoring_module
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, probes
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, probes
 from rankrl.plan_search.scores.scoring import FunctionScoring, ImageScoring
 from rankrl.plan_search.session import SearchGoal, SearchSession
 from rankrl.plan_search.space.problem import SearchProblem

@@ -19,9 +19,15 @@ from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
 from rankrl.models.zoo import BasicBlock
 from rankrl.operations import KeepChannels, kept_channels
-from rankrl.pruners.mask_training import STATE_VERSION, pruning_setup, read_pruning_state
 from rankrl.pruners.options import PruningOptions, pruner_defaults, pruning_options
-from rankrl.pruners.prune import PrunedNetwork, check_target, prune_network
+from rankrl.pruners.prune import (
+    STATE_VERSION,
+    PrunedNetwork,
+    check_target,
+    prune_network,
+    pruning_setup,
+    read_pruning_state,
+)
 from rankrl.state_file import write_state
 
 PRUNERS = [pruner.name for pruner in list_pruners() if pruner.unit == "channels"]
@@ -225,7 +231,7 @@ def test_a_mask_training_goes_on_after_its_last_epoch(
         if len(epochs) == 2:
             raise Killed
 
-    monkeypatch.setattr("rankrl.pruners.mask_training._log_epoch", kill)
+    monkeypatch.setattr("rankrl.pruners.prune._log_epoch", kill)
     file = tmp_path / "pruned.safetensors"
     with pytest.raises(Killed):
         prune_network(network(data), data, options, calibration, state_file=file)

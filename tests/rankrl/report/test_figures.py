@@ -26,8 +26,8 @@ from rankrl.report.figures import (
     reward_figure,
     whole_axis,
 )
-from rankrl.report.gather import GatheredRun
-from rankrl.report.stages import stages
+from rankrl.report.run_folder import GatheredRun
+from rankrl.report.run_tables import stages
 from rankrl.report.sweep_page import pareto_figure
 from rankrl.training import EpochRow
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankrl.report.provenance import shown_command, write_section
+from rankrl.report.run_folder import shown_command, write_section
 
 
 def test_only_the_marked_section_is_replaced(tmp_path: Path) -> None:

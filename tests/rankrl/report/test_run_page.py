@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankrl.report import EpisodeRow, LayerRow, ReportError, RunReport, conclusion, run_page
-from rankrl.report.network_drawing import plan_drawing
+from rankrl.report.figures import plan_drawing
 from rankrl.report.run_tables import remains
-from rankrl.report.summary import comparison_rows
+from rankrl.report.write import comparison_rows
 from rankrl.training import EpochRow
 
 VOID = {"meta", "br", "path", "use", "rect"}

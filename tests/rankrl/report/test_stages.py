@@ -12,8 +12,8 @@ from rich.console import Console
 
 from rankrl.errors import counted
 from rankrl.report import collect_setup, conclusion, summary_table
-from rankrl.report.provenance import hardware_line
-from rankrl.report.stages import (
+from rankrl.report.run_folder import hardware_line
+from rankrl.report.run_tables import (
     format_accuracy,
     format_large,
     format_points,
@@ -23,7 +23,7 @@ from rankrl.report.stages import (
     latency_note,
     stages,
 )
-from rankrl.report.summary import comparison_rows
+from rankrl.report.write import comparison_rows
 
 
 def plain(text: str) -> str:
@@ -230,7 +230,7 @@ def test_the_setup_names_command_seed_versions_and_hardware() -> None:
 @pytest.mark.parametrize(("count", "text"), [(0, "0 cores"), (1, "1 core"), (2, "2 cores")])
 def test_one_is_no_plural(count: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted(count, "core") == text
-    monkeypatch.setattr("rankrl.report.provenance.usable_cores", lambda: count)
+    monkeypatch.setattr("rankrl.report.run_folder.usable_cores", lambda: count)
     assert collect_setup(["rankrl"], 0)["Processor"].endswith(f", {text}")
     assert f", {text}, " in hardware_line()
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from rankrl.errors import FolderInUseError, StorageError
-from rankrl.runs.run_lock import LOCK_FILE, check_free, locked
+from rankrl.runs.run_folder import LOCK_FILE, check_free, locked
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from rankrl.runs.run_lock import locked
+from rankrl.runs.run_folder import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Session
 from rankrl.timing import (
     LatencyComparison,
@@ -22,7 +22,6 @@ from rankrl.timing import (
     measure_latency,
     time_in_turns,
 )
-from rankrl.timing import latency as passes
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
         taken = [ms for turn, pair in enumerate(turns) for ms in (pair if turn % 2 == 0 else pair[::-1])]
         for name, factor in (("thread_time_ns", 1.0), ("perf_counter_ns", waiting)):
             ticks = iter([tick for ms in taken for tick in (0, int(factor * ms * 1e6))])
-            monkeypatch.setattr(passes.time, name, lambda ticks=ticks: next(ticks))
+            monkeypatch.setattr(latency.time, name, lambda ticks=ticks: next(ticks))
 
     return set_clocks
 
@@ -160,7 +159,7 @@ def test_several_threads_are_measured_on_the_wall(path: Path) -> None:
 
 def test_a_coarse_clock_is_not_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     coarse = types.SimpleNamespace(resolution=0.0156)
-    monkeypatch.setattr(passes.time, "get_clock_info", lambda name: coarse)
+    monkeypatch.setattr(latency.time, "get_clock_info", lambda name: coarse)
     assert measure_latency(path, batch=2, runs=2).clock == "wall"
 
 

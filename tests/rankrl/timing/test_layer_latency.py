@@ -31,18 +31,16 @@ from decomposition import (
 )
 from rankrl.data import Preprocessing
 from rankrl.errors import ConfigError
-from rankrl.kits.kit_writer import FileGroup
+from rankrl.kits.kit import FileGroup
 from rankrl.networks.module import ModuleNetwork
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.bounded_loss import within
 from rankrl.plan_search.latency_budget import LatencyBudget, TimedPlans
 from rankrl.plan_search.measured_plans import PlanMeter
 from rankrl.plan_search.run import SearchResult, best_rows
-from rankrl.plan_search.scores.evaluation import Evaluation
-from rankrl.plan_search.scores.history import EpisodeRow, make_row
+from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluation, make_row
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.timing import network_timer
-from rankrl.timing import whole_files as module_files
+from rankrl.timing import network_timer, whole_files
 from rankrl.timing.latency import RelativeTime
 from rankrl.timing.layer_latency import SiteTimes
 from rankrl.timing.layer_timing import LayerTimer
@@ -179,13 +177,13 @@ def test_dense_network_is_exported_once_for_all_plans(
     small: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported: list[nn.Module] = []
-    really = module_files.export_network
+    really = whole_files.export_network
 
     def export(network: nn.Module, *arguments: Any, **options: Any) -> Any:
         exported.append(network)
         return really(network, *arguments, **options)
 
-    monkeypatch.setattr(module_files, "export_network", export)
+    monkeypatch.setattr(whole_files, "export_network", export)
     sites = library_of(small, "tucker").all_candidates(limit=2)
     budget = LatencyBudget(ModuleNetwork(small, SHAPE), sites, 0.9, LatencyOptions(batch=2, runs=2))
     specs = compressible_layers(small, SHAPE)

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankrl.timing import fast_multiple
-from rankrl.timing import form as rank_step
+from rankrl.timing import fast_multiple, form
 from rankrl.timing.form import STEPS, step_of
 from rankrl.timing.layer_timing import LayerTimer
 
@@ -38,7 +37,7 @@ def test_the_answer_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     fast_multiple.cache_clear()
     assert fast_multiple(tmp_path) == 16
     assert len(asked) == 1
-    monkeypatch.setattr(rank_step, "measuring_conditions", lambda *_: "another machine")
+    monkeypatch.setattr(form, "measuring_conditions", lambda *_: "another machine")
     fast_multiple.cache_clear()
     assert fast_multiple(tmp_path) == 16
     assert len(asked) == 2

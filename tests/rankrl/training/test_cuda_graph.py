@@ -15,7 +15,7 @@ from decomposition import LayerPlan, Quantise, apply_plan, make_plan
 from rankrl.data import ImageData
 from rankrl.device import Precision
 from rankrl.training import TrainingProgress, TrainingRecipe, train
-from rankrl.training.cuda_graph import CannotCaptureError, GraphedPass
+from rankrl.training.epochs import CannotCaptureError, GraphedPass
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

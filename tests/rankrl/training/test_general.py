@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rankrl.errors import NonFiniteError
 from rankrl.files import write_json
 from rankrl.training import TrainingRecipe, train_on
-from rankrl.training.general import imitation_loss, quantity_weights, steps_of_an_epoch
+from rankrl.training.loop import imitation_loss, quantity_weights, steps_of_an_epoch
 
 RECIPE = TrainingRecipe(epochs=1, batch_size=8, lr=1e-3, restore_best=False)
 

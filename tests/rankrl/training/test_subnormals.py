@@ -11,7 +11,7 @@ from torch import nn
 
 from rankrl.data import ImageData
 from rankrl.training import TrainingRecipe, train
-from rankrl.training.cuda_graph import clear_negligible, subnormals_as_zero
+from rankrl.training.epochs import clear_negligible, subnormals_as_zero
 
 SUBNORMAL = float(np.finfo(np.float32).smallest_subnormal) * 100
 

@@ -27,8 +27,7 @@ from small_graphs import (
 )
 
 import rankrl
-from rankrl.onnx.graph import OnnxGraphError, PreparedFile
-from rankrl.onnx.graph import network as reading
+from rankrl.onnx.graph import OnnxGraphError, PreparedFile, network
 from rankrl.verify.fidelity import COARSE_FLOOR, check_as_read, departure, relative_error
 
 CASES: dict[str, tuple[Callable[[], onnx.ModelProto], Any]] = {
@@ -75,7 +74,7 @@ def test_geometry_that_is_read_wrongly_is_refused(tmp_path: Path) -> None:
 def test_a_conversion_that_computes_something_else_is_refused_with_both_reasons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = reading.version_converter.convert_version
+    right = network.version_converter.convert_version
 
     def wrong(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
         found: onnx.ModelProto = right(model, version)
@@ -83,7 +82,7 @@ def test_a_conversion_that_computes_something_else_is_refused_with_both_reasons(
         next(each for each in norm.attribute if each.name == "epsilon").f = 2.0
         return found
 
-    monkeypatch.setattr(reading.version_converter, "convert_version", wrong)
+    monkeypatch.setattr(network.version_converter, "convert_version", wrong)
     onnx.save(old_network(9), tmp_path / "net.onnx")
     with pytest.raises(OnnxGraphError, match=r"the node 'norm' \(onnx's version converter took it from"):
         rankrl.compress(

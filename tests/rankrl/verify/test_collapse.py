@@ -22,7 +22,7 @@ from rankrl.onnx.graph import file
 from rankrl.onnx.graph_edits import stored
 from rankrl.verify.agreement import agreement, constant_agreement
 from rankrl.verify.certificate import accuracy_collapse, collapse
-from rankrl.verify.own_inputs import HeldoutScore, Sample
+from rankrl.verify.measure import HeldoutScore, Sample
 
 Array = np.ndarray[Any, Any]
 DRAWN = np.random.default_rng(0)

@@ -16,9 +16,8 @@ from small_graphs import convolutions, images
 from torch import nn
 
 import rankrl
-from rankrl.errors import ConfigError
-from rankrl.onnx.errors import ExportError
-from rankrl.onnx.export import int8 as nncf_file
+from rankrl.errors import ConfigError, ExportError
+from rankrl.onnx.export import int8
 from rankrl.onnx.export.int8 import nncf_obstacle, quantise_with_nncf
 from rankrl.onnx.runtimes import get_runtime, open_session
 from rankrl.options.timing import LatencyOptions
@@ -127,7 +126,7 @@ def test_without_nncf_one_sentence_says_what_to_install(file: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "nncf", None)
     with pytest.raises(ExportError, match=r"needs the package (nncf|openvino); install it with .*\[nncf\]"):
         quantise_with_nncf(file, file.with_suffix(".xml"), [images(4)])
-    assert nncf_file.nncf_obstacle() is not None
+    assert int8.nncf_obstacle() is not None
 
 
 @NNCF

@@ -15,9 +15,9 @@ from torch import nn
 
 import rankrl
 from decomposition import inspect_layers, integer_layers
-from rankrl.networks import own_module
+from rankrl.networks import module
 from rankrl.onnx.export import export_onnx
-from rankrl.verify import simulation
+from rankrl.verify import file_export
 from rankrl.verify.file_export import FileInputs
 
 SHAPE = (3, 8, 8)
@@ -55,7 +55,7 @@ def unlike(folder: Path) -> list[str]:
     torch.manual_seed(0)
     net, x = Net().eval(), torch.randn(20, *SHAPE)
     baseline = export_onnx(net, folder / "dense.onnx", SHAPE, progress=False).path
-    return simulation.unlike_file(net, inspect_layers(net, SHAPE), SHAPE, baseline, Inputs(x), None)
+    return file_export.unlike_file(net, inspect_layers(net, SHAPE), SHAPE, baseline, Inputs(x), None)
 
 
 def test_what_is_simulated_right_may_be_integers(tmp_path: Path) -> None:
@@ -70,11 +70,11 @@ def test_layers_that_are_simulated_wrongly_are_found_and_named(
         if (layer := integer_layers(network).get("b")) is not None:
             layer.input_range.high /= 20  # type: ignore[union-attr, operator]
 
-    ranges_of = simulation.calibrate_ranges
-    monkeypatch.setattr(simulation, "calibrate_ranges", calibrated)
+    ranges_of = file_export.calibrate_ranges
+    monkeypatch.setattr(file_export, "calibrate_ranges", calibrated)
     with caplog.at_level(logging.WARNING):
         assert unlike(tmp_path) == ["b"]
-    (message,) = [record.getMessage() for record in caplog.records if record.name == simulation.__name__]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == file_export.__name__]
     assert message.startswith("layer 'b' does not compute in integers")
     assert "where rounding moves the file by" in message
 
@@ -83,12 +83,12 @@ def test_layers_that_are_simulated_wrongly_are_found_and_named(
     ("simulated", "file", "allowed"), [(0.0, 0.0, 0.05), (0.2, 0.2, 0.62), (8.0, 0.1, 0.32), (0.1, 8.0, 0.32)]
 )
 def test_as_much_is_allowed_as_rounding_moves_both(simulated: float, file: float, allowed: float) -> None:
-    assert simulation.allowed_error(simulated, file) == pytest.approx(allowed)
+    assert file_export.allowed_error(simulated, file) == pytest.approx(allowed)
 
 
 @pytest.mark.slow
 def test_a_search_goes_on_without_integers_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_module, "unlike_file", lambda *_: ["b"])
+    monkeypatch.setattr(module, "unlike_file", lambda *_: ["b"])
     torch.manual_seed(0)
     result = rankrl.compress(
         Net().eval(),

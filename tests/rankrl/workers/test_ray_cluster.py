@@ -18,8 +18,8 @@ from torch import nn
 import rankrl
 from decomposition import FitLibrary, collect_moments, compressible_layers
 from rankrl.errors import ConfigError
-from rankrl.plan_search.scores.evaluator import EvaluatorOptions, PlanEvaluator, ScoredImages
-from rankrl.plan_search.scores.parallel import ParallelEvaluator
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
+from rankrl.plan_search.scores.scoring import ParallelEvaluator
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.workers.processes import WorkerError, Workers
 from rankrl.workers.ray_cluster import open_cluster

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from rankrl.onnx.export import export_onnx, quantise_onnx
-from rankrl.onnx.export.ranges import Feed
-from rankrl.onnx.export.static_quantiser import correct_biases, mean_moves
+from rankrl.onnx.export.static_quantiser import Feed, correct_biases, mean_moves
 from rankrl.onnx.protobuf import load_model, save_model
 
 SHAPE = (3, 8, 8)

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from rankrl.errors import DefectError, RankrlError
-from rankrl.onnx.export.checked_file import write_checked
+from rankrl.onnx.export.onnx_file import write_checked
 
 
 def model_of(*nodes: onnx.NodeProto, kind: int = TensorProto.FLOAT) -> onnx.ModelProto:

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.export import export_onnx, quantise_onnx, static_quantiser
 from rankrl.onnx.export.int8 import choose_ranges
-from rankrl.onnx.export.ranges import sums_overflow
-from rankrl.onnx.export.static_quantiser import output_error
+from rankrl.onnx.export.static_quantiser import output_error, sums_overflow
 
 SHAPE = (3, 12, 12)
 

@@ -26,10 +26,10 @@ from decomposition import (
     inspect_layers,
     integer_layers,
 )
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.export import class_agreement, export_network, export_onnx, verify_onnx
 from rankrl.onnx.export.integer_nodes import integer_nodes
-from rankrl.onnx.export.ranges import as_in_file, integer_bits, runnable
+from rankrl.onnx.export.static_quantiser import as_in_file, integer_bits, runnable
 from rankrl.onnx.runtimes import open_session
 
 SHAPE = (3, 8, 8)
@@ -179,9 +179,9 @@ def test_precisions_are_those_that_the_file_may_have(
 
 
 def test_without_an_answer_the_processor_decides_on_precisions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankrl.onnx.export.ranges.sums_overflow", lambda: True)
+    monkeypatch.setattr("rankrl.onnx.export.static_quantiser.sums_overflow", lambda: True)
     assert runnable(["int8"]) == ("int7",)
-    monkeypatch.setattr("rankrl.onnx.export.ranges.sums_overflow", lambda: False)
+    monkeypatch.setattr("rankrl.onnx.export.static_quantiser.sums_overflow", lambda: False)
     assert runnable(["int8"]) == ("int8",)
 
 

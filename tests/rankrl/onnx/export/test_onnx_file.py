@@ -19,8 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from onnxruntime import InferenceSession
 from torch import Tensor, nn
 
-from rankrl.errors import StorageError
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError, StorageError
 from rankrl.onnx.export import ExportResult, export_onnx, verify_onnx
 
 SHAPE = (3, 8, 8)

@@ -18,7 +18,7 @@ from torch import nn
 
 import rankrl
 from decomposition.network.inputs import tensors_in
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.export import verify_onnx
 from rankrl.onnx.export.graph_passes import name_values
 from rankrl.onnx.export.onnx_file import return_tensors_alone

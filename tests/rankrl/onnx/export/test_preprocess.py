@@ -17,7 +17,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 
 from rankrl.data import Preprocessing
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.export import ExportResult, export_onnx, onnx_accuracy, verify_onnx
 from rankrl.timing import compare_latency, measure_latency
 

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from rankrl.errors import DefectError
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import DefectError, ExportError
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.int8 import QuantiserCopy
 

@@ -16,7 +16,7 @@ from onnxruntime.quantization.calibrate import create_calibrator
 from torch import nn
 
 from rankrl.onnx.export import export_onnx
-from rankrl.onnx.export.ranges import Feed, Spread, collect_spreads
+from rankrl.onnx.export.static_quantiser import Feed, Spread, collect_spreads
 
 SHAPE = (3, 12, 12)
 

@@ -13,7 +13,7 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor, nn
 
-from rankrl.onnx.errors import ExportError
+from rankrl.errors import ExportError
 from rankrl.onnx.export import export_onnx, onnx_accuracy, verify_onnx
 
 SHAPE = (3, 8, 8)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import bench_files as bench
-import file_scores
 import given_files
 import made_inputs
 import numpy as np
@@ -174,20 +173,20 @@ def test_boxes_are_those_of_the_patches() -> None:
     scores[..., 50, 70] = 1.0
     border = 1.6 * 10 * 50 / (2 * 60)
     place = (10 - border, 20 - border, 60 + border, 30 + border)
-    assert file_scores.boxes([[scores]], [[place]], []) == 1
-    assert file_scores.boxes([[scores]], [[place, (70, 50, 80, 60)]], []) == pytest.approx(2 / 3)
-    assert file_scores.boxes([[scores]], [[]], []) == 0
+    assert real_files.boxes([[scores]], [[place]], []) == 1
+    assert real_files.boxes([[scores]], [[place, (70, 50, 80, 60)]], []) == pytest.approx(2 / 3)
+    assert real_files.boxes([[scores]], [[]], []) == 0
 
 
 def test_strings_are_decoded_as_ctc_has_it() -> None:
     scores = np.eye(4, dtype=np.float32)[[0, 1, 1, 0, 1, 2, 2, 3, 0]][None]
-    assert file_scores.strings("ab ", [[scores]], ["aab"], []) == 1
-    assert file_scores.strings("ab ", [[scores]], ["ab"], []) == 0
+    assert real_files.strings("ab ", [[scores]], ["aab"], []) == 1
+    assert real_files.strings("ab ", [[scores]], ["ab"], []) == 0
 
 
 def test_correlation_sees_what_differs_between_inputs() -> None:
     generator = np.random.default_rng(0)
     old = [[generator.normal(size=(1, 5)) + 100 * np.arange(5)] for _ in range(300)]
     other = [[generator.normal(size=(1, 5)) + 100 * np.arange(5)] for _ in range(300)]
-    assert file_scores.correlation(old, [], old) == pytest.approx(1)
-    assert abs(file_scores.correlation(other, [], old)) < 0.15
+    assert real_files.correlation(old, [], old) == pytest.approx(1)
+    assert abs(real_files.correlation(other, [], old)) < 0.15

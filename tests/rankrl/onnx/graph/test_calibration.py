@@ -21,8 +21,8 @@ from rankrl.networks.graph import measured_sensitivities
 from rankrl.onnx.export import export_onnx
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile, capture, find_sites, sensitivity
 from rankrl.onnx.graph.inputs import split_inputs
+from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.sensitivity import passes_for
-from rankrl.onnx.graph.site import Site
 
 
 def torch_network() -> nn.Module:

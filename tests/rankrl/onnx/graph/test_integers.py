@@ -14,10 +14,9 @@ from small_graphs import Array, convolutions, images, network_of
 
 import rankrl
 from decomposition import Quantise
-from rankrl.onnx.errors import ExportError
-from rankrl.onnx.graph import OnnxNetwork, find_sites
-from rankrl.onnx.graph import prepared_file as integers
-from rankrl.onnx.graph.site import Site
+from rankrl.errors import ExportError
+from rankrl.onnx.graph import OnnxNetwork, find_sites, prepared_file
+from rankrl.onnx.graph.node_layers import Site
 
 
 def refusing(quantise: Callable[..., Path], together: list[set[str]]) -> Callable[..., Path]:
@@ -38,7 +37,7 @@ def opened(folder: Path) -> tuple[OnnxNetwork, list[Site], dict[str, Array]]:
 
 
 def test_all_can_where_nothing_fails(tmp_path: Path) -> None:
-    assert integers.without_integers(*opened(tmp_path)) == []
+    assert prepared_file.without_integers(*opened(tmp_path)) == []
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -47,18 +46,18 @@ def test_finds_the_one_that_fails(
 ) -> None:
     network, sites, feed = opened(tmp_path)
     monkeypatch.setattr(
-        integers, "quantise_onnx", refusing(integers.quantise_onnx, [{sites[failing].weight_name}])
+        prepared_file, "quantise_onnx", refusing(prepared_file.quantise_onnx, [{sites[failing].weight_name}])
     )
     with caplog.at_level(logging.WARNING):
-        assert integers.without_integers(network, sites, feed) == [sites[failing].name]
+        assert prepared_file.without_integers(network, sites, feed) == [sites[failing].name]
     assert f"cannot compute {sites[failing].name} in integers" in caplog.text
 
 
 def test_leaves_out_one_of_two_that_fail_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network, sites, feed = opened(tmp_path)
     pair = {sites[0].weight_name, sites[2].weight_name}
-    monkeypatch.setattr(integers, "quantise_onnx", refusing(integers.quantise_onnx, [pair]))
-    (left,) = integers.without_integers(network, sites, feed)
+    monkeypatch.setattr(prepared_file, "quantise_onnx", refusing(prepared_file.quantise_onnx, [pair]))
+    (left,) = prepared_file.without_integers(network, sites, feed)
     assert left in (sites[0].name, sites[2].name)
 
 
@@ -67,7 +66,9 @@ def test_a_search_over_precisions_leaves_it_in_floating_point(
 ) -> None:
     _, sites, _ = opened(tmp_path)
     first = sites[0]
-    monkeypatch.setattr(integers, "quantise_onnx", refusing(integers.quantise_onnx, [{first.weight_name}]))
+    monkeypatch.setattr(
+        prepared_file, "quantise_onnx", refusing(prepared_file.quantise_onnx, [{first.weight_name}])
+    )
     found = rankrl.compress(
         tmp_path / "net.onnx",
         images(60),

@@ -19,7 +19,7 @@ from rankrl.networks.graph_losses import GraphLibrary, NodeLosses, NodeTail
 from rankrl.networks.graph_scoring import ScoringGraph
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.export.int8 import quantise_onnx
-from rankrl.onnx.export.ranges import sums_overflow
+from rankrl.onnx.export.static_quantiser import sums_overflow
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile
 from rankrl.onnx.output_scores import output_score
 

@@ -24,7 +24,7 @@ from small_graphs import model_of, network_of, of_low_rank
 
 import rankrl
 from rankrl.onnx.graph import OnnxNetwork, find_sites, network_costs
-from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph.node_layers import Site
 
 X = np.random.default_rng(1).standard_normal((60, 6, 7, 7)).astype(np.float32)
 PARAMS = {"c1": 24 * 54, "c2": 32 * 24 * 9, "fc": 12 * 32}

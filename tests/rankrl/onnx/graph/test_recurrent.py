@@ -21,7 +21,7 @@ from rankrl.networks.graph import fit_library
 from rankrl.networks.graph_losses import NodeLosses
 from rankrl.networks.graph_scoring import ScoringGraph
 from rankrl.networks.network import CandidateOptions
-from rankrl.onnx.export.ranges import sums_overflow
+from rankrl.onnx.export.static_quantiser import sums_overflow
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile, find_sites
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.file import quantise_lstms

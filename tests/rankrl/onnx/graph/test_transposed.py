@@ -17,7 +17,7 @@ from small_graphs import MAPS, OPSETS, Array, network_of, upsampling
 import rankrl
 from decomposition import Factorise, LayerPlan, PlanError, Quantise
 from rankrl.onnx.graph import find_sites, sensitivity
-from rankrl.onnx.graph.site import Site
+from rankrl.onnx.graph.node_layers import Site
 from rankrl.options.timing import LatencyOptions
 from rankrl.result import Compression
 

@@ -24,7 +24,7 @@ from rankrl.plan_search.pretraining import (
     unexplained,
     weights_fingerprint,
 )
-from rankrl.plan_search.scores.evaluator import PlanEvaluator
+from rankrl.plan_search.scores.evaluators import PlanEvaluator
 from rankrl.plan_search.space.problem import SearchProblem
 
 QUICK = PretrainingOptions(hidden=(8,), steps=150, learning_rate=1e-2, jitter=0.05, restraint=0.0)

@@ -11,7 +11,7 @@ import torch
 
 from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
-from rankrl.plan_search.scores.evaluator import probes, scaled, weighed
+from rankrl.plan_search.scores.evaluators import probes, scaled, weighed
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.divergence import depth_weights
 from rankrl.testing.selectors import small_problem as made

@@ -13,8 +13,7 @@ import pytest
 from rankrl.errors import ConfigError, FolderInUseError
 from rankrl.files import write_json
 from rankrl.report import write_sweep_report
-from rankrl.runs.run_folder import RunFolder
-from rankrl.runs.run_lock import locked
+from rankrl.runs.run_folder import RunFolder, locked
 from rankrl.runs.sweeps import run_sweep_job
 from rankrl.runs.sweeps.job import job_folder
 

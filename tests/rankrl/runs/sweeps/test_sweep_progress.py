@@ -19,7 +19,7 @@ from rankrl.cli.config.choices import config_folder
 from rankrl.cli.sweep_callback import SweepCallback, number_of_jobs
 from rankrl.progress import listening, progress_bar
 from rankrl.runs.run_folder import RunFolder
-from rankrl.runs.sweeps import progress as module
+from rankrl.runs.sweeps import progress
 from rankrl.runs.sweeps.progress import JobProgress, SweepState, SweepWatch
 
 
@@ -64,7 +64,7 @@ def test_a_job_that_has_been_silent_for_long_is_not_said_to_run(
     sweep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = time.time() + 3600
-    monkeypatch.setattr(module.time, "time", lambda: later)
+    monkeypatch.setattr(progress.time, "time", lambda: later)
     assert SweepState.of(sweep).running == []
 
 
@@ -80,7 +80,7 @@ def test_steps_in_quick_succession_are_written_once(tmp_path: Path) -> None:
 
 
 def test_the_watch_estimates_and_draws_on_a_terminal(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_SHOWN_EVERY", 0.01)
+    monkeypatch.setattr(progress, "_SHOWN_EVERY", 0.01)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=200)
     watch = SweepWatch(sweep, 4, live=True, console=console)
@@ -95,7 +95,7 @@ def test_the_watch_estimates_and_draws_on_a_terminal(sweep: Path, monkeypatch: p
 def test_without_a_terminal_the_log_is_told(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_LOGGED_EVERY", 0.01)
+    monkeypatch.setattr(progress, "_LOGGED_EVERY", 0.01)
     caplog.set_level("INFO")
     watch = SweepWatch(sweep, None, live=False)
     while "1 job finished" not in caplog.text:

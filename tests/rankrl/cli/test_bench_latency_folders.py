@@ -8,7 +8,6 @@ from typing import Any
 
 import bench_latency
 import pytest
-import timed_runs
 from command_line import read_json
 
 from rankrl.timing.latency import TimedTurns, time_in_turns
@@ -32,7 +31,7 @@ def test_rows_hold_what_runs_wrote_down_and_times_of_their_files(
         pairs = zip(found.latencies, next(milliseconds), strict=True)
         return replace(found, latencies=[replace(each, median_ms=time) for each, time in pairs])
 
-    monkeypatch.setattr(timed_runs, "time_in_turns", known)
+    monkeypatch.setattr(bench_latency, "time_in_turns", known)
     page = tmp_path / "page.md"
     bench_latency.main(["--folders", str(whole_run), *SMALL, "--output", str(page)])
     text = capsys.readouterr().out.strip()
