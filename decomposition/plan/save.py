@@ -15,6 +15,7 @@ from decomposition.errors import DecompositionError, PlanError
 from decomposition.files import replacing
 from decomposition.fit.fitting import Fit
 from decomposition.formats import get_format
+from decomposition.formats.layers import FactorisedLayer
 from decomposition.formats.tensorly_objects import read_tensorly
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import (
@@ -130,14 +131,14 @@ def load_compressed(
     parameters = dict(compressed.named_parameters())
     for name, tensor in expected.items():
         _check_values(f"{path}: {name}", tensors[name], tensor, is_parameter=name in parameters)
-    _take_types(compressed, tensors)
+    _take_types(compressed, tensors, path)
     with torch.no_grad():
         for name, tensor in _own_tensors(compressed).items():
             tensor.copy_(tensors[name])
     return compressed, plan
 
 
-def _take_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def _take_types(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: str | Path) -> None:
     """Cast a model to the floating-point types of a file's tensors; a single type applies to all."""
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(kinds) == 1:
@@ -145,6 +146,14 @@ def _take_types(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         model._apply(lambda x: x.to(kind) if x.is_floating_point() else x)
     for name, tensor in _own_tensors(model).items():
         tensor.data = tensor.data.to(tensors[name].dtype)
+    for layer, module in model.named_modules():
+        if is_decomposable_module(module) or isinstance(module, FactorisedLayer):
+            types = {name: tensor.dtype for name, tensor in module.named_parameters()}
+            if len(set(types.values())) > 1:
+                raise PlanError(
+                    f"{path}: layer {layer!r} has parameters of several types ({types}); it computes in one: "
+                    "save the model again"
+                )
 
 
 def _check_values(name: str, tensor: torch.Tensor, current: torch.Tensor, *, is_parameter: bool) -> None:

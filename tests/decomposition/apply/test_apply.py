@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -353,6 +355,19 @@ def test_a_model_is_loaded_in_the_types_that_it_was_saved_in(
         assert {name: tensor.dtype for name, tensor in loaded.state_dict().items()} == types
         assert {name: tensor.dtype for name, tensor in architecture.state_dict().items()} == before
         assert loaded.not_saved.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["expand.bias", "expand.weight", "reduce.weight"])
+def test_layers_of_two_types_are_not_loaded(model: nn.Module, tmp_path: Path, name: str) -> None:
+    path = tmp_path / "small.safetensors"
+    plan = make_plan(model, (3, 10, 10), "cp", 2)
+    save_compressed(build_structure(model, plan), plan, path)
+    with safe_open(path, framework="pt") as file:
+        tensors, metadata = {each: file.get_tensor(each) for each in file.keys()}, file.metadata()  # noqa: SIM118
+    changed = next(each for each in tensors if each.endswith(name))
+    save_file(tensors | {changed: tensors[changed].half()}, path, metadata)
+    with pytest.raises(PlanError, match=r"parameters of several types .*torch\.float16"):
+        load_compressed(SmallNet(), path)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
