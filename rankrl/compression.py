@@ -31,7 +31,7 @@ from rankrl.network_compression import (
     write_file_kit,
     write_module_kit,
 )
-from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
+from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
 from rankrl.networks.module import ScoredModule
 from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
@@ -241,7 +241,7 @@ def compress(
         names = ("input_names", "output_names", "dynamic_axes")  # a file keeps its own
         own = {f"timing.{name}": getattr(request.timing, name) or None for name in names}
         _refuse("ONNX files", test=test, finetune=finetune, loss=loss, teacher=teacher, **own)
-        source = FileSource(file, inputs, images, batch_axes, _share(heldout), score, _term(search))
+        source = FileSource(file, inputs, images, batch_axes, _share(heldout), score, _metric(search))
         return compress_file_in(source, where, request, Path(target))
 
 
@@ -331,7 +331,7 @@ def search(
     request = request.timed_in(request.cache, _path(folder))
     with nullcontext() if folder is None else RunFolder(Path(folder)).held():
         if file is not None:
-            source = FileSource(file, inputs, images, batch_axes, heldout, score, _term(search))
+            source = FileSource(file, inputs, images, batch_axes, heldout, score, _metric(search))
             session = FileSearch.of(source, request).session()
         else:
             _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
@@ -489,11 +489,11 @@ def _timing(timing: LatencyOptions | None, file: Path | None) -> LatencyOptions:
     return LatencyOptions() if file is None else LatencyOptions(batch=FILE_BATCH)
 
 
-def _term(search: SearchOptions | None) -> FileTerm:
+def _metric(search: SearchOptions | None) -> FileMetric:
     """Return the metric that scores plans of a file: the default of `search` needs labelled images."""
-    if search is None or search.term == SearchOptions.term:
-        return OnnxScoring.term
-    return search.term  # type: ignore[return-value]  # checked there, with a message for users
+    if search is None or search.metric == SearchOptions.metric:
+        return OnnxScoring.metric
+    return search.metric  # type: ignore[return-value]  # checked there, with a message for users
 
 
 def _score_name(score: Score | SessionScore | None, name: str | None) -> str | None:

@@ -34,7 +34,7 @@ from rankrl.errors import ConfigError
 from rankrl.kits.kit import WrittenKit
 from rankrl.models.classifiers import network_digest
 from rankrl.networks.graph import GraphNetwork, measured_sensitivities
-from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
+from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
 from rankrl.networks.module import ModuleNetwork, OwnModule
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.graph.batch_axes import Axes
@@ -74,32 +74,32 @@ another)."""
 class FineTuner:
     """Settings of the fine-tuning of a compressed network."""
 
-    how: FineTuning | None = None
+    strategy: FineTuning | None = None
     loss: Loss | None = None
     teacher: nn.Module | Sequence[nn.Module] | None = None
 
     def __post_init__(self) -> None:
-        how = self.how
-        if isinstance(how, bool) or not (
-            how is None or isinstance(how, int | TrainingRecipe) or callable(how)
+        strategy = self.strategy
+        if isinstance(strategy, bool) or not (
+            strategy is None or isinstance(strategy, int | TrainingRecipe) or callable(strategy)
         ):
             raise ConfigError(
-                f"finetune is a {type(how).__name__}; give a number of epochs, a rankrl.TrainingRecipe, or a "
-                "function that trains the network that it is given"
+                f"finetune is a {type(strategy).__name__}; give a number of epochs, a rankrl.TrainingRecipe, or "
+                "a function that trains the network that it is given"
             )
         if self.loss is not None and self.recipe is None:
             raise ConfigError(
                 "loss= is for our own training; give finetune= a number of epochs or a recipe"
-                + ("" if how is None else ", or leave loss= to your function")
+                + ("" if strategy is None else ", or leave loss= to your function")
             )
         if self.teacher is None:
             return
         if self.recipe is None:
             raise ConfigError(
                 "teacher= is for our own training; give finetune= a number of epochs or a recipe"
-                + ("" if how is None else ", or let your function learn from it")
+                + ("" if strategy is None else ", or let your function learn from it")
             )
-        if isinstance(how, TrainingRecipe) and how.distillation == 0:
+        if isinstance(strategy, TrainingRecipe) and strategy.distillation == 0:
             raise ConfigError(
                 "teacher= has no effect: the recipe has distillation=0; set its share of the loss, such as "
                 f"distillation={DISTILLATION}"
@@ -109,10 +109,10 @@ class FineTuner:
     @property
     def recipe(self) -> TrainingRecipe | None:
         """The training recipe; None without fine-tuning or if a user's function trains."""
-        if isinstance(self.how, int):
+        if isinstance(self.strategy, int):
             share = 0.0 if self.teacher is None else DISTILLATION
-            return TrainingRecipe(epochs=self.how, distillation=share)
-        return self.how if isinstance(self.how, TrainingRecipe) else None
+            return TrainingRecipe(epochs=self.strategy, distillation=share)
+        return self.strategy if isinstance(self.strategy, TrainingRecipe) else None
 
     def teacher_of(self, dense: nn.Module) -> nn.Module:
         """Return a copy of the teacher on the dense network's device; without a teacher the dense network."""
@@ -202,7 +202,7 @@ def compress_module(
     compressed = network.applied(search.plan)
     tuned: nn.Module | None = None
     epochs: Sequence[EpochRow] = ()
-    if tuner.how is not None:
+    if tuner.strategy is not None:
         tuned, epochs = _tuned(copied(compressed), dense, tuner, fitted, network.judge, request.progress)
     last = compressed if tuned is None else tuned
     run.remove_results()  # of an earlier same call, so that files of two calls never mix
@@ -288,8 +288,8 @@ def _tuned(
     if tuner.loss is None:
         fitted = fitted.labelled()
     if recipe is None:
-        assert callable(tuner.how)
-        returned = tuner.how(network.train())
+        assert callable(tuner.strategy)
+        returned = tuner.strategy(network.train())
         tuned = returned if isinstance(returned, nn.Module) else network
         # Lightning's Trainer leaves the network on the CPU, possibly in another type.
         return back_in(tuned.to(model_device(dense)), types).eval(), ()
@@ -324,7 +324,7 @@ class FileSource:
     batch_axes: Axes | None = None
     heldout: float = HELDOUT
     score: SessionScore | None = None
-    term: FileTerm = OnnxScoring.term
+    metric: FileMetric = OnnxScoring.metric
 
     def read(self, request: Request, *, scored: float = 0.0) -> PreparedFile:
         """Read the file and its inputs."""
@@ -501,7 +501,7 @@ def _network(file: PreparedFile, source: FileSource, request: Request) -> GraphN
     feed = file.feed(request.timing.batch)
     timing = replace(request.timing, batch=file.network.axes.size(feed))
     options = request.decomposition
-    return GraphNetwork(file, feed, timing, options, source.score, source.term, request.seed)
+    return GraphNetwork(file, feed, timing, options, source.score, source.metric, request.seed)
 
 
 def _as_it_is(file: PreparedFile) -> CompressionPlan:

@@ -261,7 +261,7 @@ def measurement(network: Network, plan: CompressionPlan, compressed: Any, tuned:
     )
 
 
-def judged(
+def evaluate_compressed(
     network: Network,
     plan: CompressionPlan,
     compressed: Any,
@@ -317,7 +317,7 @@ def finish(
         )
     latency = budget.latency if budget.drop is None and estimate is None else None  # a time of this machine
     missed = None if search is None else search.missed
-    known = judged(network, plan, compressed, measured, tuned=tuned, budget=budget)
+    known = evaluate_compressed(network, plan, compressed, measured, tuned=tuned, budget=budget)
     return Compression(
         **shallow(replace(known, after={**measured.after, "file_bytes": path.stat().st_size})),
         path=path,

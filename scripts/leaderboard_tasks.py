@@ -249,7 +249,7 @@ def _of_images(task: Task, folder: Path, images: int) -> tuple[SearchSession, Ju
         inputs.split(CALIBRATION_BATCH),
         data=data,
         images=inputs,
-        scores=EvaluatorOptions(term="soft_agreement", statistics="refitted"),
+        scores=EvaluatorOptions(metric="soft_agreement", statistics="refitted"),
         scored_images=searched,
         options=request.decomposition,
         export=ExportOptions(),

@@ -39,7 +39,7 @@ from rankrl.files import write_atomically
 from rankrl.models import create_model, list_models, load_checkpoint
 from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.network import CandidateOptions
-from rankrl.options.search import Statistics, Term
+from rankrl.options.search import ScoreMetric, Statistics
 from rankrl.plan_search.envs.actions import ImportanceMap
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.space.problem import Choices, SearchProblem
@@ -62,9 +62,11 @@ Row = dict[str, float]
 
 
 def reward_names() -> list[str]:
-    """Return the columns of the rewards: fit, images and term."""
+    """Return the columns of the rewards: fit, images and metric."""
     images = ("plain", "augmented")
-    return [f"{fit}, {which}, {term}" for fit in FITS for which in images for term in get_args(Term)]
+    return [
+        f"{fit}, {which}, {metric}" for fit in FITS for which in images for metric in get_args(ScoreMetric)
+    ]
 
 
 def draw_plans(problem: SearchProblem, count: int, seed: int, *, widest: float = WIDEST) -> list[Choices]:
@@ -133,8 +135,10 @@ class Rewards:
         row = {}
         for (fit, augmented), evaluator in self._evaluators.items():
             logits = evaluator.forward(choices, 0, evaluator.batches)
-            for term in get_args(Term):
-                row[f"{fit}, {'augmented' if augmented else 'plain'}, {term}"] = evaluator.term(logits, term)
+            for metric in get_args(ScoreMetric):
+                row[f"{fit}, {'augmented' if augmented else 'plain'}, {metric}"] = evaluator.metric(
+                    logits, metric
+                )
         return row
 
 
@@ -216,7 +220,7 @@ def report(rows: Sequence[Row], epochs: int) -> str:
         "Spearman correlation of reward and accuracy after fine-tuning, over all plans with its 95 % "
         "interval (bootstrap) and in the best quarter by that accuracy:",
         "",
-        "| fit | images | term | held-out, all | held-out, best quarter | test, all | test, best quarter |",
+        "| fit | images | metric | held-out, all | held-out, best quarter | test, all | test, best quarter |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
     for name in [*reward_names(), "heldout_compressed"]:

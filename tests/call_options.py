@@ -12,7 +12,7 @@ from rankrl.onnx.graph.rewrite import writable_formats
 FILE_FORMATS = tuple(writable_formats())
 """The formats that an ONNX file's layers choose from by default."""
 _LAYERS = {field.name for field in fields(DecompositionOptions)} - {"format", "formats"}
-_SEARCH = {"episodes", "seconds", "patience", "finalists", "term"} | {
+_SEARCH = {"episodes", "seconds", "patience", "finalists", "metric"} | {
     *("workers", "cluster", "worker_cpus", "worker_gpus"),
 }
 

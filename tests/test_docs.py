@@ -330,7 +330,7 @@ def test_what_the_page_on_adding_defines_keeps_a_budget_in_bytes(
 
 
 def test_an_option_that_nothing_explains_is_named_by_the_script(workplace: pytest.MonkeyPatch) -> None:
-    register_reward("thrifty", "the accuracy term per kept parameter")(lambda *, power=1.0: lambda _: power)
+    register_reward("thrifty", "the metric per kept parameter")(lambda *, power=1.0: lambda _: power)
     with pytest.raises(SystemExit, match=r"the reward 'thrifty' does not explain its option 'power'; add"):
         list(make_config_reference.choice_options("reward", "thrifty", GROUPS["reward"].node("thrifty")))
 

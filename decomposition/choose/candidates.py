@@ -36,7 +36,7 @@ class Candidate:
         level: Place of the number of channels read among those the site may read, counted from 1; 0 for all.
         narrower: What the site costs if the next one reads only some of its outputs, for each possible number
             of channels; `None` if the operations do not allow it.
-        hands_on_integers: Whether a site that leaves the network stands between neighbours in integers.
+        passes_int8_through: Whether a site that leaves the network stands between neighbours in integers.
     """
 
     operations: tuple[Operation, ...]
@@ -47,17 +47,17 @@ class Candidate:
     reads: tuple[int, ...] | None = None
     level: int = 0
     narrower: tuple[Cost | None, ...] = ()
-    hands_on_integers: bool = False
+    passes_int8_through: bool = False
 
     @property
     def integer(self) -> bool:
         """Whether the site takes and gives integers."""
-        return self.hands_on_integers or any(operation.integer for operation in self.operations)
+        return self.passes_int8_through or any(operation.integer for operation in self.operations)
 
     @property
     def computes_integers(self) -> bool:
         """Whether the site multiplies integers, or stands between neighbours in integers."""
-        return self.hands_on_integers or any(operation.computes_integers for operation in self.operations)
+        return self.passes_int8_through or any(operation.computes_integers for operation in self.operations)
 
     @property
     def removed(self) -> Operation | None:
@@ -72,7 +72,7 @@ class Candidate:
     @property
     def only_integers(self) -> bool:
         """Whether the site is dense and in integers: rounded, and nothing else."""
-        rounded = len(self.operations) == 1 and self.reads is None and not self.hands_on_integers
+        rounded = len(self.operations) == 1 and self.reads is None and not self.passes_int8_through
         return rounded and self.computes_integers
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Candidate:
     def content(self) -> list[dict[str, Any]]:
         """Return the operations as plain values for JSON."""
         reads = [] if self.reads is None else [{"reads": list(self.reads)}]
-        neighbours = [{"hands_on": "integers"}] if self.hands_on_integers else []
+        neighbours = [{"hands_on": "integers"}] if self.passes_int8_through else []
         return [*reads, *(operation.to_dict() for operation in self.operations), *neighbours]
 
 
@@ -211,7 +211,7 @@ class CandidateSet:
         """
         return np.array(
             [
-                0 if candidate.removed is None else 1 + candidate.hands_on_integers
+                0 if candidate.removed is None else 1 + candidate.passes_int8_through
                 for candidate in self.candidates
             ]
         )

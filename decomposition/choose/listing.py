@@ -330,7 +330,7 @@ class CandidateLister:
         cost = Cost(-gone, 0, -FLOAT_BYTES * gone)
         removed = Candidate((self.removals[name].operation,), cost, 1.0, "blocks")
         integers = computes_in_integers(self.precisions)
-        return [removed] + [replace(removed, hands_on_integers=True)] * integers
+        return [removed] + [replace(removed, passes_int8_through=True)] * integers
 
     def _narrower(self, name: str, candidate: Candidate) -> tuple[Cost | None, ...]:
         """Return a candidate's cost for each number of its outputs that the next layer may read."""

@@ -17,8 +17,8 @@ from decomposition.network.surgery import (
     copied,
     remove_parametrizations,
     replace_module,
-    tell_of_lost,
     unwrapped,
+    warn_lost_attributes,
 )
 from decomposition.public_calls import public_call
 
@@ -114,7 +114,7 @@ def rewritten(network: nn.Module, kind: str, layers: Mapping[str, nn.Module]) ->
         return network
     rewrites = (*rewrites_of(network), Rewrite(kind, tuple(layers)))
     modules = dict(network.named_modules())
-    tell_of_lost(
+    warn_lost_attributes(
         network, {name: modules[name] for name, layer in layers.items() if layer is not modules[name]}
     )
     for name, layer in layers.items():

@@ -119,7 +119,7 @@ _HOOKS = {
 _NAMED = 5
 
 
-def tell_of_lost(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:
+def warn_lost_attributes(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:
     """Warn of hooks and attributes of replaced layers, once for each network."""
     carried = {name: lost for name, layer in replaced.items() if (lost := _carried(layer))}
     if not carried or model in _TOLD:

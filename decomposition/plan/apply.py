@@ -27,7 +27,7 @@ from decomposition.network.layers import (
     weight_of,
 )
 from decomposition.network.rounding import calibrate_ranges, integer_layers, round_whole, without_rounding
-from decomposition.network.surgery import copied, replace_module, tell_of_lost, unwrapped
+from decomposition.network.surgery import copied, replace_module, unwrapped, warn_lost_attributes
 from decomposition.operations import (
     ApplyOptions,
     BatchNormCorrection,
@@ -256,7 +256,7 @@ def _apply_to_layers(
                 f"layer {name!r}: its weight holds NaN or infinite values; repair it first"
             )
     factorised = [name for name, (entry, _) in changed.items() if entry.operation(Factorise) is not None]
-    tell_of_lost(model, {name: modules[name] for name in factorised})
+    warn_lost_attributes(model, {name: modules[name] for name in factorised})
     compressed = copied(model)
     sensitivities: dict[str, torch.Tensor] = {}
     if images is not None and options.weigh_outputs and changed:

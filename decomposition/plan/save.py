@@ -31,7 +31,7 @@ from decomposition.network.layers import DecomposableModule, inspect_layers, is_
 from decomposition.network.modes import WeightModes
 from decomposition.network.rewriting import rewrites_of
 from decomposition.network.rounding import ActivationRange
-from decomposition.network.surgery import tell_of_lost, unwrapped
+from decomposition.network.surgery import unwrapped, warn_lost_attributes
 from decomposition.operations import Factorise
 from decomposition.operations.factorise import factors_of
 from decomposition.plan.apply import build_structure, dense_form, factorised_layers
@@ -119,7 +119,7 @@ def load_compressed(
         if isinstance(part, ActivationRange):
             part.hold_as(tensors, f"{name}.")
     modules = dict(model.named_modules())
-    tell_of_lost(model, {name: modules[name] for name in plan.chosen(Factorise)})
+    warn_lost_attributes(model, {name: modules[name] for name in plan.chosen(Factorise)})
     expected = _own_tensors(compressed)
     missing, unknown = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     misfits = [n for n, t in expected.items() if n in tensors and tensors[n].shape != t.shape]

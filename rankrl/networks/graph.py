@@ -21,7 +21,7 @@ from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.rewriting import Rewrite
 from decomposition.operations.quantise import computes_in_integers
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
-from rankrl.networks.graph_scoring import FileTerm, OnnxScoring, SessionScore
+from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
 from rankrl.networks.network import CandidateOptions, WrittenFile, once_per_network
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.onnx_file import write_checked
@@ -101,7 +101,7 @@ class GraphNetwork:
     timing: LatencyOptions
     options: DecompositionOptions
     judge: SessionScore | None = None
-    term: FileTerm = OnnxScoring.term
+    metric: FileMetric = OnnxScoring.metric
     seed: int = 0
     time_of_original: float = 1.0
 
@@ -155,7 +155,9 @@ class GraphNetwork:
         # A rule's plan is one, so that no input chooses it.
         scored, single = split.scored or split.heldout, split.scored or split.calibration
         others = split.calibration if split.scored else ()
-        return OnnxScoring(self.file.network, self.file.sites, scored, self.judge, self.term, single, others)
+        return OnnxScoring(
+            self.file.network, self.file.sites, scored, self.judge, self.metric, single, others
+        )
 
     def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> WrittenGraph:
         """Return the network under a plan, as it is written, fitted to fewer patches than a result."""

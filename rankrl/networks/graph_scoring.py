@@ -36,8 +36,8 @@ from rankrl.verify.agreement import (
 )
 from rankrl.workers.processes import WorkerCluster
 
-FileTerm = Literal["agreement", "soft_agreement"]
-"""What plans are scored by without a user's score: see `OnnxScoring.term`."""
+FileMetric = Literal["agreement", "soft_agreement"]
+"""What plans are scored by without a user's score: see `OnnxScoring.metric`."""
 SessionScore = Callable[[onnxruntime.InferenceSession], Any]
 """A user's score: from an onnxruntime session to a number, higher is better, or to one for each input."""
 
@@ -119,15 +119,15 @@ class OnnxScoring:
     nodes: Sequence[Site]
     feeds: Sequence[Feed]
     score: SessionScore | None = None
-    term: FileTerm = "soft_agreement"
+    metric: FileMetric = "soft_agreement"
     single: Sequence[Feed] = ()
     others: Sequence[Feed] = ()
 
     def __post_init__(self) -> None:
-        if self.term not in get_args(FileTerm):
+        if self.metric not in get_args(FileMetric):
             raise ConfigError(
-                f"search.term must be one of {', '.join(get_args(FileTerm))} for a network in an ONNX file, "
-                f"which comes without labels, got {self.term!r}"
+                f"search.metric must be one of {', '.join(get_args(FileMetric))} for a network in an ONNX "
+                f"file, which comes without labels, got {self.metric!r}"
             )
 
     def check(self) -> None:
@@ -187,7 +187,7 @@ class OnnxScoring:
             return checked_score(self.score(session), what)
         outputs = self.agreement(session)
         score = agreement_score(outputs)
-        if self.term == "soft_agreement":
+        if self.metric == "soft_agreement":
             score = float(np.mean([1 - output.largest_error for output in outputs]))
         return checked_score(score, what)
 
@@ -214,7 +214,7 @@ class OnnxScoring:
     @property
     def fingerprint(self) -> str:
         """Hash of everything besides the plan on which scores depend."""
-        scored_by = (self.term, self.feeds) if self.score is None else score_identity(self.score)
+        scored_by = (self.metric, self.feeds) if self.score is None else score_identity(self.score)
         return digest(self.network.digest, scored_by)[:16]
 
     @property

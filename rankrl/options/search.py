@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_fields
 
-Term = Literal["accuracy", "agreement", "soft_agreement"]
+ScoreMetric = Literal["accuracy", "agreement", "soft_agreement"]
 Statistics = Literal["corrected", "refitted"]
 
 
@@ -190,12 +190,12 @@ class ChosenScores:
     """What plans are scored by, and how many are scored again when they are applied.
 
     Attributes:
-        term: As `SearchOptions.term`.
+        metric: As `SearchOptions.metric`.
         statistics: As `SearchOptions.statistics`.
         finalists: As `SearchOptions.finalists`.
     """
 
-    term: Term
+    metric: ScoreMetric
     statistics: Statistics
     finalists: int
 
@@ -209,7 +209,7 @@ class SearchOptions(ScoringOptions):
         seconds: Stop after so many seconds, or None.
         patience: Stop after so many episodes without a better plan, or None.
         images: Images held out of the training set that each plan is scored on.
-        term: `accuracy` on the labels; `agreement`, the share of images on which the plan and the dense
+        metric: `accuracy` on the labels; `agreement`, the share of images on which the plan and the dense
             network choose the same class; `soft_agreement`, the mean overlap sum_k min(p_k, q_k) of their
             class probabilities, which moves with every change of the weights. None for `soft_agreement` with
             statistics of `refitted` and for a network in a file, else `accuracy`.
@@ -232,7 +232,7 @@ class SearchOptions(ScoringOptions):
     seconds: float | None = None
     patience: int | None = None
     images: int = 2000
-    term: Term | None = None
+    metric: ScoreMetric | None = None
     statistics: Statistics | None = None
     finalists: int | None = None
     workers: int | None = None
@@ -245,7 +245,7 @@ class SearchOptions(ScoringOptions):
         super().__post_init__()
         check_workers(self.workers, self.cluster, self.worker_cpus, self.worker_gpus)
         check_limits(self.episodes, self.seconds, self.patience)
-        for name, choices in (("term", Term), ("statistics", Statistics)):
+        for name, choices in (("metric", ScoreMetric), ("statistics", Statistics)):
             if getattr(self, name) is not None:
                 check_choice(f"search.{name}", getattr(self, name), choices)
         for name in ("images", "finalists"):
@@ -262,8 +262,8 @@ class SearchOptions(ScoringOptions):
         """
         statistics: Statistics = self.statistics or ("refitted" if refits else "corrected")
         seen = statistics == "refitted"
-        term: Term = self.term or ("soft_agreement" if seen else "accuracy")
-        return ChosenScores(term, statistics, self.finalists or (1 if seen else REFITTED_FINALISTS))
+        metric: ScoreMetric = self.metric or ("soft_agreement" if seen else "accuracy")
+        return ChosenScores(metric, statistics, self.finalists or (1 if seen else REFITTED_FINALISTS))
 
     def resolved(self, *, refits: bool) -> SearchOptions:
         """Return the options with `scores` in place of None."""

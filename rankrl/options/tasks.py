@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rankrl.errors import ConfigError
-from rankrl.options.search import BudgetOptions, Term, check_budgets, check_choice
+from rankrl.options.search import BudgetOptions, ScoreMetric, check_budgets, check_choice
 from rankrl.options.selectors import IMPORTANCE_SCALE, check_importance_scale
 
 
@@ -143,20 +143,20 @@ class EpisodeOptions:
         plans: Plans around greedy's that every task scores.
         noises: Standard deviations of the plans' actions, in turn.
         batches: Batches of held-out images that each plan is scored on, in turn; greedy's is on all of them.
-        term: What plans gain over greedy's: accuracy, agreement or soft_agreement.
+        metric: What plans gain over greedy's: accuracy, agreement or soft_agreement.
         importance_scale: Log-importance of action 1.
     """
 
     # Plans near greedy's and far from it, scored by what moves with every change of the weights; more plans
     # teach more than the same ones scored on more images.
-    PYTHON_ONLY: ClassVar[tuple[str, ...]] = ("noises", "batches", "term", "importance_scale")
+    PYTHON_ONLY: ClassVar[tuple[str, ...]] = ("noises", "batches", "metric", "importance_scale")
 
     params: tuple[float, ...] = (0.35, 0.25, 0.167, 0.11)
     macs: tuple[float, ...] = (0.4,)
     plans: int = 64
     noises: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5)
     batches: int = 2
-    term: Term = "soft_agreement"
+    metric: ScoreMetric = "soft_agreement"
     importance_scale: float = IMPORTANCE_SCALE
 
     def __post_init__(self) -> None:
@@ -169,7 +169,7 @@ class EpisodeOptions:
                 raise ConfigError(f"pretrain.{name} must be at least 1, got {getattr(self, name)}")
         if not self.noises or not all(noise > 0 for noise in self.noises):
             raise ConfigError(f"noises must hold positive numbers, got {list(self.noises)}")
-        check_choice("term", self.term, Term)
+        check_choice("metric", self.metric, ScoreMetric)
         check_importance_scale(self.importance_scale)
 
     @property

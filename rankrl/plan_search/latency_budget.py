@@ -160,7 +160,7 @@ _CLOSE = 0.95
 _SAFE, _STEP = 1 - SMALLEST_CHANGE, 1.02
 _PLANS_TRIED = 20  # most plans of a search that are exported and timed
 # Within timing noise: a plan slower than the budget by no more than this may keep it when timed again.
-_HAIR = 1 + SMALLEST_CHANGE
+_NOISE_MARGIN = 1 + SMALLEST_CHANGE
 # Sums of the same times differ in their last digits with the order of addition.
 _ROUNDING = 1 + 1e-9
 
@@ -352,7 +352,7 @@ class LatencyBudget:
         """
         fastest = min(timed, key=lambda plan: plan.time.share)
         keeping = [plan for plan in timed if plan.time.keeps(self.fraction)]
-        if not keeping and fastest.time.share <= self.fraction * _HAIR:
+        if not keeping and fastest.time.share <= self.fraction * _NOISE_MARGIN:
             keeping = [fastest]
         if not keeping:
             raise self._unreachable("takes", fastest.time.share, conditions)

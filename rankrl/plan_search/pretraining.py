@@ -21,7 +21,7 @@ from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
 from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask, linear_layers
 from rankrl.plan_search.envs.actions import ImportanceMap
 from rankrl.plan_search.envs.observations import DESCRIBING, Feature, ObservationEncoder
-from rankrl.plan_search.scores.evaluators import PlanEvaluator, Term
+from rankrl.plan_search.scores.evaluators import PlanEvaluator, ScoreMetric
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.progress import progress_bar
@@ -102,7 +102,7 @@ def play_episodes(
     noises: tuple[float, ...],
     importance_scale: float,
     batches: int,
-    term: Term,
+    metric: ScoreMetric,
     seed: int,
     on_plan: Callable[[int], None] | None = None,
 ) -> TaskEpisodes:
@@ -117,7 +117,7 @@ def play_episodes(
     batches = min(batches, evaluator.batches)
     starts = range(0, evaluator.batches - batches + 1, batches)
     known = {
-        start: evaluator.term(evaluator.forward(preset, start, start + batches), term, start)
+        start: evaluator.metric(evaluator.forward(preset, start, start + batches), metric, start)
         for start in starts
     }
     losses, gains = [], []
@@ -125,7 +125,7 @@ def play_episodes(
         noise = noises[number % len(noises)] * generator.standard_normal(len(problem.sites))
         choices = tuple(actions.allocate(noise.clip(-1, 1)).tolist())
         start = starts[number % len(starts)]
-        score = evaluator.term(evaluator.forward(choices, start, start + batches), term, start)
+        score = evaluator.metric(evaluator.forward(choices, start, start + batches), metric, start)
         losses.append(_losses(problem, choices))
         gains.append(score - known[start])
         if on_plan is not None:
@@ -327,7 +327,7 @@ def _played(
             noises=options.noises,
             importance_scale=options.importance_scale,
             batches=options.batches,
-            term=options.term,
+            metric=options.metric,
             seed=seed,
             on_plan=bar.update,
         )
@@ -345,7 +345,7 @@ def pretrained(
         importance_scale=options.importance_scale,
         hidden=training.hidden,
         tasks=tuple(each.task for each in episodes),
-        trained={**asdict(training), "term": options.term, "plans": options.plans, "seed": seed},
+        trained={**asdict(training), "metric": options.metric, "plans": options.plans, "seed": seed},
         versions={name: version(name) for name in _PACKAGES},
     )
     with progress_bar("pretrain", total=training.steps) as bar:

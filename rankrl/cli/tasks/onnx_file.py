@@ -138,8 +138,8 @@ def _source(config: AppConfig) -> FileSource:
     """Return the network and its inputs."""
     path, inputs = _files(config)
     images = _images(config, inputs)
-    term: Any = config.search.term  # checked there, with a message for users
-    return FileSource(path, inputs, images, config.dataset.get("batch_axes"), term=term)
+    metric: Any = config.search.metric  # checked there, with a message for users
+    return FileSource(path, inputs, images, config.dataset.get("batch_axes"), metric=metric)
 
 
 def _request(config: AppConfig) -> Request:

@@ -40,7 +40,7 @@ from rankrl.report import (
     write_report,
 )
 from rankrl.request import opened_session
-from rankrl.result import MeasuredNetwork, Measurement, certificate_numbers, judged, measurement
+from rankrl.result import MeasuredNetwork, Measurement, certificate_numbers, evaluate_compressed, measurement
 from rankrl.result import finish as measured_file
 from rankrl.runs.run_folder import RunFolder, cache_folder
 from rankrl.training import EpochRow, TrainingRecipe, TrainingResult, guessing_share
@@ -312,7 +312,7 @@ def finish_compressed(
     if network.export.skip:
         measured = measurement(network, plan, compressed, tuned)
         notes(plan, measured)
-        result = judged(network, plan, compressed, measured, tuned=tuned, budget=config.budget)
+        result = evaluate_compressed(network, plan, compressed, measured, tuned=tuned, budget=config.budget)
         latency = {}
     else:
         result = file = measured_file(

@@ -31,7 +31,7 @@ from decomposition.network.surgery import copied
 from rankrl.data import Augmentation, Images, augmented_copy, batches
 from rankrl.device import Precision, inference_precision, model_device
 from rankrl.errors import ConfigError, DataError, NonFiniteError
-from rankrl.options.search import ScoringOptions, SearchOptions, Statistics, Term, check_choice
+from rankrl.options.search import ScoreMetric, ScoringOptions, SearchOptions, Statistics, check_choice
 from rankrl.plan_search.scores.evaluation import RememberingEvaluator
 from rankrl.plan_search.scores.scoring_network import RefittingNetwork, ScoringNetwork
 from rankrl.plan_search.space.problem import Choices, SearchProblem
@@ -125,7 +125,7 @@ def batch_size(device: str) -> int:
 class EvaluatorOptions(ScoringOptions):
     """The options of scoring, with a seed."""
 
-    term: Term = "accuracy"
+    metric: ScoreMetric = "accuracy"
     statistics: Statistics = "corrected"
     seed: int = 0
 
@@ -134,11 +134,11 @@ class EvaluatorOptions(ScoringOptions):
         """Return the options of a search with the seed of the augmented copy."""
         scores = options.scores()
         images = {field.name: getattr(options, field.name) for field in fields(ScoringOptions)}
-        return cls(**images, term=scores.term, statistics=scores.statistics, seed=seed)
+        return cls(**images, metric=scores.metric, statistics=scores.statistics, seed=seed)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("search.term", self.term, Term)
+        check_choice("search.metric", self.metric, ScoreMetric)
         check_choice("search.statistics", self.statistics, Statistics)
 
 
@@ -251,13 +251,13 @@ class PlanEvaluator(RememberingEvaluator):
         return self.forward(choices, 0, self.batches)
 
     def scores(self, choices: Choices, value: Tensor) -> tuple[float, float]:
-        """Return the accuracy term and the accuracy of a plan with these class scores.
+        """Return the metric and the accuracy of a plan with these class scores.
 
         Raises:
             NonFiniteError: A class score is NaN or infinite.
         """
         self._check(value, choices)
-        return self.term(value), self.term(value, "accuracy")
+        return self.metric(value), self.metric(value, "accuracy")
 
     def forward(self, choices: Choices, start: int, stop: int) -> Tensor:
         """Return the class scores of batches `start` to `stop` (excluded) under a plan, float32.
@@ -290,18 +290,21 @@ class PlanEvaluator(RememberingEvaluator):
 
         return each_alone(sites, divergence, only)
 
-    def term(self, logits: Tensor, term: Term | None = None, start: int = 0) -> float:
-        """Return an accuracy term, 0 to 1.
+    def metric(self, logits: Tensor, metric: ScoreMetric | None = None, start: int = 0) -> float:
+        """Return a metric, 0 to 1.
 
         Args:
             logits: Class scores of N held-out images, (N, classes).
-            term: The term; that of the options when omitted.
+            metric: The metric; that of the options when omitted.
             start: Number of the first batch among these images.
         """
         first = sum(map(len, self._x[:start]))
         scored = slice(first, first + len(logits))
-        return accuracy_term(
-            self.options.term if term is None else term, logits, self._y[scored], self._dense_logits[scored]
+        return accuracy_metric(
+            self.options.metric if metric is None else metric,
+            logits,
+            self._y[scored],
+            self._dense_logits[scored],
         )
 
     def _check(self, logits: Tensor, plan: Choices | str) -> None:
@@ -316,15 +319,15 @@ class PlanEvaluator(RememberingEvaluator):
         )
 
 
-def accuracy_term(term: Term, logits: Tensor, labels: Tensor, dense_logits: Tensor) -> float:
-    """Return the accuracy term of class scores, 0 to 1; see `ScoringOptions.term`.
+def accuracy_metric(metric: ScoreMetric, logits: Tensor, labels: Tensor, dense_logits: Tensor) -> float:
+    """Return the metric of class scores, 0 to 1; see `ScoringOptions.metric`.
 
     Shapes: logits (N, classes), labels (N,), dense_logits (N, classes).
     """
-    if term == "soft_agreement":
+    if metric == "soft_agreement":
         overlap = torch.minimum(logits.softmax(1), dense_logits.softmax(1)).sum(1)
         return float(overlap.mean(dtype=torch.float64))
-    classes = dense_logits.argmax(1) if term == "agreement" else labels
+    classes = dense_logits.argmax(1) if metric == "agreement" else labels
     return int((logits.argmax(1) == classes).sum()) / len(logits)
 
 

@@ -94,13 +94,13 @@ def create_reward(name: str, *, budgeted: bool, **options: Any) -> Reward:
     return Reward(name, dict(options), source.make(**options))
 
 
-@register_reward("accuracy", "the accuracy term alone, under a hard budget", needs_budget=True)
+@register_reward("accuracy", "the metric alone, under a hard budget", needs_budget=True)
 def accuracy() -> RewardFunction:
     """R = score. Every plan keeps the budget, so nothing else needs weighing."""
     return lambda evaluation: evaluation.score
 
 
-@register_reward("weighted", "weighted sum of the accuracy term and the compression reached")
+@register_reward("weighted", "weighted sum of the metric and the compression reached")
 def weighted(*, compression: float = 0.3, measure: CountedCost = "params") -> RewardFunction:
     """R = (1 - c) score + c (1 - kept fraction).
 

@@ -26,7 +26,7 @@ from decomposition.operations import Factorise
 from rankrl.data import ImageData, augmented_copy
 from rankrl.data.calibration import calibration_images
 from rankrl.device import Precision, select_device
-from rankrl.options.search import Term
+from rankrl.options.search import ScoreMetric
 from rankrl.plan_search.scores.evaluation import Evaluation, Evaluator
 from rankrl.plan_search.scores.evaluators import (
     EvaluatorOptions,
@@ -34,7 +34,7 @@ from rankrl.plan_search.scores.evaluators import (
     Score,
     ScoredImages,
     ScoreEvaluator,
-    accuracy_term,
+    accuracy_metric,
     batch_size,
     check_score,
     probes,
@@ -340,11 +340,11 @@ class ImageScoring:
         return ScoredImages(images, data.mean, data.std, data.augmentation, calibration)
 
     def of_networks(self) -> Callable[[nn.Module], float]:
-        """Return the function that gives the search's accuracy term on all held-out images.
+        """Return the function that gives the search's metric on all held-out images.
 
         A search uses part of them, for speed; comparing nearly equal networks needs all.
         """
-        return self._of_networks(self.options.term)
+        return self._of_networks(self.options.metric)
 
     def of_original(self) -> float:
         """Return the dense network's score on all held-out images."""
@@ -356,7 +356,7 @@ class ImageScoring:
         dense = accuracy(self.model)
         return lambda network: dense - accuracy(network)
 
-    def _of_networks(self, term: Term) -> Callable[[nn.Module], float]:
+    def _of_networks(self, metric: ScoreMetric) -> Callable[[nn.Module], float]:
         data, images = self.data, self.data.heldout
         if self.options.augmented:
             images = augmented_copy(images, data.augmentation, self.options.seed)
@@ -364,7 +364,7 @@ class ImageScoring:
 
         def score(network: nn.Module) -> float:
             logits = predict_logits(network, images, mean=data.mean, std=data.std)
-            return accuracy_term(term, logits, images.y.to(logits.device), known)
+            return accuracy_metric(metric, logits, images.y.to(logits.device), known)
 
         return score
 

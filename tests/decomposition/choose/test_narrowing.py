@@ -92,7 +92,7 @@ def chains(draw: st.DrawFn) -> tuple[list[CandidateSet], tuple[float, ...]]:
         block = blocks[site]
         if block is not None:
             gone = Candidate((Gone(block),), cost(0.0), draw(errors), "x", narrower=(None,) * levels)
-            found += [gone, replace(gone, hands_on_integers=True)]
+            found += [gone, replace(gone, passes_int8_through=True)]
         found.append(
             replace(candidate((), 0.0, 0), cost=cost(25.0), narrower=(cost(20.0), cost(12.0))[:levels])
         )

@@ -61,7 +61,7 @@ def test_a_refusal_is_one_paragraph(refused: Refused, arguments: tuple[str, ...]
         (("task=finetune", "finetune.epochs=0"), "whole number >= 1"),
         (("finetune.schedule=cosin",), "Did you mean 'cosine'"),
         (("optim.lr=-1",), "lr must be positive"),
-        (("search.term=acuracy",), "term must be one of"),
+        (("search.metric=acuracy",), "metric must be one of"),
         (("export.batch=0",), "export.batch must be at least 1"),
         (("search.statistics=corected",), "Did you mean 'corrected'"),
         (("calibration.images=0",), "calibration.images must be at least 1"),

@@ -34,7 +34,7 @@ def made_arguments(folder: Path) -> list[str]:
         "compare.seeds=[3,4]",
         "decomposition=tucker",
         "budget.params=0.2",
-        "search.term=soft_agreement",
+        "search.metric=soft_agreement",
     ]
 
 

@@ -78,7 +78,7 @@ def test_hydra_has_the_groups_that_messages_list() -> None:
 def test_a_reward_that_is_registered_later_can_be_chosen_too() -> None:
     with _REWARDS.restored():
 
-        @register_reward("thrifty", "the accuracy term per kept parameter")
+        @register_reward("thrifty", "the metric per kept parameter")
         def thrifty(*, power: float = 1.5) -> Any:
             return lambda evaluation: evaluation.score / evaluation.params_kept**power
 

@@ -134,8 +134,8 @@ def test_inspect_lists_the_nodes(rankrl: Callable[..., None], capsys: pytest.Cap
         (("task=compare", "budget.params=0.5"), r"task=compare has no use for model=onnx"),
         (("decomposition=tensor_ring", "budget.params=0.5"), r"tensor_ring cannot be written"),
         (
-            ("selector=bayes", "search.term=accuracy", "budget.params=0.5"),
-            r"search\.term must be one of agree",
+            ("selector=bayes", "search.metric=accuracy", "budget.params=0.5"),
+            r"search\.metric must be one of agree",
         ),
         (("selector=bayes", "search.episodes=0", "budget.params=0.5"), r"search\.episodes must be positive"),
         (("task=apply",), r"task=apply needs plan=RUN/plan\.json"),
@@ -193,7 +193,7 @@ def test_options_of_images_that_do_not_apply_are_refused(options: tuple[str, ...
 
 
 def test_a_plan_is_searched_and_applied_again(rankrl: Callable[..., None]) -> None:
-    search = ("selector=random", "search.episodes=4", "search.term=agreement", "reward=weighted")
+    search = ("selector=random", "search.episodes=4", "search.metric=agreement", "reward=weighted")
     rankrl(*FILES, *LITTLE, *search, "budget.params=0.2")
     metrics = read_json(Path("run/metrics.json"))
     assert metrics["search"]["episodes"] == 4

@@ -47,7 +47,7 @@ DERIVED = {
     "evaluator": "search.*",
     "root": "RANKRL_DATA in the environment",
     "label_smoothing": "train.label_smoothing; a teacher's answers are soft",
-    "term": "search.term: null stands for what suits the scores",
+    "metric": "search.metric: null stands for what suits the scores",
     "statistics": "search.statistics: null stands for what the network and its plans allow",
     "folder": "no option",
     "cache": "no option",
@@ -184,7 +184,7 @@ def test_every_option_that_a_message_names_exists(option_names: set[str]) -> Non
             if name not in known and name not in NO_OPTIONS:
                 unknown.append(f"{path.name}:{line}: {name}")
     assert not unknown
-    assert {"search.term", "budget.latency", "selector.hidden", "pruner.scope"} <= found
+    assert {"search.metric", "budget.latency", "selector.hidden", "pruner.scope"} <= found
     assert len(found) > 40
 
 

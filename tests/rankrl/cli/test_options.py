@@ -32,7 +32,7 @@ IN_FILE = ("model=onnx", "model.path=a.onnx", "dataset.path=b.npz", "selector=ba
     [
         ((), ("refitted", "soft_agreement", 1)),
         (("budget.latency=0.5",), ("refitted", "soft_agreement", 1)),
-        (("search.term=accuracy", "search.finalists=3"), ("refitted", "accuracy", 3)),
+        (("search.metric=accuracy", "search.finalists=3"), ("refitted", "accuracy", 3)),
         (("search.statistics=corrected",), ("corrected", "accuracy", 5)),
         (("decomposition.channels=[0.5]",), ("corrected", "accuracy", 5)),
         (("decomposition.blocks=true", "budget.macs=0.5"), ("corrected", "accuracy", 5)),
@@ -44,7 +44,7 @@ def test_scores_see_the_refit_where_they_can_and_finalists_are_refitted_elsewher
 ) -> None:
     config = settings(*overrides)
     search = options.search_goal(config).search
-    assert (search.statistics, search.term, search.finalists) == expected
+    assert (search.statistics, search.metric, search.finalists) == expected
     assert search.episodes == 50
     assert (config.selector["name"], config.selector["policy"]) == ("bayes", "auto")
 

@@ -215,12 +215,14 @@ def test_comparisons_rank_report_and_save_the_same_plan(small_problem, result) -
     assert first.heldout_accuracy == rows[2].accuracy
 
 
-@pytest.mark.parametrize("term", ["agreement", "soft_agreement"])
-def test_the_dense_network_agrees_with_itself(term) -> None:
+@pytest.mark.parametrize("metric", ["agreement", "soft_agreement"])
+def test_the_dense_network_agrees_with_itself(metric) -> None:
     data = load_dataset("digits", seed=0)
     torch.manual_seed(0)
     dense = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes).eval()
-    score = ImageScoring(dense, data, EvaluatorOptions(term=term, augmented=False), images=10).of_networks()
+    score = ImageScoring(
+        dense, data, EvaluatorOptions(metric=metric, augmented=False), images=10
+    ).of_networks()
     assert score(dense) == pytest.approx(1.0, abs=1e-6)
 
 

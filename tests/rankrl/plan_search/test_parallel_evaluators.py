@@ -69,7 +69,7 @@ def problem(network: nn.Module, library: FitLibrary) -> SearchProblem:
 
 
 def options() -> EvaluatorOptions:
-    return EvaluatorOptions(term="soft_agreement", augmented=False, batch_size=16)
+    return EvaluatorOptions(metric="soft_agreement", augmented=False, batch_size=16)
 
 
 class SameProcess(LocalCluster):

@@ -90,7 +90,7 @@ def test_a_tiny_weight_cache_changes_nothing(
     small_network, small_library, small_problem, small_images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roomy, tight = (
-        make(small_network, small_library, small_problem, small_images, term="soft_agreement")
+        make(small_network, small_library, small_problem, small_images, metric="soft_agreement")
         for _ in range(2)
     )
     plans = [random_choices(small_problem, seed) for seed in (0, 1, 0, 2)]
@@ -110,8 +110,8 @@ def test_accuracy_and_agreement_are_those_of_the_rewritten_network(
         "agreement": (scores.argmax(1) == dense.argmax(1)).double().mean(),
         "soft_agreement": torch.minimum(scores.softmax(1), dense.softmax(1)).sum(1).double().mean(),
     }
-    for term, value in expected.items():
-        evaluation = make(small_network, small_library, small_problem, small_images, term=term)(choices)
+    for metric, value in expected.items():
+        evaluation = make(small_network, small_library, small_problem, small_images, metric=metric)(choices)
         assert evaluation.score == pytest.approx(float(value), abs=1e-5)
         assert evaluation.accuracy == pytest.approx(float(expected["accuracy"]))
     cost = small_problem.cost(choices)
@@ -119,12 +119,12 @@ def test_accuracy_and_agreement_are_those_of_the_rewritten_network(
     assert evaluation.params_kept == evaluation.params / small_problem.params
 
 
-@pytest.mark.parametrize("term", ["agreement", "soft_agreement"])
+@pytest.mark.parametrize("metric", ["agreement", "soft_agreement"])
 def test_the_dense_plan_agrees_with_the_dense_network(
-    small_network, small_library, small_problem, small_images, term
+    small_network, small_library, small_problem, small_images, metric
 ) -> None:
     dense = tuple(site.dense for site in small_problem.sites)
-    evaluation = make(small_network, small_library, small_problem, small_images, term=term)(dense)
+    evaluation = make(small_network, small_library, small_problem, small_images, metric=metric)(dense)
     assert evaluation.score == pytest.approx(1.0)
     assert evaluation.params_kept == 1.0
 
@@ -134,13 +134,13 @@ def test_augmented_scores_are_those_of_one_fixed_augmented_copy(
 ) -> None:
     choices = tuple(small_problem.preset.tolist())
     copied = augmented_copy(small_images, Augmentation(padding=1), 7)
-    direct = make(small_network, small_library, small_problem, copied, term="soft_agreement")(choices)
+    direct = make(small_network, small_library, small_problem, copied, metric="soft_agreement")(choices)
     augmented = make(
         small_network,
         small_library,
         small_problem,
         small_images,
-        term="soft_agreement",
+        metric="soft_agreement",
         augmented=True,
         seed=7,
     )(choices)
@@ -202,7 +202,7 @@ def test_refitting_needs_training_images_and_layers_that_stay(
 @pytest.mark.parametrize(
     "options",
     [
-        {"term": "loss"},
+        {"metric": "loss"},
         {"statistics": "moving"},
         {"batch_size": 0},
         {"refit_images": 0},
@@ -254,7 +254,7 @@ def test_fingerprints_tell_images_and_options_apart(
     parts = (small_network, small_library, small_problem)
     fingerprints = {
         make(*parts, small_images).fingerprint,
-        make(*parts, small_images, term="agreement").fingerprint,
+        make(*parts, small_images, metric="agreement").fingerprint,
         make(*parts, small_images.subset(torch.arange(50))).fingerprint,
     }
     assert len(fingerprints) == 3

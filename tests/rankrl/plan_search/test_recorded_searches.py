@@ -73,7 +73,7 @@ def test_a_search_finds_what_it_found_before(
         problem.library,
         problem,
         ScoredImages(small_images, (0.5,), (0.3,)),
-        options=EvaluatorOptions(term="soft_agreement", augmented=False),
+        options=EvaluatorOptions(metric="soft_agreement", augmented=False),
         precision=Precision(torch.device("cpu"), torch.float32),
     )
     selector = create_selector(selector, problem, seed=0, episodes=EPISODES)

@@ -63,7 +63,7 @@ def test_rewards_are_those_of_the_evaluator(
         small_library,
         small_problem,
         ScoredImages(small_images, (0.5,), (0.25,)),
-        options=EvaluatorOptions(term="soft_agreement", augmented=False),
+        options=EvaluatorOptions(metric="soft_agreement", augmented=False),
     )
     assert row["data, plain, soft_agreement"] == evaluator(choices).score
     assert row["weights, plain, soft_agreement"] != row["data, plain, soft_agreement"]

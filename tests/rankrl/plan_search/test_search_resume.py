@@ -133,7 +133,7 @@ def test_a_real_evaluator_goes_on_exactly(
             small_library,
             small_problem,
             ScoredImages(small_images, (0.5,), (0.25,)),
-            options=EvaluatorOptions(term="soft_agreement", augmented=False, batch_size=16),
+            options=EvaluatorOptions(metric="soft_agreement", augmented=False, batch_size=16),
         )
 
     whole = search(small_problem, evaluator(), "random", tmp_path / "whole")

@@ -162,12 +162,12 @@ def test_the_graph_is_rewritten_once(searched: Searched, monkeypatch: pytest.Mon
 
 def test_the_original_scores_one_and_a_harder_plan_less(name: str, searched: Searched) -> None:
     given, library, problem = searched(name)
-    for term in ("agreement", "soft_agreement"):
-        scoring = OnnxScoring(given.network, given.sites, given.split.scored, term=term)
+    for metric in ("agreement", "soft_agreement"):
+        scoring = OnnxScoring(given.network, given.sites, given.split.scored, metric=metric)
         evaluator = OnnxPlanEvaluator(scoring, library, problem)
         dense, hard = evaluator.evaluate([plan_of(problem, 99), plan_of(problem, 0)])
         assert dense.score == pytest.approx(1, abs=1e-5)
-        assert hard.score < dense.score or term == "agreement"  # which may not see it
+        assert hard.score < dense.score or metric == "agreement"  # which may not see it
         assert hard.params < dense.params == given.totals["params"]
         assert evaluator.evaluate([plan_of(problem, 0)])[0].cached
 
@@ -194,7 +194,7 @@ def test_what_scores_depend_on_is_in_the_fingerprint(searched: Searched) -> None
 
     others = [
         fingerprint(),
-        fingerprint(term="agreement"),
+        fingerprint(metric="agreement"),
         fingerprint(feeds=given.split.heldout),
         fingerprint(score=lambda _: 1.0),
         fingerprint(score=lambda _: 2.0),

@@ -115,7 +115,7 @@ def play(problem: SearchProblem, evaluator: PlanEvaluator, **options) -> TaskEpi
             "noises": (0.3, 0.8),
             "importance_scale": 2.0,
             "batches": 1,
-            "term": "soft_agreement",
+            "metric": "soft_agreement",
             "seed": 0,
             **options,
         },
