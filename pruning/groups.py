@@ -15,7 +15,7 @@ from pruning.labels import Labels
 from pruning.tracing import walk_channels
 
 KeptChannels = dict[str, list[int]]
-"""What a pruning decides: for each convolution and linear layer, the sorted output channels to keep."""
+"""A pruning decision: for each convolution and linear layer, the sorted output channels to keep."""
 
 
 @dataclass(frozen=True)

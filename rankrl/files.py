@@ -82,7 +82,7 @@ RESULTS = (
     *(METRICS, "plan.json", "model.safetensors", "model.onnx", "report.html"),
     *(f"plots/{name}.png" for name in ("reward", "layers", "finetune", "rewards", "accuracies")),
 )
-"""What a run ends with, the mark first."""
+"""Files that a run writes last, the mark first."""
 _FILES = (
     *RESULTS,
     *("episodes.csv", "search.safetensors", "candidates.json", "tpe.sqlite3", "dense.safetensors"),

@@ -84,8 +84,8 @@ class FineTuner:
             strategy is None or isinstance(strategy, int | TrainingRecipe) or callable(strategy)
         ):
             raise ConfigError(
-                f"finetune is a {type(strategy).__name__}; give a number of epochs, a rankrl.TrainingRecipe, or "
-                "a function that trains the network that it is given"
+                f"finetune is a {type(strategy).__name__}; give a number of epochs, a rankrl.TrainingRecipe, "
+                "or a function that trains the network that it is given"
             )
         if self.loss is not None and self.recipe is None:
             raise ConfigError(

@@ -18,7 +18,7 @@ from decomposition.operations import Cost, Operation
 from decomposition.plan.plan import CompressionPlan, LayerPlan, fingerprint
 
 MEASURES = ("params", "macs", "bytes", "latency")
-"""What a budget can count."""
+"""Measures of cost that a budget can count."""
 
 
 @dataclass(frozen=True)

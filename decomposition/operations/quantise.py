@@ -220,7 +220,7 @@ PRECISIONS: dict[str, tuple[Quantise, ...]] = {
     "int8_weights": (Quantise(8, activations=FLOATS),),
     "int4_weights": (Quantise(4, activations=FLOATS),),
 }
-"""What a layer may compute with, or be stored in, by the name of the option."""
+"""Precisions that a layer may compute or be stored in, by the name of the option."""
 
 
 def computes_in_integers(precisions: Iterable[str]) -> bool:

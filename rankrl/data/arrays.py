@@ -34,7 +34,7 @@ _UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What numpy and zipfile raise for bytes that are no plain arrays, damaged headers included."""
+"""Errors that numpy and zipfile raise for bytes that are no plain arrays, damaged headers included."""
 
 
 def images_from_arrays(x: NDArray[np.generic], y: NDArray[np.generic], *, where: str) -> Images:

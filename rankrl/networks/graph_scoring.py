@@ -37,12 +37,12 @@ from rankrl.verify.agreement import (
 from rankrl.workers.processes import WorkerCluster
 
 FileMetric = Literal["agreement", "soft_agreement"]
-"""What plans are scored by without a user's score: see `OnnxScoring.metric`."""
+"""Metrics that score plans without a user's score: see `OnnxScoring.metric`."""
 SessionScore = Callable[[onnxruntime.InferenceSession], Any]
 """A user's score: from an onnxruntime session to a number, higher is better, or to one for each input."""
 
 _Values = dict[str, bytes]
-"""What constants hold, float32, by their names."""
+"""Values of constants, float32, by their names."""
 
 
 class ScoringGraph:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 STANDARD = ("", "ai.onnx")
-"""What files call the domain of ONNX's own operators."""
+"""Names of the domain of ONNX's own operators in files."""
 MICROSOFT = "com.microsoft"
 """The domain of onnxruntime's, in which it has variants of ONNX's quantising operators."""
 

@@ -33,7 +33,7 @@ SCORES: dict[OutputKind, str] = {
     "values": "1 − squared error / variance of the original's output",
     "labels": "the share of answers that are the original's",
 }
-"""What each kind of output is scored by."""
+"""The score of each kind of output."""
 
 _SUM_TOLERANCE = 1e-2
 """How far probabilities of classes are off 1 together: files round them."""

@@ -18,7 +18,7 @@ from rankrl.errors import ExportError
 from rankrl.onnx.graph_edits import STANDARD
 
 _MOST_BYTES = 2**31 - 1
-"""What one protobuf message can hold, a whole network."""
+"""Largest size of one protobuf message, a whole network, in bytes."""
 
 
 def store_densely(model: onnx.ModelProto) -> dict[str, onnx.SparseTensorProto]:

@@ -1,4 +1,4 @@
-"""What may become of a network's layers, and how it is fitted."""
+"""Operations that layers choose from, and how they are fitted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rankrl.options.search import BudgetOptions
 
 AUTO = "auto"
 AUTO_FORMATS = ("cp", "tucker", "tensor_ring", "pifa")
-"""What layers choose from with format `AUTO` where nothing is listed."""
+"""Formats that layers choose from with format `AUTO` where nothing is listed."""
 PRECISIONS = ("float32", "int8", "int7", "int8_weights", "int4_weights")
 """Names of what layers may compute with or be stored in (`decomposition.operations.quantise`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittingOptions:
-    """What is fitted while ranks are chosen.
+    """Settings of the fits while ranks are chosen.
 
     Attributes:
         tensorised: Whether channel counts are split into small factors (64 = 4x4x4), for very high

@@ -31,7 +31,7 @@ NO_OPTIONS = ("params", "lr", "maximize", "foreach", "capturable")
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """What every dataset has, whatever its own options (`rankrl.data.load_dataset`)."""
+    """Options that every dataset has next to its own (`rankrl.data.load_dataset`)."""
 
     heldout: int | None = None
     train_images: int | None = None
@@ -84,7 +84,7 @@ DATASETS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What every network has, whatever its own options.
+    """Options that every network has next to its own.
 
     Attributes:
         checkpoint: Weights to start from (.th, .pt, .ckpt or .safetensors), a state_dict or a trainer's file

@@ -80,12 +80,12 @@ REWARDS: dict[str, type] = {"accuracy": AccuracyOptions, "amc": AMCOptions, "wei
 
 
 MEASURES = ("params", "macs", "bytes", "latency")
-"""What budgets count, time last."""
+"""Measures of cost that budgets count, time last."""
 
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """What plans keep to: a fraction of the dense network's cost, or two at once; or a bounded loss.
+    """Limits that plans keep to: a fraction of the dense network's cost, or two at once; or a bounded loss.
 
     With none, rewards that ignore size keep 0.4 of the parameters, the others have no limit.
 
@@ -138,7 +138,7 @@ class BudgetOptions:
 
     @property
     def numbers(self) -> dict[str, float | str]:
-        """What was asked for, as metrics.json says it: `{"params": 0.5}`."""
+        """The budget that was asked for, as metrics.json has it: `{"params": 0.5}`."""
         if self.drop is not None:
             return {"drop": self.drop, "minimise": self.minimise}
         return dict(self.fractions)
@@ -187,7 +187,7 @@ REFITTED_FINALISTS = 5
 
 @dataclass(frozen=True)
 class ChosenScores:
-    """What plans are scored by, and how many are scored again when they are applied.
+    """The metric that scores plans, and how many are scored again when they are applied.
 
     Attributes:
         metric: As `SearchOptions.metric`.
@@ -254,7 +254,7 @@ class SearchOptions(ScoringOptions):
                 raise ConfigError(f"search.{name} must be at least 1, got {value}")
 
     def scores(self, *, refits: bool = False) -> ChosenScores:
-        """Return what plans are scored by; what is None becomes what the tables recommend.
+        """Return how plans are scored; None is replaced by what the tables recommend.
 
         Args:
             refits: Whether plans can be scored as they are refitted: they are ranks and roundings of a data

@@ -15,7 +15,7 @@ Feature = Literal["macs", "curve", "descriptors", "identity", "budget_left", "la
 IMPORTANCE_SCALE = 2.0
 """Log-importance of action 1: a layer then counts e^2 = 7.4 times what it does at action 0."""
 FINAL_SCALE = 0.05
-"""What noise on actions, and changes of them, decay to geometrically, in units of the action."""
+"""Final value of noise on actions and of changes of them, in units of the action; the decay is geometric."""
 
 
 @dataclass(frozen=True)

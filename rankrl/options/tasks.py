@@ -28,7 +28,7 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """What task=prune does when budget.params or budget.macs is reached (0.5 of the MACs if neither is set).
+    """Steps of task=prune once budget.params or budget.macs is reached (0.5 of the MACs if neither is set).
 
     Attributes:
         decompose_params: Decompose what is left (decomposition, selector, search) to this fraction of its
@@ -60,7 +60,7 @@ class PruneOptions:
 
     @property
     def budget(self) -> BudgetOptions | None:
-        """What the decomposition keeps of the pruned network; None where there is none."""
+        """Fractions of the pruned network that the decomposition keeps; None where there is none."""
         if self.decompose_params is None and self.decompose_macs is None:
             return None
         return BudgetOptions(params=self.decompose_params, macs=self.decompose_macs)
@@ -68,7 +68,7 @@ class PruneOptions:
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What task=inspect shows with every layer's shape, cost and feasible ranks.
+    """Columns that task=inspect adds to every layer's shape, cost and feasible ranks.
 
     Attributes:
         errors: Fit every layer at a few ranks on the calibration images and show what they cost and lose.
@@ -92,7 +92,7 @@ class TimingOptions:
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What task=compare runs on the same evaluator, with search.episodes evaluations each.
+    """Selectors and seeds of task=compare, on the same evaluator with search.episodes evaluations each.
 
     Selectors that are not random run once. finetune.epochs=0 leaves out fine-tuning.
 
@@ -221,7 +221,7 @@ class PretrainingOptions:
 
 @dataclass(frozen=True)
 class PretrainOptions(PretrainingOptions, EpisodeOptions):
-    """What task=pretrain trains a policy on: networks, formats and budgets, and how.
+    """Networks, formats and budgets that task=pretrain trains a policy on, and settings of the training.
 
     Every network is a checkpoint; decomposition, calibration and search.images say how its layers are fitted
     and its plans scored.

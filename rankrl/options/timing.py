@@ -94,7 +94,7 @@ class LatencyOptions:
 
     @property
     def channel_block(self) -> int:
-        """What channels are filled up to in exported networks (`export_onnx`)."""
+        """Multiple that channels are padded to in exported networks (`export_onnx`)."""
         from rankrl.device import channel_block
 
         # Another device's processor is not known.
@@ -117,7 +117,7 @@ class LatencyOptions:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What times depend on, for the record of a run."""
+        """Settings that times depend on, for the record of a run."""
         return self.timing | ({"table": [*map(str, self.tables)]} if self.tables else {})
 
 

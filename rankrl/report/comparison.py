@@ -56,7 +56,7 @@ COLUMNS = tuple(field.name for field in fields(ComparisonRow) if field.name != "
 """The columns of `compare.csv`, in order."""
 
 MEASURES = COLUMNS[2:]
-"""What means and spreads are taken of."""
+"""Numbers whose means and spreads are shown."""
 
 _TITLES = {
     "best_reward": "Best reward",

@@ -278,7 +278,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 DATE = "Date"
-"""What the time of writing is called in a setup."""
+"""Key of the time of writing in a setup."""
 
 _PACKAGES = ("rankrl", "torch", "onnx", "onnxruntime", "stable-baselines3", "numpy")
 

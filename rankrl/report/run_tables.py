@@ -270,7 +270,7 @@ class Quality:
 
 
 HELDOUT_ACCURACY = Quality("Held-out accuracy", ())
-"""What the best epoch is chosen by, unless the run names another score."""
+"""The score that chooses the best epoch, unless the run names another one."""
 
 
 def score_quality(metrics: Mapping[str, Any]) -> Quality | None:
@@ -456,7 +456,7 @@ _FILES = {
     "dense_int8_": "the original in int8",
     "nncf_int8_": "the original in NNCF int8",
 }
-"""What files are called, by what their numbers begin with."""
+"""Titles of files, by the prefix of their numbers."""
 
 
 def runtime_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -33,14 +33,14 @@ from rankrl.report.sweep_table import (
 from rankrl.report.write import run_title
 
 COSTS = {"params": "parameters", "macs": "MACs", "latency": "latency ÷ dense", "bytes": "bytes of the file"}
-"""What accuracy is shown over, and the labels of the axes.
+"""Measures on the horizontal axes of accuracy, and the axes' labels.
 
 Milliseconds of runs that were measured at different times, on a machine that was more or less busy, do not
 compare; shares of the dense network's, timed in turns with each run's file, do.
 """
 
 ALL_AT_ONCE = "all at once"
-"""What a run is best in that nothing beats in all measures together."""
+"""The measure in which a run is best that no other run beats in all measures."""
 
 Network = tuple[str, str, float]
 

@@ -29,7 +29,7 @@ from rankrl.report.run_tables import (
 from rankrl.runs.run_folder import COMPRESS
 
 BUDGET = "budget."
-"""What names of budgets begin with."""
+"""Prefix of the names of budgets."""
 
 # Options that have a column of their own in the table.
 _HAVE_COLUMNS = (

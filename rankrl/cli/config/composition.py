@@ -248,7 +248,7 @@ _MOST_SWEPT = 10_000  # bounds the expansion of ranges, which may be endless
 ALL_COMBINATIONS = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 """Hydra's own sweeper."""
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, KeyError, AssertionError)
-"""What composing raises: Hydra ValueError and KeyError, too, OmegaConf AssertionError for keys of a value."""
+"""Errors of composing: ValueError and KeyError are Hydra's, AssertionError OmegaConf's for keys of values."""
 # Lines of Hydra's and OmegaConf's messages without information about the fault.
 _BOILERPLATE = re.compile(r"Error parsing override|See https://|(full_key|object_type|reference_type)[:=]|\^")
 _PAIRS = (("{", "}"), ("[", "]"), ("(", ")"))

@@ -137,7 +137,7 @@ _OF_TASK = {
     "finetune": ("seed", *_OF_NETWORK, "optim", "finetune"),
     "apply": ("seed", *_OF_NETWORK),
 }
-"""What tasks take from the run that `run` names."""
+"""Files that tasks take from the run that `run` names."""
 _CHECKPOINT = "model.checkpoint"
 _EPOCHS = "finetune.epochs"
 

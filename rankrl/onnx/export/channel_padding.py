@@ -27,7 +27,7 @@ _PREFIX = "rankrl_pad_"
 _ELEMENTWISE = frozenset(
     ("Relu", "LeakyRelu", "Clip", "Elu", "Gelu", "HardSigmoid", "HardSwish", "Sigmoid", "Softplus", "Tanh")
 )
-"""What computes every channel by itself and takes nothing else but constants."""
+"""Operators that compute every channel by itself and take nothing else but constants."""
 _POOLING = frozenset(("MaxPool", "AveragePool", "GlobalAveragePool"))
 _JOINING = frozenset(("Add", "Mul"))
 

@@ -48,9 +48,9 @@ class QuantiserCopy:
         graph = model.graph
         self._stem = _unused_stem(graph)
         self.names: dict[str, str] = {}
-        """What nodes and values were called, by what they are called in the copy."""
+        """Names of nodes and values in the original, by their names in the copy."""
         self.values: dict[str, str] = {}
-        """What values are called in the copy, by what they were called."""
+        """Names of values in the copy, by their names in the original."""
         self._inside = set[str]()
         self.apart: list[str] = []
         """Names of the nodes through which outputs and bodies read."""

@@ -134,7 +134,7 @@ def say_left_out(model: str, others: tuple[str, ...]) -> None:
 
 
 BATCH_AXIS = "batch"
-"""What the free batch size is called in the file; runtimes and viewers show it."""
+"""Name of the free batch size in the file; runtimes and viewers show it."""
 
 AxisNames = Mapping[str, Mapping[int, str]]
 """Names of the free axes of each input, by their position."""

@@ -362,7 +362,7 @@ def _channel_means(node: ir.Node, output: Array) -> Array:
 
 
 _OPERATORS = frozenset((*QLinearOpsRegistry, *QDQRegistry))
-"""What onnxruntime's quantiser knows."""
+"""Operators that onnxruntime's quantiser knows."""
 _RANGE_INPUTS, _JUDGED = 256, 64
 """Inputs that numbers are counted on, and outputs compared; the same ones in whatever order they come."""
 ENDS = "ends"

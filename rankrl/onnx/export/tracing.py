@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 ONLY_INPUT = "input"
-"""What a file calls an input that the forward has no name for."""
+"""Name in the file of an input that the forward has no name for."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

@@ -120,7 +120,7 @@ Axes = Mapping[str, int | None]
 Shape = tuple[int, ...]
 
 _HINT = "batch"
-"""What exporters put into the name of the axis."""
+"""Words that exporters put into the name of the axis."""
 
 
 def axes_in_file(inputs: Sequence[GraphInput]) -> BatchAxes:

@@ -17,7 +17,7 @@ from rankrl.onnx.graph.precisions import constant, rounded_constant
 from rankrl.onnx.graph_edits import MICROSOFT, Array, is_standard
 
 Absorber = Literal["bias", "add", "batch_norm"]
-"""What can take up a change of a layer's mean output: its bias, the addition or the batch norm behind it."""
+"""The place that can absorb a change of a layer's mean output: its bias, an addition or a batch norm."""
 
 
 @dataclass(frozen=True)

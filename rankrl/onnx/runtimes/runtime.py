@@ -14,7 +14,7 @@ from rankrl.errors import ConfigError, ExportError
 from rankrl.options.timing import DEFAULT_RUNTIME, LatencyOptions
 
 Batch = np.ndarray[Any, Any] | Mapping[str, np.ndarray[Any, Any]]
-"""What goes into a file: the array for its only input, or one array for each input by name."""
+"""Inputs of a file: the array for its only input, or one array for each input by name."""
 
 
 class Session(ABC):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["AgentOptions", "options_with_policy", "resolved_policy"]
 
 PRETRAINED_REFITTED = "pretrained_refitted"
-"""What `selector.policy` calls the policy that comes with rankrl."""
+"""Name in `selector.policy` of the policy that comes with rankrl."""
 
 _FIXED = ("features", "hidden")  # options on which the shapes of a policy's weights depend
 
