@@ -147,29 +147,30 @@ def _choices(wanted: Any) -> list[str]:
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    members = _members(wanted)
-    if len(members) > 1:
-        return any(_fits(value, member) for member in members)
-    (wanted,) = members
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    """Tell whether a value, plain or Python's, is of an annotation's type."""
+    origin, arguments = _origin(wanted), typing.get_args(wanted)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, member) for member in arguments)
     if wanted is Any:
         return True
-    if wanted is type(None):
+    if wanted is None or wanted is type(None):
         return value is None
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in arguments)
-    if wanted is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if wanted is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if wanted is str or wanted is Path:
-        return isinstance(value, str | Path)
-    if wanted in _LISTS or origin in _LISTS:
-        return isinstance(value, list | tuple) and _entries_fit(value, origin, arguments)
+    if origin is Callable:
+        return callable(value)
+    if origin in (int, float):  # numpy's, too
+        kind = numbers.Integral if origin is int else numbers.Real
+        return isinstance(value, kind) and not isinstance(value, bool)
+    if origin in (str, Path):  # paths are text on the command line
+        return isinstance(value, str | os.PathLike)
+    if origin in _LISTS:
+        entries = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        return entries and _entries_fit(value, origin, arguments)
     if _is_mapping(wanted):
         inner = arguments[1] if len(arguments) == 2 else Any
         return isinstance(value, Mapping) and all(_fits(each, inner) for each in value.values())
-    return isinstance(value, wanted) if isinstance(wanted, type) else True
+    return isinstance(value, origin) if isinstance(origin, type) else True
 
 
 def _entries_fit(value: Sequence[Any], origin: Any, arguments: tuple[Any, ...]) -> bool:
@@ -253,9 +254,10 @@ def check_fields(options: Any) -> None:
 
 
 def _check(name: str, value: Any, annotation: Any) -> None:
-    allowed = list(_argument_members(annotation))
-    if any(_argument_fits(value, kind) for kind in allowed):
+    if _fits(value, annotation):
         return
+    union = _origin(annotation) in (typing.Union, types.UnionType)
+    allowed = typing.get_args(annotation) if union else (annotation,)  # unions of unions are flat
     kinds = " or ".join(dict.fromkeys(map(_described, allowed)))
     choices = [
         str(choice) for kind in allowed for choice in typing.get_args(kind) if _origin(kind) is Literal
@@ -266,38 +268,8 @@ def _check(name: str, value: Any, annotation: Any) -> None:
     )
 
 
-def _argument_members(wanted: Any) -> Iterator[Any]:
-    """Yield the members of a union, or the annotation alone."""
-    if _origin(wanted) in (typing.Union, types.UnionType):
-        for each in typing.get_args(wanted):
-            yield from _argument_members(each)
-    else:
-        yield wanted
-
-
 def _origin(wanted: Any) -> Any:
     return typing.get_origin(wanted) or wanted
-
-
-def _argument_fits(value: Any, wanted: Any) -> bool:
-    origin, arguments = _origin(wanted), typing.get_args(wanted)
-    if wanted is None or wanted is type(None):
-        return value is None
-    if origin is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in arguments)
-    if origin is Callable:
-        return callable(value)
-    if origin in (int, float):  # numpy's, too
-        kind = numbers.Integral if origin is int else numbers.Real
-        return isinstance(value, kind) and not isinstance(value, bool)
-    if origin is Path:
-        return isinstance(value, os.PathLike)
-    if origin in (Sequence, tuple):
-        entries = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-        return entries and all(
-            any(_argument_fits(v, each) for each in _argument_members(arguments[0])) for v in value
-        )
-    return isinstance(value, origin) if isinstance(origin, type) else True
 
 
 def _described(wanted: Any) -> str:
@@ -320,7 +292,7 @@ def _remedy(name: str, value: Any, wanted: Collection[Any]) -> str:
             fields = ", ".join(f"{key}={entry!r}" for key, entry in value.items())
             package, kind = each.__module__.split(".")[0], typing.cast(type, each).__name__
             return f"; write {name}={package}.{kind}({fields})"
-        if _origin(each) in (Sequence, tuple) and _argument_fits(value, typing.get_args(each)[0]):
+        if _origin(each) in (Sequence, tuple) and _fits(value, typing.get_args(each)[0]):
             return f"; write {name}=[{value!r}]"
         if each is float and isinstance(value, str):
             return f"; write a fraction, such as {name}=0.5"

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from centring import Centre
 from hypothesis import given
 from hypothesis import strategies as st
 from several_inputs import LENGTH, WORDS, OneInput, TextClassifier, TwoInputs, WordHead
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torchvision import tv_tensors
 
 import decomposition
 from decomposition import (
@@ -31,6 +36,7 @@ from decomposition import (
     load_compressed,
     make_plan,
     plan_by_heuristic,
+    reestimate_batch_norm,
     save_compressed,
 )
 from decomposition.calibration.calibration_set import calibration_batches
@@ -40,9 +46,12 @@ from decomposition.network.inputs import (
     example_batch,
     input_shape_of,
     joined,
+    leaves,
+    plain,
     rows,
     run_model,
     split,
+    tensors_in,
     tensors_of,
 )
 
@@ -339,3 +348,129 @@ def test_examples_are_of_the_type_of_the_first_layer() -> None:
     assert example_batch(model, (3, 4, 4)).dtype == torch.bfloat16  # type: ignore[union-attr]
     assert [spec.name for spec in inspect_layers(model, (3, 4, 4))] == ["first", "last"]
     assert example_batch(nn.ParameterList([torch.zeros(2, dtype=torch.float64)]), (3,)).dtype == torch.float64  # type: ignore[union-attr]
+
+
+COARSER = FitOptions(iterations=10)
+
+
+def centred(*, in_place: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    convolutions = nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(inplace=True), nn.Conv2d(12, 12, 3)
+    return nn.Sequential(Centre(in_place=in_place), *convolutions).eval()
+
+
+@pytest.fixture
+def batch() -> torch.Tensor:
+    return 2 * torch.rand(24, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_network_that_changes_its_inputs_is_treated_like_one_that_does_not(batch: torch.Tensor) -> None:
+    kept = batch.clone()
+    found: list[dict[str, Any]] = []
+    for in_place in (False, True):
+        model = centred(in_place=in_place)
+        specs = inspect_layers(model, batch)
+        options: Any = {"calibration": batch, "options": COARSER}
+        plan = plan_by_heuristic(model, batch, "tucker", "greedy", 0.6, candidates=4, **options)
+        small = apply_plan(model, plan, batch, options=COARSER, batch_norm="reestimate")
+        reestimate_batch_norm(model, batch.split(8))
+        found.append(
+            {
+                "macs": count_macs(model, batch),
+                "plan": [layer.operations for layer in plan],
+                "moments": collect_moments(model, specs, batch)["1"].mean,
+                "sensitivities": collect_sensitivities(model, specs, batch)["1"],
+                "output": run_model(small, batch),
+                "mean": model[2].running_mean,
+            }
+        )
+        assert torch.equal(batch, kept)
+        assert batch._version == 0
+    before, after = found
+    for name, value in before.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(after[name], value, msg=name)
+        else:
+            assert after[name] == value, name
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, tv_tensors.Image], ids=["parameter", "image"])
+def test_inputs_of_other_classes_are_plain_tensors_to_the_network(kind: Any, batch: torch.Tensor) -> None:
+    model, tensor = centred(in_place=True), kind(batch.clone())
+    specs = inspect_layers(model, tensor)
+    seen = []
+    model[1].register_forward_pre_hook(lambda _, inputs: seen.append(type(inputs[0])))
+    found, expected = (collect_moments(model, specs, each)["1"] for each in ([tensor], [batch]))
+    assert type(found.mean) is torch.Tensor
+    assert torch.equal(found.mean, expected.mean)
+    small = apply_plan(model, make_plan(model, tensor, "tucker", 4), tensor, options=COARSER)
+    assert {type(each) for each in small.state_dict().values()} == {torch.Tensor}
+    assert set(seen) == {torch.Tensor}
+    assert torch.equal(tensor, batch)
+
+
+def test_plain_tensors_share_the_memory_of_what_they_are_made_from(batch: torch.Tensor) -> None:
+    assert plain(batch) is batch
+    for tensor in (nn.Parameter(batch), tv_tensors.Image(batch), batch.clone().requires_grad_()):
+        found = plain(tensor)
+        assert type(found) is torch.Tensor
+        assert not found.requires_grad
+        assert found.data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+def test_tensors_without_one_number_beside_the_other_are_refused(batch: torch.Tensor) -> None:
+    ragged = torch.nested.nested_tensor([batch[0], batch[1, :, :4]], layout=torch.jagged)
+    quantised = torch.quantize_per_tensor(batch, 0.1, 0, torch.quint8)
+    for tensor, kind in ((batch.to_sparse(), "sparse_coo"), (quantised, "quint8"), (ragged, "jagged")):
+        with pytest.raises(DecompositionError, match=f"{kind}.*; give a dense tensor"):
+            as_inputs(tensor)
+
+
+A, B, C = (torch.full((2,), value) for value in (1.0, 2.0, 3.0))
+
+
+class Detections(NamedTuple):
+    boxes: Any
+    logits: Any
+
+
+@dataclass
+class Result:
+    first: Any
+    second: Any = None
+
+
+@pytest.mark.parametrize(
+    ("output", "places"),
+    [
+        (A, [()]),
+        ((A, B), [(0,), (1,)]),
+        ({"z": A, "a": [B, "text", C]}, [("z",), ("a", 0), ("a", 2)]),
+        (Detections(A, {"x": B}), [("boxes",), ("logits", "x")]),
+        (namedtuple("Pair", "one two")(3, A), [("two",)]),
+        (Result(A, Result(None, B)), [("first",), ("second", "second")]),
+        (OrderedDict(one=A, size=A.shape), [("one",)]),
+        (torch.return_types.max((A, B)), [(0,), (1,)]),
+        (None, []),
+        (Result, []),
+    ],
+)
+def test_tensors_are_reached_in_order_with_their_places(output: Any, places: list[Any]) -> None:
+    found = {place: leaf for place, leaf in leaves(output) if isinstance(leaf, torch.Tensor)}
+    assert list(found) == places
+    assert [id(each) for each in found.values()] == [id(each) for each in tensors_in(output)]
+    for place, leaf in found.items():
+        reached = output
+        for part in place:
+            try:
+                reached = reached[part]
+            except TypeError:
+                reached = getattr(reached, part)
+        assert reached is leaf
+
+
+def test_order_is_that_of_torch() -> None:
+    output = {"z": (A, [B, 2]), "a": Detections(C, None), "b": OrderedDict(y=A, x=B)}
+    expected = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+    assert [id(each) for each in tensors_in(output)] == [id(each) for each in expected]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from decomposition.network.patches import padded_input, sample_labelled_patches
+from decomposition.network.patches import Geometry, padded_input, sample_labelled_patches
 
 PADDING_MODES = ["zeros", "reflect", "replicate", "circular"]
 EVERY = 10**9
@@ -88,3 +89,45 @@ def test_an_unpadded_input_is_not_copied() -> None:
     x = torch.randn(1, 2, 5, 5)
     assert padded_input(nn.Conv2d(2, 2, 3, padding="valid"), x) is x
     assert padded_input(nn.Conv2d(2, 2, 1, padding="same"), x) is x
+
+
+PAIRS = st.tuples(st.integers(1, 3), st.integers(1, 3))
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@given(
+    kernel=PAIRS,
+    dilation=PAIRS,
+    stride=PAIRS,
+    padding=st.one_of(st.sampled_from(["same", "valid"]), st.tuples(st.integers(0, 2), st.integers(0, 2))),
+    seed=st.integers(0, 100),
+)
+def test_a_separable_kernel_slides_along_one_axis_after_the_other(
+    mode: str,
+    kernel: tuple[int, int],
+    dilation: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int] | str,
+    seed: int,
+) -> None:
+    dense = nn.Conv2d(
+        1,
+        1,
+        kernel,
+        stride=(1, 1) if padding == "same" else stride,
+        padding=padding,
+        dilation=dilation,
+        padding_mode=mode,  # type: ignore[arg-type]
+        bias=False,
+        dtype=torch.float64,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    columns, rows = (torch.randn(k, generator=generator, dtype=torch.float64) for k in kernel)
+    with torch.no_grad():
+        dense.weight.copy_(torch.outer(columns, rows))
+    x = torch.randn(2, 1, 7, 8, generator=generator, dtype=torch.float64)
+    geometry = Geometry.of(dense)
+    first, second = geometry.along(0), geometry.along(1)
+    assert (first.kernel_size, second.kernel_size) == ((kernel[0], 1), (1, kernel[1]))
+    between = first.apply(x, columns.reshape(1, 1, -1), None)
+    torch.testing.assert_close(second.apply(between, rows.reshape(1, 1, -1), None), dense(x))

@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import hydra
 import pytest
-from command_line import settings
+from command_line import QUICK, read_json, settings, small_network, task_refusal
+from omegaconf import OmegaConf
 
+import rankrl
+from decomposition import CompressionPlan, FitOptions, apply_plan
+from decomposition.operations.operation import FINAL
+from decomposition.operations.quantise import PRECISIONS
 from rankrl.cli.config import options
-from rankrl.errors import ConfigError
+from rankrl.cli.config.choices import config_folder
+from rankrl.cli.config.schema import AppConfig
+from rankrl.data import load_dataset
+from rankrl.errors import ConfigError, ExportError
 from rankrl.models import build_model
+from rankrl.networks.network import CandidateOptions
+from rankrl.onnx.runtimes import get_runtime
+from rankrl.operations import RemoveBlock, kept_channels, removed_blocks
+from rankrl.options import decomposition
+from rankrl.options.decomposition import DecompositionOptions
+from rankrl.options.search import BudgetOptions, SearchOptions
+from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
+from rankrl.options.timing import ExportOptions, LatencyOptions
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions
+from rankrl.plan_search.selectors import create_selector
+from rankrl.pruners.options import PruningOptions
+from rankrl.training import TrainingRecipe
+from rankrl.verify import runtimes
 
 
 def test_a_budget_in_time_is_measured_as_the_export_is() -> None:
@@ -212,3 +242,293 @@ def test_the_recipe_for_what_lost_much_is_the_one_at_length_with_larger_steps() 
 def test_images_that_the_network_was_trained_on_choose_no_epoch(overrides, new, restored) -> None:
     recipe = options.finetuning_recipe(settings(*overrides), heldout_is_new=new)
     assert recipe.restore_best is restored
+
+
+# Options that are derived from others, or called otherwise, where the workflow takes them.
+DERIVED = {
+    "heldout": "of a file, whose inputs are no dataset",
+    "search": "the section `search`",
+    "decomposition": "decomposition.format in float32, for a module; for a file the formats of plain nodes",
+    "multiple": "decomposition.rank_multiple: null stands for a number that depends on the budget",
+    "precisions": "decomposition.precisions: null stands for those that lower what the budget counts",
+    "reward_options": "reward.*",
+    "measure": "which of budget.params and budget.macs is set",
+    "kept": "the budget",
+    "pruner": "pruner.name",
+    "timing": "export.*",
+    "evaluator": "search.*",
+    "root": "RANKRL_DATA in the environment",
+    "label_smoothing": "train.label_smoothing; a teacher's answers are soft",
+    "metric": "search.metric: null stands for what suits the scores",
+    "statistics": "search.statistics: null stands for what the network and its plans allow",
+    "folder": "no option",
+    "cache": "no option",
+    "decay_vectors": "no option",
+    "lr": "optim.lr: null stands for a rate that depends on what was done to the network",
+    "optimizer_options": "optim.options",
+    "restore_best": "finetune.restore_best: null stands for whether held-out images may choose",
+    "distillation": "finetune.distillation is for fine-tuning, which has a teacher; a recipe has none",
+    "mask": "pruner.*",
+    "training": "pruner.*",
+    "steps": "pruner.*",
+    "scope": "pruner.scope, of criteria alone",
+}
+# Which options a class or function of the code stands for: prefixes, first hit counts.
+OWNERS: list[tuple[Any, tuple[str, ...]]] = [
+    (CandidateOptions, ("decomposition.",)),
+    (EvaluatorOptions, ("search.", "")),
+    (SearchOptions, ("search.",)),
+    (BudgetOptions, ("budget.",)),
+    (ExportOptions, ("export.",)),
+    (LatencyOptions, ("export.",)),
+    (TrainingRecipe, ("finetune.", "")),
+    (EpisodeOptions, ("pretrain.",)),
+    (PretrainingOptions, ("pretrain.",)),
+    (PruningOptions, ("pruner.", "decomposition.", "")),
+    (create_selector, ("search.", "")),
+    (rankrl.search, ("search.", "decomposition.", "budget.", "")),
+    (load_dataset, ("dataset.", "")),
+]
+RENAMED = {("search", "selector"): "selector.name"}
+RENAMED |= {("TrainingRecipe", "optimizer"): "optim.name"}
+RENAMED |= {("search", "reward"): "reward.name", ("SearchGoal", "reward"): "reward.name"}
+OTHERS = {(rankrl.search, "images")}  # how image files become inputs; `search.images` counts images
+
+
+@pytest.fixture(scope="module")
+def defaults() -> dict[str, Any]:
+    with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = OmegaConf.to_container(hydra.compose("config"))
+    return dict(leaves(config, ""))
+
+
+def leaves(values: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: owner[0].__name__)
+def test_the_code_has_the_defaults_of_the_configuration(owner: Any, defaults: dict[str, Any]) -> None:
+    function, prefixes = owner
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.default is parameter.empty or name in DERIVED or (function, name) in OTHERS:
+            continue
+        if name in getattr(function, "PYTHON_ONLY", ()):
+            continue
+        names = [RENAMED.get((function.__name__, name), ""), *(prefix + name for prefix in prefixes)]
+        option = next((each for each in names if each in defaults), None)
+        if option is None and parameter.default is None:  # leaves an option out
+            continue
+        if isinstance(parameter.default, type(dataclasses.MISSING)) or "factory" in repr(parameter.default):
+            continue
+        assert option is not None, (
+            f"{function.__name__}.{name} is no option; name it in DERIVED with the reason"
+        )
+        assert plain(parameter.default) == defaults[option], f"{function.__name__}.{name} and {option}"
+
+
+def test_light_modules_repeat_what_the_libraries_know() -> None:
+    """Options are read without torch, which the libraries that take them import."""
+    own = DecompositionOptions()
+    assert own.iterations == FitOptions.iterations
+    assert (own.final_iterations, own.final_starts) == (FINAL.iterations, FINAL.starts)
+    assert tuple(PRECISIONS) == decomposition.PRECISIONS
+    taken = inspect.signature(apply_plan).parameters
+    assert own.sequential == taken["sequential"].default
+
+
+@pytest.fixture(scope="module")
+def option_names(with_each_choice: dict[str, Any]) -> set[str]:
+    """Every option with one choice of a group or another, and the groups."""
+    return {name for config in with_each_choice.values() for name, _ in leaves(config, "")}
+
+
+# What looks like an option and is none: placeholders, functions, files, and a name that a message refuses.
+NO_OPTIONS = {
+    "model.state_dict": "torch's",
+    "model.NAME": "any argument of the user's own function",
+    "model.num_classes": "the user's own function's",
+    "model.weights": "refused: nothing is downloaded",
+    "decomposition.inspect_layers": "a function",
+    "task.description": "the progress bar's",
+    "task.fields": "the progress bar's",
+}
+FILES = ("json", "lock", "safetensors", "csv", "md", "png", "onnx", "html")
+SECTIONS = "|".join(field.name for field in dataclasses.fields(AppConfig))
+NAMED = re.compile(rf"(?<![\w./])({SECTIONS})((?:\.[A-Za-z_]\w*)+)(?![\w:]|\.\w)")  # no MODULE:NAME
+
+
+def messages() -> Iterator[tuple[Path, int, str]]:
+    """All strings of the package but docstrings; what stands for a value in an f-string is a blank."""
+    for path in sorted(Path(rankrl.__file__).parent.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        documentation = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        inside = {
+            id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values]
+                yield path, node.lineno, "".join(parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                known = id(node) in documentation or id(node) in inside
+                yield path, node.lineno, "" if known else node.value
+
+
+def test_every_option_that_a_message_names_exists(option_names: set[str]) -> None:
+    known, found, unknown = option_names, set(), []
+    for path, line, text in messages():
+        for match in NAMED.finditer(text):
+            name = match.group().removesuffix(".")
+            if name.rpartition(".")[2] in FILES or text[match.end() : match.end() + 2] in (".{", "{}"):
+                continue
+            found.add(name)
+            if name not in known and name not in NO_OPTIONS:
+                unknown.append(f"{path.name}:{line}: {name}")
+    assert not unknown
+    assert {"search.metric", "budget.latency", "selector.hidden", "pruner.scope"} <= found
+    assert len(found) > 40
+
+
+def test_auto_has_the_same_formats_on_the_command_line_and_in_python() -> None:
+    file = OmegaConf.load(Path(config_folder()) / "decomposition" / "auto.yaml")
+    assert tuple(file.formats) == DecompositionOptions(format="auto").choices
+
+
+Command = Callable[..., None]
+
+
+def test_channels_leave_the_network_within_one_search(rankrl: Command, tmp_path: Path) -> None:
+    rankrl(
+        *QUICK,
+        *small_network(tmp_path),
+        *(
+            "decomposition=spatial_svd",
+            "decomposition.candidates=1",
+            "decomposition.channels=[0.75,0.5,0.25]",
+        ),
+        *("budget.bytes=0.12", "selector=local", "hydra.run.dir=run"),
+    )
+    plan = CompressionPlan.load(Path("run/plan.json"))
+    kept = kept_channels(plan)
+    assert kept
+    assert any(operation.kind == "quantise" for layer in plan for operation in layer.operations)
+    metrics = read_json(Path("run/metrics.json"))
+    assert metrics["onnx"]["max_abs_difference"] <= 1e-4
+    assert metrics["onnx"]["accuracy"] == pytest.approx(metrics["finetuned"]["accuracy"], abs=0.01)
+    page = Path("run/report.html").read_text()
+    for name, channels in kept.items():
+        assert f"{len(channels)} of " in page, name
+    candidates = read_json(Path("run/candidates.json"))
+    assert any("reads" in each["operations"][0] for site in candidates.values() for each in site[:-1])
+    rankrl(*("task=evaluate", *small_network(tmp_path), "weights=run/model.safetensors"))
+
+
+def test_fractions_out_of_range_are_refused(tmp_path: Path) -> None:
+    message = task_refusal(*small_network(tmp_path), "decomposition.channels=[1.5]", "budget.macs=0.5")
+    assert "decomposition.channels: 1.5 is outside (0, 1)" in message
+
+
+@pytest.mark.slow
+def test_blocks_leave_the_network_within_one_search(rankrl: Command, tmp_path: Path) -> None:
+    options = {*QUICK, "model=resnet20", "dataset=digits", "dataset.train_images=256"}
+    rankrl(
+        *sorted(options - {"model=conv4"}),
+        *("decomposition=spatial_svd", "decomposition.candidates=1", "decomposition.blocks=true"),
+        *("budget.macs=0.15", "selector=local", "hydra.run.dir=run"),
+    )
+    plan = CompressionPlan.load(Path("run/plan.json"))
+    blocks = removed_blocks(plan.chosen(RemoveBlock))
+    assert blocks
+    metrics = read_json(Path("run/metrics.json"))
+    assert metrics["onnx"]["max_abs_difference"] <= 1e-4
+    assert f"removed with block {blocks[0]}" in Path("run/report.html").read_text()
+
+
+NEEDED = pytest.mark.skipif(
+    get_runtime("openvino").obstacle() is not None, reason=str(get_runtime("openvino").obstacle())
+)
+
+
+def exported(rankrl: Command, whole_run: Path, *options: str) -> dict[str, Any]:
+    """Export the network of a finished run once more, in OpenVINO too; return the metrics."""
+    rankrl(
+        *("task=export", "model=conv4", f"model.checkpoint={whole_run / 'dense.safetensors'}"),
+        *(f"weights={whole_run / 'model.safetensors'}", "export.runs=2", "export.batch=16"),
+        *("export.runtimes=[openvino]", "hydra.run.dir=exported", *options),
+    )
+    return read_json(Path("exported/metrics.json"))
+
+
+@pytest.mark.slow
+@NEEDED
+@pytest.mark.parametrize("options", [(), ("export.preprocess=true", "export.int8=false")])
+def test_the_files_are_verified_and_timed_in_each(
+    rankrl: Command, whole_run: Path, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = exported(rankrl, whole_run, *options)["runtimes"]
+    assert list(section) == ["onnxruntime", "openvino"]
+    for entry in section.values():
+        assert entry["max_abs_difference"] <= 1e-4
+        assert entry["latency_ratio"] == pytest.approx(entry["baseline_latency_ms"] / entry["latency_ms"])
+        assert entry["clock"] == "processor"
+        assert ("dense_int8_latency_ms" in entry) == (not options)
+        assert ("dense_int8_score" in entry) == (not options)
+        assert 0 <= entry["score"] <= 1
+    first, second = section.values()
+    assert options or abs(first["dense_int8_score"] - second["dense_int8_score"]) <= 0.1
+    assert sorted({*first.get("fastest", []), *second.get("fastest", [])}) == sorted(
+        ["baseline", "exported", *(["dense_int8"] if not options else [])]
+    )
+    assert "openvino" in capsys.readouterr().out
+    assert "Runtimes" in Path("exported/report.html").read_text()
+    assert not list(Path("exported/state").glob("dense-int8*"))
+
+
+@pytest.mark.slow
+@NEEDED
+def test_a_runtime_that_computes_something_else_is_warned_of_and_not_timed(
+    rankrl: Command, whole_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = runtimes.verified
+
+    def differs(*args: Any, runtime: str) -> Any:
+        if runtime == "openvino":
+            raise ExportError("it differs")
+        return original(*args, runtime=runtime)
+
+    monkeypatch.setattr(runtimes, "verified", differs)
+    section = exported(rankrl, whole_run)["runtimes"]
+    assert section["openvino"]["failed"] == "it differs"
+    assert "latency_ms" not in section["openvino"]
+    assert section["onnxruntime"]["latency_ms"] > 0
+    assert "the files are not timed in openvino: it differs" in Path("exported/rankrl.log").read_text()
+
+
+@pytest.mark.parametrize("task", ["pipeline", "prune", "export"])
+def test_a_runtime_that_is_not_installed_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    message = task_refusal(f"task={task}", "export.runtimes=[onnxruntime,openvino]")
+    assert message.startswith("export.runtimes: the runtime 'openvino' cannot be used here")
+    assert "pip install 'rankrl[openvino]'" in message
+    written = {path.name for path in tmp_path.rglob("*")}
+    assert not [name for name in written if name.endswith((".onnx", ".safetensors"))]
+    assert not written & {"metrics.json", "report.html"}
+
+
+def test_unknown_runtimes_are_refused_with_the_nearest_name() -> None:
+    message = task_refusal("export.runtimes=[openvin]")
+    assert "export.runtimes: there is no runtime 'openvin'; choose from onnxruntime" in message
+    assert "Did you mean 'openvino'?" in message

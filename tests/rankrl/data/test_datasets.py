@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from rankrl.data import (
@@ -21,7 +23,7 @@ from rankrl.data import (
     load_dataset,
     register_dataset,
 )
-from rankrl.data.datasets import channel_statistics
+from rankrl.data.datasets import channel_statistics, stratified_split
 from rankrl.errors import ConfigError, DataError
 
 
@@ -343,3 +345,30 @@ def test_fewer_training_images_are_drawn_by_class_and_never_held_out() -> None:
 def test_an_impossible_number_of_training_images_is_refused(count: int) -> None:
     with pytest.raises(ConfigError, match=r"dataset\.train_images must lie between 1 and"):
         load_dataset("digits", train_images=count)
+
+
+@given(labels=st.lists(st.integers(0, 4), max_size=60), share=st.floats(0, 1), seed=st.integers(0, 9))
+def test_the_two_sides_partition_the_indices_by_each_class_share(
+    labels: list[int], share: float, seed: int
+) -> None:
+    y = torch.tensor(labels, dtype=torch.int64)
+    size = int(share * len(labels))
+    stay, drawn = stratified_split(y, size, seed)
+    assert len(drawn) == size
+    assert sorted(stay.tolist() + drawn.tolist()) == list(range(len(labels)))
+    assert stay.tolist() == sorted(stay.tolist())
+    for label in set(labels):
+        exact = labels.count(label) * size / len(labels)
+        assert abs(int((y[drawn] == label).sum()) - exact) < 1
+
+
+def test_the_seed_decides_the_draw() -> None:
+    y = torch.arange(100) % 5
+    assert torch.equal(stratified_split(y, 20, 3)[1], stratified_split(y, 20, 3)[1])
+    assert not torch.equal(stratified_split(y, 20, 3)[1], stratified_split(y, 20, 4)[1])
+
+
+@pytest.mark.parametrize("size", [-1, 6])
+def test_more_than_there_are_cannot_be_drawn(size: int) -> None:
+    with pytest.raises(ValueError, match=f"cannot draw {size} of 5"):
+        stratified_split(torch.zeros(5, dtype=torch.int64), size, 0)

@@ -1,15 +1,395 @@
-"""Writing the report into a run folder, and what is refused there."""
+"""The page of a run: complete, self-contained, and only of what the run has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rankrl.errors import StorageError
-from rankrl.report import EPISODE_COLUMNS, EpisodeRow, LayerRow, ReportError, read_episodes, write_report
+from rankrl.report import (
+    EPISODE_COLUMNS,
+    EpisodeRow,
+    LayerRow,
+    ReportError,
+    RunReport,
+    conclusion,
+    read_episodes,
+    run_page,
+    write_report,
+)
+from rankrl.report.figures import plan_drawing
+from rankrl.report.run_folder import shown_command, write_section
+from rankrl.report.run_tables import remains
+from rankrl.report.write import comparison_rows
 from rankrl.training import EpochRow
+
+VOID = {"meta", "br", "path", "use", "rect"}
+
+
+class Outline(HTMLParser):
+    """Headings, table cells and attributes, with a check that elements are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.headings: list[str] = []
+        self.cells: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
+def outline(document: str) -> Outline:
+    parser = Outline()
+    parser.feed(document)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+@pytest.fixture(scope="module")
+def document(whole_run: RunReport) -> str:
+    return run_page(whole_run)
+
+
+def test_a_whole_run_has_every_section(document: str) -> None:
+    expected = ["What is left", "Before and after", "Search", "Layers", "Fine-tuning", "ONNX file", "Setup"]
+    assert outline(document).headings == expected
+
+
+def test_the_page_needs_nothing_from_outside(document: str) -> None:
+    for name, value in outline(document).attributes:
+        if name in ("src", "href", "xlink:href", "action", "data"):
+            assert value is not None
+            assert value.startswith("#")
+    assert not re.search(r"https?:|@import|<script|<link", document)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", document))
+
+
+def test_every_id_is_used_once_and_every_reference_has_its_target(document: str) -> None:
+    attributes = outline(document).attributes
+    identifiers = [value for name, value in attributes if name == "id"]
+    assert len(identifiers) == len(set(identifiers))
+    labelled = [value for name, value in attributes if name == "aria-labelledby"]
+    targets = re.findall(r"url\(#([^)]*)\)", document) + re.findall(r'href="#([^"]*)"', document)
+    assert set(labelled + targets) <= set(identifiers)
+
+
+def test_figures_take_their_colours_from_the_theme(document: str) -> None:
+    drawings = re.findall(r"<svg.*?</svg>", document, re.DOTALL)
+    assert len(drawings) == 8  # three figures and the plan, each for wide and for narrow windows
+    assert not any(re.search(r"#[0-9a-f]{6}\b", drawing) for drawing in drawings)
+    assert all('role="img" aria-label="' in drawing for drawing in drawings)
+
+
+def test_the_table_shows_each_stage_and_the_change(document: str) -> None:
+    cells = [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in outline(document).cells]
+    start = cells.index("Test accuracy")
+    assert cells[start : start + 20] == [
+        *("Test accuracy", "91.73 %", "74.12 %", "90.56 %", "−1.17 points"),
+        *("Parameters", "269,722", "107,689", "107,689", "2.50× fewer"),
+        *("MACs", "40.55 M", "19.46 M", "19.46 M", "2.08× fewer"),
+        *("Latency", "23.1 ms", "–", "17.6 ms", "1.31× faster"),
+    ]
+
+
+def test_every_layer_has_its_row(document: str, layers: Sequence[LayerRow]) -> None:
+    cells = outline(document).cells
+    for layer in layers:
+        start = cells.index(layer.name)
+        assert cells[start + 1] == "×".join(map(str, layer.shape))
+        assert cells[start + 2] == (", ".join(map(str, layer.ranks)) or "–")
+        assert cells[start + 3 : start + 5] == [f"{layer.params_before:,}", f"{layer.params_after:,}"]
+        assert cells[start + 9] == layer.reason
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("missing", "gone"),
+    [
+        ({"episodes": ()}, {"Search"}),
+        ({"epochs": ()}, {"Fine-tuning"}),
+        ({"layers": ()}, {"Layers"}),
+        ({"setup": {}}, {"Setup"}),
+        ({"metrics": {"model": "resnet20"}}, {"Before and after", "ONNX file"}),
+    ],
+)
+def test_what_a_run_has_not_is_left_out(
+    missing: dict[str, Any], gone: set[str], whole_run: RunReport, document: str
+) -> None:
+    without = outline(run_page(dataclasses.replace(whole_run, **missing))).headings
+    assert set(outline(document).headings) - set(without) >= gone
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_without_ranks_or_errors_has_no_columns_for_them(metrics: Mapping[str, Any]) -> None:
+    row = LayerRow("conv", (8, 3, 3, 3), (), 216, 108, 9000, 4500)
+    cells = outline(run_page(RunReport(metrics, [row]))).cells
+    assert "Parameters before" in cells
+    assert not {"Ranks", "Relative error", "Left dense because"} & set(cells)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_layers_of_several_formats_name_theirs(metrics: Mapping[str, Any]) -> None:
+    rows = [
+        LayerRow(name, (8, 3, 3, 3), (2,), 216, 108, 9000, 4500, format=name) for name in ("cp", "tucker")
+    ]
+    page = outline(run_page(RunReport(metrics, rows)))
+    assert {"Format, ranks", "cp 2", "tucker 2"} <= set(page.cells)
+    alone = outline(run_page(RunReport(metrics, rows[:1])))
+    assert {"Ranks", "2"} <= set(alone.cells)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_layer_that_lost_only_inputs_is_not_called_dense(metrics: Mapping[str, Any]) -> None:
+    stays = "all its output channels stay"
+    rows = [
+        LayerRow("first", (8, 3, 3, 3), (), 216, 216, 9000, 9000, reason=stays, channels=(8, 8)),
+        LayerRow("cut", (8, 8, 3, 3), (), 576, 288, 9000, 4500, channels=(4, 8)),
+        LayerRow("reader", (8, 8, 3, 3), (), 576, 288, 9000, 4500, reason=stays, channels=(8, 8)),
+    ]
+    page = run_page(RunReport(metrics, rows))
+    assert "3 layers, 1 left dense" in page
+    assert {"Outputs stay because", stays} <= set(outline(page).cells)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_dense_layers_in_integers_are_counted_apart(metrics: Mapping[str, Any]) -> None:
+    rows = [
+        LayerRow("first", (8, 3, 3, 3), (), 216, 216, 9000, 9000, precision="int8"),
+        LayerRow("second", (8, 8, 3, 3), (2,), 576, 144, 9000, 2250, precision="int8"),
+        LayerRow("third", (8, 8, 3, 3), (), 576, 576, 9000, 9000, reason="left dense by the plan"),
+    ]
+    assert "3 layers, 1 dense, in integers, 1 left dense" in run_page(RunReport(metrics, rows))
+
+
+def test_warnings_stand_above_the_numbers(metrics: dict[str, Any]) -> None:
+    page = run_page(RunReport({**metrics, "warnings": ["nothing was <learned>", "and more"]}))
+    assert page.index("<li>nothing was &lt;learned&gt;</li>\n<li>and more</li>") < page.index("Test accuracy")
+    assert 'class="warnings"' not in run_page(RunReport({**metrics, "warnings": []}))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_held_out_accuracies_of_a_checkpoint_have_their_note(
+    metrics: dict[str, Any], episodes: Sequence[EpisodeRow], epochs: Sequence[EpochRow]
+) -> None:
+    report = RunReport(metrics, episodes=episodes, epochs=epochs)
+    note = "may have been trained on these held-out images"
+    assert note not in run_page(report)
+    noted = run_page(dataclasses.replace(report, metrics={**metrics, "checkpoint": "resnet20.th"}))
+    assert noted.count(note) == 2  # below the search and below the fine-tuning
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_thing_is_not_called_several(
+    count: int, metrics: dict[str, Any], episodes: Sequence[EpisodeRow]
+) -> None:
+    metrics["onnx"]["threads"] = count
+    row = LayerRow("conv", (8, 3, 3, 3), (), 216, 108, 9000, 4500)
+    page = run_page(RunReport(metrics, [row] * count, episodes[:count]))
+    for noun in ("layer", "thread", "evaluated plan"):
+        assert re.search(rf"\b{count} {noun}{'' if count == 1 else 's'}\b", page), noun
+
+
+def test_a_slower_model_is_called_slower(metrics: dict[str, Any]) -> None:
+    metrics["ratios"]["latency"] = 0.8
+    assert "1.25× slower" in run_page(RunReport(metrics))
+
+
+def test_a_model_within_the_noise_is_called_unchanged(metrics: dict[str, Any]) -> None:
+    metrics["ratios"]["latency"] = 1.004
+    document = run_page(RunReport(metrics))
+    assert "unchanged" in outline(document).cells
+    assert '<dd class="value">unchanged</dd>' in document
+    assert "1.00×" not in document
+
+
+def test_the_page_shows_the_spread_of_the_change_and_a_busy_machine(metrics: dict[str, Any]) -> None:
+    assert "interval" not in run_page(RunReport(metrics))
+    busy = "the load average is 8.0 on 2 cores"
+    metrics["onnx"] |= {"latency_ratio_low": 1.284, "latency_ratio_high": 1.333}
+    metrics["onnx"] |= {"clock": "wall", "busy": busy}
+    document = run_page(RunReport(metrics)).replace("\N{NO-BREAK SPACE}", " ")
+    assert "the median time on the wall per batch of 64 on 1 thread" in document
+    assert "takes 1.28 to 1.33 times as long (95 % interval of the ratio of their times)" in document
+    assert f"The machine was busy: {busy}.</p>" in document
+    assert "23.1 ms → 17.6 ms" in document
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "0.9", True, [0.9]])
+def test_a_metric_that_is_no_number_is_refused(metrics: dict[str, Any], value: object) -> None:
+    metrics["compressed"]["accuracy"] = value
+    with pytest.raises(ReportError, match=r"compressed\.accuracy is .*finite number"):
+        run_page(RunReport(metrics))
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_text_from_the_run_is_never_markup(text: str) -> None:
+    hostile = f"<script>{text}</script>"
+    metrics = {"model": hostile, "decomposition": hostile, "baseline": {"accuracy": 0.5}}
+    document = run_page(RunReport({**metrics, "warnings": [hostile]}, setup={hostile: hostile}))
+    assert "<script" not in document
+    assert outline(document).headings == ["Before and after", "Setup"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_names_of_layers_and_attributes_are_never_markup(metrics: dict[str, Any]) -> None:
+    hostile = "\"><img src=x onerror='alert(1)'>"
+    row = LayerRow(hostile, (8, 3, 3, 3), (), 216, 216, 9000, 9000, reason=hostile)
+    metrics["onnx"]["busy"] = hostile  # stands in the label of the table, an attribute
+    found = outline(run_page(RunReport(metrics, [row])))
+    assert "onerror" not in dict(found.attributes)
+    assert [cell for cell in found.cells if "onerror" in cell] == [hostile, hostile]
+    assert any(name == "aria-label" and hostile in str(value) for name, value in found.attributes)
+
+
+@pytest.mark.parametrize("count", [1, 2, 70])
+def test_any_number_of_rows_can_be_drawn(
+    count: int, metrics: Mapping[str, Any], episodes: Sequence[EpisodeRow], epochs: Sequence[EpochRow]
+) -> None:
+    layers = [LayerRow(f"layer{i}", (4, 4, 3, 3), (2, 3), 144, 90, 1000, 900) for i in range(count)]
+    outline(run_page(RunReport(metrics, layers, episodes[:count], epochs[:count])))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_layers_in_integers_say_so(metrics: Mapping[str, Any], layers: Sequence[LayerRow]) -> None:
+    assert "Precision" not in outline(run_page(RunReport(metrics, layers))).cells
+    mixed = [dataclasses.replace(layers[0], precision="int8"), *layers[1:]]
+    cells = outline(run_page(RunReport(metrics, mixed))).cells
+    assert cells.count("int8") == 1
+    assert cells.count("float32") == len(layers) - 1
+
+
+def test_a_file_in_integers_says_how_far_it_agrees(metrics: dict[str, Any]) -> None:
+    assert "Agreement with PyTorch" not in run_page(RunReport(metrics))
+    metrics = {**metrics, "onnx": {**metrics["onnx"], "agreement": 0.991}}
+    page = run_page(RunReport(metrics))
+    assert "Largest difference from PyTorch, before rounding" in page
+    assert "Agreement with PyTorch, with rounding" in page
+    assert "99.10" in page
+
+
+def test_a_bar_for_every_measure_says_what_is_left(document: str, metrics: dict[str, Any]) -> None:
+    bars = re.findall(
+        r'<dt>([^<]*)</dt>\s*<dd class="track"><span class="(\w+)" style="width:([\d.]+)%', document
+    )
+    assert [(name, kind) for name, kind, _ in bars] == [
+        *(("Test accuracy", "good"), ("Parameters", "kept"), ("MACs", "kept"), ("Time", "kept")),
+    ]
+    assert [float(width) for *_, width in bars] == pytest.approx([98.72, 39.93, 47.99, 76.34], abs=0.01)
+    metrics["onnx"] |= {"baseline_file_bytes": 400_000, "latency_ms": 20.0}
+    *_, time, size = remains({**metrics, "ratios": {}})
+    assert (time.name, time.share) == ("Time", "86.7\N{NO-BREAK SPACE}%")
+    assert (size.name, size.width, size.is_more) == ("Bytes of the file", 100.0, True)
+    assert remains({"baseline": metrics["baseline"]}) == []
+
+
+def own_score(before: float, after: float, name: str = "mean IoU") -> dict[str, Any]:
+    """The numbers of a network that its user judges."""
+    return {
+        "score_name": name,
+        "baseline": {"params": 1000, "macs": 10, "score": before, "agreement": 1.0},
+        "compressed": {"params": 400, "macs": 5, "score": after, "agreement": 0.8628},
+    }
+
+
+def test_the_users_score_leads_under_its_name(whole_run: RunReport) -> None:
+    numbers = own_score(0.983, 0.986)
+    _, rows = comparison_rows(numbers)
+    assert [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in rows[:2]] == [
+        ["mean IoU", "98.30 %", "98.60 %", "+0.30 points"],
+        ["Agreement", "100.00 %", "86.28 %", "−13.72 points"],
+    ]
+    assert [bar.name for bar in remains(numbers)][:2] == ["mean IoU", "Agreement"]
+    assert "for a mean IoU of 98.60\N{NO-BREAK SPACE}% instead of 98.30" in conclusion(numbers)
+    page = run_page(dataclasses.replace(whole_run, metrics=numbers))
+    assert '<dt>mean IoU</dt><dd class="value">98.60' in page
+    assert "mean IoU is what plans were chosen by." in page
+    assert "Best mean IoU: " in page
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "cells"),
+    [(31.2, 30.7, ["31.2", "30.7", "−0.5"]), (-0.25, -0.5, ["−0.25", "−0.5", "−0.25"])],
+)
+def test_a_score_that_is_no_share_is_written_as_it_is(before: float, after: float, cells: list[str]) -> None:
+    numbers = own_score(before, after, "PSNR")
+    assert comparison_rows(numbers)[1][0] == ["PSNR", *cells]
+    assert f"PSNR of {cells[1]} instead of {cells[0]}" in conclusion(numbers)
+    assert next(bar.name for bar in remains(numbers) if bar.good_if_kept) == (
+        "PSNR" if before > 0 else "Agreement"
+    )
+
+
+def test_the_plan_is_drawn_layer_by_layer_with_words_to_point_at(layers: list[LayerRow]) -> None:
+    first = dataclasses.replace(layers[5], name="<odd>", format="tucker", precision="int8")
+    drawn = plan_drawing([*layers[:5], first, *layers[6:]])
+    assert drawn is not None
+    for drawing in (drawn.wide, drawn.narrow):
+        assert len(drawing.blocks) == len(layers)
+        for block, row in zip(drawing.blocks, layers, strict=True):
+            assert block.filled == pytest.approx(block.height * row.kept, abs=0.1)
+            assert block.filled_y + block.filled == pytest.approx(block.y + block.height, abs=0.2)
+            assert 0 <= block.x < block.x + block.width <= drawing.width
+            assert 0 <= block.y < block.y + block.height <= drawing.height + 0.1
+    assert len(drawn.narrow.lines) == 2
+    title = drawn.wide.blocks[5].title
+    assert title.startswith("<odd>: 16×16×3×3\ntucker ")
+    assert "\nint8\n" in title
+    assert ("left dense", "soft") in drawn.legend
+    page = run_page(RunReport({"model": "a"}, [first]))
+    assert "<title>&lt;odd&gt;: 16×16×3×3\n" in page
+    assert plan_drawing([]) is None
+    assert "left the network" not in drawn.caption
+
+
+def test_a_removed_layer_is_an_empty_outline(layers: list[LayerRow]) -> None:
+    gone = dataclasses.replace(
+        layers[0], ranks=(), params_after=0, macs_after=0, reason="removed with block layer1.0"
+    )
+    drawn = plan_drawing([gone, gone])
+    assert drawn is not None
+    assert drawn.legend == []
+    assert "an empty one left the network" in drawn.caption
+    assert [block.filled for block in drawn.wide.blocks] == [0, 0]
+    assert drawn.wide.blocks[0].title.endswith("removed with block layer1.0")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_page_says_when_it_was_written_and_leads_to_the_files(whole_run: RunReport) -> None:
+    files = [("metrics.json", "numbers"), ("model.onnx", "the network")]
+    report = dataclasses.replace(whole_run, files=files, setup={"Date": "2026-11-22 14:40 UTC"})
+    page = run_page(report)
+    assert "Files" in outline(page).headings
+    assert "seed 0 · 2026-11-22 14:40 UTC" in page
+    assert re.findall(r'<a href="([^"]*)"', page) == ["metrics.json", "model.onnx"]
 
 
 def test_a_run_folder_gets_a_page_and_its_plots_of_the_same_bytes_each_time(
@@ -78,3 +458,36 @@ def test_a_folder_that_cannot_be_written_is_refused(run_folder: Path, layers: Se
     with pytest.raises(StorageError, match="plots"):
         write_report(run_folder, layers=layers)
     assert not (run_folder / "report.html").exists()
+
+
+def test_only_the_marked_section_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "benchmarks.md"
+    write_section(path, "one", "One", "first")
+    path.write_text(f"intro\n\n{path.read_text()}\noutro\n")
+    write_section(path, "two", "Two", "other")
+    write_section(path, "one", "One", "second")
+    text = path.read_text()
+    assert text.startswith("intro\n")
+    assert [word in text for word in ("outro", "second", "other", "first")] == [True, True, True, False]
+    assert [file.name for file in tmp_path.iterdir()] == ["benchmarks.md"]
+
+
+def test_a_csv_file_gets_the_tables_and_comments(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    write_section(path, "one", "One", "`python bench.py`\n\n| a | b |\n|---|---:|\n| x, y | 1 |")
+    assert path.read_text() == '# `python bench.py`\na,b\n"x, y",1\n'
+
+
+def test_half_a_pair_of_markers_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "benchmarks.md"
+    path.write_text("<!-- one:start -->")
+    with pytest.raises(ValueError, match="put the other one back"):
+        write_section(path, "one", "One", "text")
+
+
+def test_nothing_of_this_machine_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RANKRL_DATA", "/mnt/mine")
+    words = ["bench.py", "--checkpoint", "/mnt/a b.th", "--rows", "/tmp/rows", "--part", "fits"]
+    found = shown_command(words, shortened={"/mnt/a b.th": "a b.th"}, dropped=["--rows"])
+    assert found == "RANKRL_DATA=data OMP_NUM_THREADS=1 python bench.py --checkpoint 'a b.th' --part fits"

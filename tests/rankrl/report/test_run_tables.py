@@ -5,15 +5,27 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from rankrl.errors import counted
-from rankrl.report import collect_setup, conclusion, summary_table
+from rankrl.report import (
+    ReportError,
+    RunReport,
+    collect_setup,
+    conclusion,
+    measured_table,
+    run_page,
+    runtimes_table,
+    summary_table,
+)
 from rankrl.report.run_folder import hardware_line
 from rankrl.report.run_tables import (
+    certificate_card,
+    certificate_note,
     format_accuracy,
     format_large,
     format_points,
@@ -21,9 +33,14 @@ from rankrl.report.run_tables import (
     format_share,
     latency_change,
     latency_note,
+    measured_note,
+    measured_rows,
+    runtime_note,
+    runtime_rows,
     stages,
 )
 from rankrl.report.write import comparison_rows
+from rankrl.verify.certificate import OWN_SCORE, Basis, certify, uncertified
 
 
 def plain(text: str) -> str:
@@ -250,3 +267,179 @@ def test_a_run_ends_with_one_sentence(metrics: dict[str, Any]) -> None:
 def test_a_share_of_next_to_nothing_has_no_sign() -> None:
     assert format_share(-0.0003) == format_share(0.0) == "0.0\N{NO-BREAK SPACE}%"
     assert format_share(-0.02) == "-2.0\N{NO-BREAK SPACE}%"
+
+
+def metrics(taken: str) -> dict[str, Any]:
+    plans = [("all int8", 0.01, 0.4), ("all dense", 0.0, 1.0)]
+    return {
+        "search": {
+            "measured": [
+                {
+                    "name": name,
+                    "loss": loss,
+                    "cost": cost,
+                    "measure": "latency",
+                    "expected_cost": cost + 0.01,
+                    "expected_loss": loss,
+                    "predicted_loss": 0.008 if name == "all int8" else None,
+                    "taken": name == taken,
+                }
+                for name, loss, cost in plans
+            ]
+        }
+    }
+
+
+def test_every_plan_has_a_row_and_the_one_that_was_taken_is_marked() -> None:
+    columns, rows = measured_rows(metrics("all int8"))
+    assert rows == [
+        ["all int8 (taken)", "0.0100", "0.400", "0.410"],
+        ["all dense", "0.0000", "1.000", "1.010"],
+    ]
+    assert len(columns) == len(rows[0])
+    note = measured_note(metrics("all int8"))
+    assert "the cost is the time." in note
+    assert "All int8 was taken" in note
+    assert measured_table(metrics("all int8")).row_count == 2
+
+
+def test_the_network_as_it_was_is_said_to_be_that() -> None:
+    assert "you get the original network" in measured_note(metrics("all dense"))
+
+
+def test_a_run_that_measured_no_plan_has_no_table() -> None:
+    assert measured_rows({})[1] == []
+    assert measured_note({}) == ""
+
+
+def entry(**values: Any) -> dict[str, Any]:
+    times = {"baseline_latency_ms": 50.0, "latency_ms": 25.0, "dense_int8_latency_ms": 20.0, "score": 0.9}
+    ratios = {"latency_ratio": 2.0, "latency_ratio_low": 1.9, "latency_ratio_high": 2.1}
+    return {"max_abs_difference": 2e-6, "agreement": None, "clock": "processor", **times, **ratios, **values}
+
+
+def noted(**runtimes: dict[str, Any]) -> str:
+    return runtime_note({"runtimes": runtimes}).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_each_file_has_its_row(metrics: dict[str, Any]) -> None:
+    assert runtimes_table(metrics).row_count == 0
+    openvino = entry(latency_ms=12.5, baseline_latency_ms=51.0, nncf_int8_latency_ms=14.0)
+    metrics["runtimes"] = {"onnxruntime": entry(), "openvino": openvino}
+    columns, rows = runtime_rows(metrics)
+    assert columns == ["File", "onnxruntime", "openvino", "Fastest in"]
+    assert [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in rows] == [
+        ["Original", "50.0 ms", "51.0 ms", "onnxruntime"],
+        ["Exported file", "25.0 ms, 90.00 %", "12.5 ms, 90.00 %", "openvino"],
+        ["Original in int8", "20.0 ms", "20.0 ms", "onnxruntime"],
+        ["Original in NNCF int8", "–", "14.0 ms", "openvino"],
+    ]
+    assert runtimes_table(metrics).row_count == 4
+    page = run_page(RunReport(metrics))
+    assert "Runtimes" in page
+    assert runtime_note(metrics) in page
+
+
+def test_the_note_says_what_is_faster_where() -> None:
+    ratios = {"baseline_latency_runtime_ratio": 1.01, "dense_int8_latency_runtime_ratio": 2.0}
+    noisy = {
+        "latency_runtime_ratio": 1.5,
+        "latency_runtime_ratio_low": 0.8,
+        "latency_runtime_ratio_high": 2.1,
+    }
+    assert noted(onnxruntime=entry(), openvino=entry(**ratios, **noisy)) == (
+        "Fastest is the original in int8 in onnxruntime. openvino against onnxruntime: the original "
+        "unchanged, the exported file unchanged, the original in int8 2.00× faster. onnxruntime: outputs "
+        "differ from PyTorch by at most 2.0e-06. openvino: outputs differ from PyTorch by at most 2.0e-06."
+    )
+
+
+def test_the_note_names_classes_that_differ_clocks_and_failures() -> None:
+    text = noted(
+        onnxruntime=entry(max_abs_difference=None),
+        openvino=entry(agreement=0.995),
+        onnxruntime_cuda=entry(clock="wall", max_abs_difference=None),
+        other={"failed": "other cannot load model.onnx."},
+    )
+    assert text == (
+        "Fastest is the original in int8 in onnxruntime. openvino: outputs differ from PyTorch by at most "
+        "2.0e-06. openvino: the exported file gives the class of PyTorch on 99.50 % of the held-out images. "
+        "onnxruntime_cuda: timed on the wall, the others in processor time. "
+        "other: not timed, since other cannot load model.onnx."
+    )
+
+
+def test_a_runtime_that_failed_has_a_column_without_numbers() -> None:
+    columns, rows = runtime_rows({"runtimes": {"onnxruntime": entry(), "other": {"failed": "it did"}}})
+    assert columns[2] == "other"
+    assert [row[2] for row in rows] == ["–"] * 3
+
+
+def test_numbers_that_are_none_are_refused() -> None:
+    with pytest.raises(ReportError, match=r"openvino\.latency_ms is 'fast'"):
+        runtime_rows({"runtimes": {"openvino": entry(latency_ms="fast")}})
+
+
+ON_IMAGES = Basis("accuracy", "test images")
+
+
+def certified_metrics(lost: int, inputs: int, drop: float | None, basis: Basis = ON_IMAGES) -> dict[str, Any]:
+    found = certify(np.ones(inputs), np.arange(inputs) >= lost, drop, basis)
+    assert found is not None
+    return {"certificate": found.to_dict()}
+
+
+@pytest.mark.parametrize(
+    ("lost", "inputs", "drop", "expected"),
+    [
+        (10, 10_000, 0.005, "0.18): a loss of at most 0.50 points is certified."),
+        (1, 500, 0.005, "at most 0.50 points is not certified, which would take about 2,"),
+        (10, 1000, 0.005, "): more than the 0.50 points that may be lost."),
+        (5, 1000, 0.005, "): no number of inputs certifies at most 0.50 points at this loss."),
+        (
+            3,
+            1000,
+            None,
+            "On 1,000 test images it loses 0.30 points of accuracy (95 % interval of the loss: 0.06 to",
+        ),
+    ],
+)
+def test_what_is_certified(lost: int, inputs: int, drop: float | None, expected: str) -> None:
+    assert expected in certificate_note(certified_metrics(lost, inputs, drop))
+
+
+def test_a_score_that_chose_the_plan_certifies_nothing() -> None:
+    found = certified_metrics(0, 10_000, 0.01, OWN_SCORE)
+    assert not found["certificate"]["certified"]
+    assert (
+        ", by which the plan may have been chosen, too: at most 0.01 is not certified."
+        in certificate_note(found)
+    )
+    assert certificate_note({"uncertified": uncertified(OWN_SCORE)}).startswith(
+        "Nothing certifies its loss: your score"
+    )
+    assert certificate_note({}) == ""
+
+
+def test_a_gain_is_told_as_one() -> None:
+    before = np.arange(1000) >= 8
+    found = certify(before, np.ones(1000), 0.01, ON_IMAGES)
+    assert found is not None
+    numbers = {"certificate": found.to_dict()}
+    assert "it gains 0.80 points of accuracy (95 % interval of the loss: −1." in certificate_note(numbers)
+    assert set(numbers["certificate"]) >= {
+        "loss",
+        "low",
+        "high",
+        "inputs",
+        "drop",
+        "certified",
+        "needed",
+        "unit",
+    }
+    assert "basis" not in numbers["certificate"]
+    ((name, value, note),) = certificate_card(numbers)
+    assert (name, value) == ("Loss of accuracy", "−0.80 points")
+    assert note.startswith("95 % interval of the loss on 1,000 test images: −")
+    assert note.endswith("at most 1.00 points is certified")
+    assert certificate_card({}) == []

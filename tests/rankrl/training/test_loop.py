@@ -9,17 +9,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 import optim
 from decomposition import apply_plan, factorised_layers, make_plan
+from optim import OnnxAdam
 from rankrl.data import ImageData
 from rankrl.device import Precision
 from rankrl.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
 from rankrl.state_file import write_state
 from rankrl.training import EpochRow, TrainingProgress, TrainingRecipe, list_schedules, train
+from rankrl.training.accuracy import distillation_loss, training_loss
+from rankrl.training.networks import write_training_step
 from rankrl.training.recipe import WeightAverage, build_optimizer
 
 MakeNetwork = Callable[[int], nn.Module]
@@ -459,3 +468,82 @@ def test_the_state_folder_holds_one_whole_file_after_each_epoch(
         make_network(0), digits, TrainingRecipe(epochs=2), state_file=tmp_path / "run" / "state.safetensors"
     )
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["state.safetensors"]
+
+
+STUDENT = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.3, 3.0]])
+TEACHER = torch.tensor([[2.0, -1.0, 0.0], [0.5, 0.2, 1.0]])
+LABELS = torch.tensor([0, 2])
+
+
+@given(temperature=st.floats(0.1, 20))
+def test_distillation_is_the_definition_of_the_divergence(temperature: float) -> None:
+    p, q = (torch.softmax(scores.double() / temperature, 1) for scores in (TEACHER, STUDENT))
+    expected = temperature**2 * (p * (p / q).log()).sum(1).mean()
+    assert distillation_loss(STUDENT, TEACHER, temperature).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_a_student_that_equals_its_teacher_has_no_distillation_loss() -> None:
+    assert distillation_loss(TEACHER, TEACHER, 4.0).item() == pytest.approx(0, abs=1e-6)
+    # Softmax does not see a constant added to all scores.
+    assert distillation_loss(TEACHER + 5, TEACHER, 4.0).item() == pytest.approx(0, abs=1e-5)
+
+
+@given(mixture=st.floats(0, 1), smoothing=st.floats(0, 0.5))
+def test_the_loss_mixes_both_parts(mixture: float, smoothing: float) -> None:
+    loss = training_loss(
+        STUDENT, LABELS, TEACHER, label_smoothing=smoothing, distillation=mixture, temperature=2.0
+    )
+    hard = F.cross_entropy(STUDENT, LABELS, label_smoothing=smoothing)
+    soft = distillation_loss(STUDENT, TEACHER, 2.0)
+    assert loss.item() == pytest.approx(((1 - mixture) * hard + mixture * soft).item(), rel=1e-5)
+
+
+def test_half_precision_scores_are_summed_in_float32() -> None:
+    loss = training_loss(
+        STUDENT.bfloat16(),
+        LABELS,
+        TEACHER.bfloat16(),
+        label_smoothing=0.1,
+        distillation=0.5,
+        temperature=2.0,
+    )
+    assert loss.dtype == torch.float32
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4))
+    return apply_plan(model, make_plan(model, (3, 6, 6), "tucker", ranks=2))
+
+
+def test_the_file_does_what_the_optimizer_does(network: nn.Module, tmp_path: Path) -> None:
+    recipe = TrainingRecipe(lr=1e-2, optimizer="onnx_adam")
+    write_training_step(network, recipe, tmp_path / "step.onnx")
+    model = onnx.load(tmp_path / "step.onnx")
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    network(torch.randn(8, 3, 6, 6)).square().mean().backward()
+    optimizer = OnnxAdam(network.parameters(), lr=recipe.lr)
+    feeds: dict[str, np.ndarray] = {}
+    for entry in model.graph.input:
+        name, _, role = entry.name.rpartition(".")
+        if entry.name.startswith("R_"):
+            feeds[entry.name] = np.array(recipe.lr)
+        elif entry.name.startswith("T_"):
+            feeds[entry.name] = np.array(optimizer.param_groups[0]["first_update_count"], dtype=np.int64)
+        elif role == "X":
+            feeds[entry.name] = before[name].numpy()
+        elif role == "G":
+            feeds[entry.name] = dict(network.named_parameters())[name].grad.numpy()
+        else:
+            feeds[entry.name] = np.zeros_like(before[name].numpy())
+    names = [output.name for output in model.graph.output]
+    results = dict(zip(names, ReferenceEvaluator(model).run(None, feeds), strict=True))
+    optimizer.step()
+    for name, parameter in network.named_parameters():
+        np.testing.assert_allclose(results[f"{name}.X_new"], parameter.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_an_optimizer_that_is_no_operator_is_refused(network: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"export\.training=true.*'sgd' is none"):
+        write_training_step(network, TrainingRecipe(optimizer="sgd"), tmp_path / "step.onnx")
