@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from decomposition.errors import DecompositionError
 
+log = logging.getLogger(__name__)
+
 _KILOBYTE = 1024
+_COPIES = 4
+"""Copies in float64 that a fit holds at the most of a layer's weight and of what its inputs are known by."""
 
 
 def free_memory() -> int | None:
@@ -30,17 +36,57 @@ def free_memory() -> int | None:
     return max(0, min(free)) if free else None
 
 
+def held_memory() -> int:
+    """Return the bytes that this process holds; 0 where the system does not tell."""
+    return _KILOBYTE * _figure("/proc/self/status", "VmRSS")
+
+
 def check_room(wanted: int, what: str, remedy: str) -> None:
     """Raise an error if `wanted` bytes exceed half of the free memory."""
+    if lack := shortage(wanted):
+        raise DecompositionError(f"{what} take {lack}; {remedy}")
+
+
+def shortage(wanted: float) -> str | None:
+    """Say that `wanted` bytes exceed half of the free memory; None if they do not."""
     free = free_memory()
-    if free is not None and wanted > free / 2:
-        raise DecompositionError(
-            f"{what} take {wanted / 1e9:.1f} GB, more than half of the {free / 1e9:.1f} GB of memory that "
-            f"are free; {remedy}"
-        )
+    if free is None or wanted <= free / 2:
+        return None
+    return f"{wanted / 1e9:.1f} GB, more than half of the {free / 1e9:.1f} GB of memory that are free"
+
+
+def fit_bytes(outputs: int, columns: int, rows: int) -> int:
+    """Return the bytes that a fit of a weight (outputs, columns) to `rows` inputs takes besides these."""
+    return 8 * _COPIES * columns * (outputs + min(columns, rows))
+
+
+def without_room(layers: Mapping[str, tuple[int, int, int]]) -> dict[str, str]:
+    """Choose the layers to leave dense so that the others' fits take half of the free memory at most.
+
+    The largest are left first. Weights and moments of all are held while one is fitted.
+
+    Args:
+        layers: Outputs, columns and rows of inputs of each layer, by name.
+
+    Returns:
+        Why each of them stays dense, by name.
+    """
+    left: dict[str, str] = {}
+    taken = {name: fit_bytes(*sizes) for name, sizes in layers.items()}
+    held = sum(taken.values()) / _COPIES
+    for name in sorted(taken, key=lambda name: taken[name], reverse=True):
+        lack = shortage(held + taken[name])
+        if lack is None:
+            break
+        left[name] = f"its fit takes {lack}"
+        log.warning("%s: %s, so this layer stays dense", name, left[name])
+        held -= taken[name] / _COPIES
+    return left
 
 
 def _figure(path: str, name: str) -> int:
     """Read a figure in kB from a file of /proc; 0 if it is absent."""
+    if not sys.platform.startswith("linux"):
+        return 0
     lines = Path(path).read_text(encoding="ascii", errors="replace").splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)

@@ -67,7 +67,7 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
 
 def mean_of(rows: torch.Tensor) -> torch.Tensor:
     """Return the mean of rows (n, D), float64, on the CPU."""
-    return torch.stack([part.double().sum(0) for part in _parts(rows, rows)]).sum(0).cpu() / len(rows)
+    return torch.stack([part.double().sum(0) for part in in_parts(rows)]).sum(0).cpu() / len(rows)
 
 
 def covariance(
@@ -83,17 +83,17 @@ def covariance(
     """
     total = torch.zeros((), dtype=torch.float64, device=rows.device)
     if others is None or others_mean is None:
-        for part in _parts(rows, rows):
+        for part in in_parts(rows):
             total = total + gram(part - mean.to(part)).double()
     else:
-        for part, other in zip(_parts(rows, rows), _parts(others, rows), strict=True):
+        for part, other in zip(in_parts(rows), in_parts(others, like=rows), strict=True):
             total = total + ((part - mean.to(part)).T @ (other - others_mean.to(other))).double()
     return total.cpu() / len(rows)
 
 
-def _parts(rows: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split rows into parts for which as many rows of `like` hold `_COPIED` numbers at most."""
-    return rows.split(max(1, _COPIED // like.shape[1]))
+def in_parts(rows: torch.Tensor, *, like: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """Split rows (n, ...) so that the parts, or as many rows of `like`, hold `_COPIED` numbers at most."""
+    return rows.split(max(1, _COPIED // max(1, (rows if like is None else like)[:1].numel())))
 
 
 def cholesky(matrix: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,23 @@ def times(rows: torch.Tensor, metric: Metric) -> torch.Tensor:
 
 def powers(rows: torch.Tensor, metric: Metric | None) -> torch.Tensor:
     """Return row' metric row for rows (m, D), shape (m,); the squared norms without a metric."""
-    return ((rows if metric is None else times(rows, metric)) * rows).sum(1)
+    if isinstance(metric, torch.Tensor):
+        return ((rows @ metric) * rows).sum(1)
+    norms = torch.linalg.vector_norm(rows, dim=1).square()  # without a copy of the rows
+    if metric is None:
+        return norms
+    return (rows @ metric.rows.T).square().sum(1) + metric.ridge * norms
+
+
+def products(rows: torch.Tensor, metric: Metric | None) -> torch.Tensor:
+    """Return rows metric rows' for rows (m, D), shape (m, m); the Gram matrix without a metric."""
+    if isinstance(metric, torch.Tensor):
+        return (rows @ metric) @ rows.T
+    if metric is None:
+        return rows @ rows.T
+    seen = rows @ metric.rows.T
+    gram = seen @ seen.T
+    return gram + metric.ridge * (rows @ rows.T) if metric.ridge else gram
 
 
 def whole(metric: Metric) -> torch.Tensor:
@@ -164,7 +180,7 @@ def scaled(metric: Metric, factor: torch.Tensor | float) -> Metric:
 def trace(metric: Metric) -> float:
     """Return the sum of the diagonal."""
     if isinstance(metric, RowFactor):
-        return float(metric.rows.square().sum()) + metric.ridge * metric.rows.shape[1]
+        return float(metric.rows.norm().square()) + metric.ridge * metric.rows.shape[1]
     return float(metric.diagonal().sum())
 
 
@@ -184,6 +200,8 @@ def shrunk(metric: Metric, share: float) -> Metric:
 
 def shrunk_rows(metric: RowFactor, share: float) -> RowFactor:
     """Shrink a metric that is kept as rows; see `shrunk`."""
+    if share == 0:
+        return metric
     ridge = share * trace(metric) / columns(metric)
     return RowFactor(metric.rows * (1 - share) ** 0.5, metric.ridge * (1 - share) + ridge)
 
@@ -209,11 +227,18 @@ def is_finite(metric: Metric) -> bool:
     return bool(torch.isfinite(metric).all())
 
 
+def channel_products(patches: torch.Tensor) -> torch.Tensor:
+    """Return the products of channels (channels, channels) of patches (n, channels, kernel)."""
+    total = patches.new_zeros(())
+    for part in in_parts(patches):
+        total = total + torch.einsum("nik,njk->ij", part, part)
+    return total
+
+
 def channel_moments(metric: Metric, channels: int, kernel: int) -> torch.Tensor:
     """Average the second moments of the channels (channels, channels) over the kernel's positions."""
     if isinstance(metric, RowFactor):
-        patches = metric.rows.reshape(-1, channels, kernel)
-        moments = torch.einsum("nik,njk->ij", patches, patches) / kernel
+        moments = channel_products(metric.rows.reshape(-1, channels, kernel)) / kernel
         moments.diagonal().add_(metric.ridge)
         return moments
     return torch.einsum("ikjk->ij", metric.reshape(channels, kernel, channels, kernel)) / kernel

@@ -119,7 +119,8 @@ class InputMoments:
     @classmethod
     def even(cls, width: int) -> InputMoments:
         """Return the moments of uncorrelated inputs of variance 1, in which errors of weights count alike."""
-        return cls(torch.zeros(width, dtype=torch.float64), torch.eye(width, dtype=torch.float64), width + 1)
+        nothing = torch.zeros(0, width, dtype=torch.float64)  # the matrix is too large for wide layers
+        return cls(torch.zeros(width, dtype=torch.float64), RowFactor(nothing, 1.0), width + 1)
 
     @property
     def second_moment(self) -> Metric:
@@ -195,6 +196,13 @@ class MomentAccumulator:
             offset = mean - self._centre.double().cpu()
             matrix = (self._products / self._count).sub_(torch.outer(offset, offset))
         return InputMoments(mean, matrix, self._count, self._spread.shrinkage(matrix))
+
+
+def fit_sizes(spec: LayerSpec, inputs: int) -> tuple[int, int, int]:
+    """Return a layer's outputs, columns and patches, for `decomposition.memory.without_room`."""
+    columns = math.prod(spec.weight_shape[1:])
+    patches = min(PATCHES_PER_LAYER, inputs * spec.output_positions)
+    return spec.out_channels, columns, most_rows(columns, patches)
 
 
 def check_memory(sizes: Sequence[tuple[int, int]]) -> None:

@@ -15,8 +15,23 @@ from torch import nn
 
 from decomposition.cache import Cache, digest
 from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
-from decomposition.calibration.metric import Metric, Selection, floored, select_inputs, symmetric_root, times
-from decomposition.calibration.moments import InputMoments, collect_moments, settled, warn_unreached
+from decomposition.calibration.metric import (
+    Metric,
+    Selection,
+    floored,
+    powers,
+    products,
+    select_inputs,
+    symmetric_root,
+)
+from decomposition.calibration.moments import (
+    UNREACHED,
+    InputMoments,
+    collect_moments,
+    fit_sizes,
+    settled,
+    warn_unreached,
+)
 from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.choose.candidates import Candidate, CandidateSet
 from decomposition.choose.listing import CandidateLister, changing_layers, count_norm_parameters, within
@@ -28,7 +43,8 @@ from decomposition.fit.refit import RefitProblem
 from decomposition.fit.rounding import amplification
 from decomposition.formats import TensorFormat
 from decomposition.formats.layers import FactorisedLayer
-from decomposition.network.inputs import ExampleInputs
+from decomposition.memory import without_room
+from decomposition.network.inputs import ExampleInputs, count_inputs
 from decomposition.network.layers import DecomposableModule, LayerSpec, weight_of
 from decomposition.network.modes import WeightModes
 from decomposition.network.patches import Geometry
@@ -178,9 +194,9 @@ class LayerFits:
     def power(self, name: str, rows: torch.Tensor) -> float:
         """Return tr(G V S V') of a change V (out, columns) of a layer's weight: its effect on the output."""
         metric, sensitivity = self.metrics[name], self.sensitivities.get(name)
-        weighed = rows if metric is None else times(rows, metric)
-        weighed = weighed if sensitivity is None else floored(sensitivity) @ weighed
-        return float((weighed * rows).sum())
+        if sensitivity is None:
+            return float(powers(rows, metric).sum())
+        return float((floored(sensitivity) * products(rows, metric)).sum())
 
     def importance(self, name: str) -> float:
         """Return E[y' G y] of a layer's output y: the squared output error if all of y is lost.
@@ -283,7 +299,7 @@ class FitLibrary:
         self._geometries = {name: Geometry.of(modules[name]) for name in self.specs}
         self._metrics: dict[str, Metric | None] = dict.fromkeys(self.specs)
         if moments is not None:
-            idle = self.lister.unreached  # layers without moments
+            idle = self.lister.dense  # layers without moments
             moments |= {name: InputMoments.even(self.weights[name][0].numel()) for name in idle}
             missing = sorted(set(self.specs) - set(moments))
             if missing:
@@ -341,14 +357,21 @@ class FitLibrary:
         model = unwrapped(model)
         specs = changing_layers(model, input_shape, skip, only)
         options = within(specs, options)
+        batches = None
         if calibration is not None:
             batches = checked_batches(calibration, model, [spec.name for spec in specs])
+        inputs = sum(map(count_inputs, batches or []))
+        dense = without_room({spec.name: fit_sizes(spec, inputs) for spec in specs})
+        fitted = [spec for spec in specs if spec.name not in dense]
+        if batches is not None:
             unreached: list[str] = []
-            moments = settled(collect_moments(model, specs, batches, seed=seed, unreached=unreached))
+            moments = settled(collect_moments(model, fitted, batches, seed=seed, unreached=unreached))
             warn_unreached(unreached)
-            options |= {"moments": moments, "unreached": unreached}
-            if weigh_outputs:
-                options["sensitivities"] = collect_sensitivities(model, specs, batches, seed=seed)
+            dense |= dict.fromkeys(unreached, UNREACHED)
+            options["moments"] = moments
+            if weigh_outputs and fitted:
+                options["sensitivities"] = collect_sensitivities(model, fitted, batches, seed=seed)
+        options["dense"] = dense
         return cls(model, specs, formats, **options)
 
     @public_call()

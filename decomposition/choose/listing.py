@@ -13,7 +13,6 @@ import numpy as np
 from torch import nn
 
 from decomposition.calibration.metric import Narrowing
-from decomposition.calibration.moments import UNREACHED
 from decomposition.choose.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.formats import Ranks, TensorFormat, get_format, list_formats
@@ -145,7 +144,7 @@ class CandidateLister:
         formats: str | Sequence[str],
         *,
         precisions: Sequence[str] = ("float32",),
-        unreached: Collection[str] = (),
+        dense: Mapping[str, str] | None = None,
         unrounded: Collection[str] = (),
         floating: Collection[str] = (),
         tensorised: bool = False,
@@ -165,7 +164,7 @@ class CandidateLister:
         self.specs = {spec.name: spec for spec in specs}
         self.formats = tuple(get_format(name) for name in names)
         self.precisions = tuple(precisions)
-        self.unreached = frozenset(unreached)
+        self.dense = dict(dense or {})
         self.unrounded, self.floating = frozenset(unrounded), frozenset(floating)
         self.multiple, self.as_nodes = multiple, as_nodes
         self.narrowings, self.removals = dict(narrowings or {}), dict(removals or {})
@@ -217,8 +216,8 @@ class CandidateLister:
         if not choices:
             smaller = "only integers make" if self._only_rounded(name) else "no rank makes"
             reason = f"{smaller} it smaller"
-        if name in self.unreached:
-            choices, reason = [], UNREACHED
+        if name in self.dense:
+            choices, reason = [], self.dense[name]
         dense = Candidate((), dense_cost(spec), 0.0, reason=reason)
         narrowing = self.narrowings.get(name)
         return CandidateSet(

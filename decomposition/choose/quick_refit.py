@@ -18,7 +18,6 @@ from torch import nn
 
 from decomposition.calibration.metric import (
     Metric,
-    RowFactor,
     covariance,
     labels_or_single,
     mean_of,
@@ -34,6 +33,7 @@ from decomposition.fit.refit import (
     PATCHES_TO_SOLVE,
     RefitProblem,
     absorbs_mean,
+    centred_rows,
     target_and_metric,
     target_and_row_metric,
 )
@@ -162,9 +162,7 @@ class QuickRefit:
         weight, mean = weight_of(layer).flatten(1), mean_of(patches)
         centre = mean.to(patches)
         moments: Metric = (
-            RowFactor((patches - centre).double().cpu() * len(patches) ** -0.5)
-            if worth_factoring(*patches.shape)
-            else covariance(patches, mean)
+            centred_rows(patches, mean) if worth_factoring(*patches.shape) else covariance(patches, mean)
         )
         share = shrinkage(patches, labels, moments, centre)
         outputs = patches @ weight.T.to(patches)
@@ -207,7 +205,8 @@ class QuickRefit:
         """Return the regression target for the patches that arrive, and their metric."""
         known = dense.outputs_mean, mean, dense.share
         if worth_factoring(*patches.shape):
-            return target_and_row_metric(dense.weight, dense.outputs, patches, *known, centred=centred)
+            rows = centred_rows(patches, mean)
+            return target_and_row_metric(dense.weight, dense.outputs, rows, *known, centred=centred)
         return target_and_metric(
             dense.weight,
             covariance(patches, mean),

@@ -17,7 +17,8 @@ from decomposition.calibration.metric import (
     converted,
     floored,
     is_finite,
-    times,
+    powers,
+    products,
     triangular_root,
     whole,
 )
@@ -175,8 +176,7 @@ class LowRank:
         plain = (sizes * self._features.square().sum(1)).cumsum(0) / self._weight.square().sum()
         if metric is None:
             return plain.sqrt()
-        outputs = (times(self._features, metric) * self._features).sum(1).clamp_min(0)
-        energy = (times(self._weight, metric) * self._weight).sum()
+        outputs, energy = powers(self._features, metric).clamp_min(0), powers(self._weight, metric).sum()
         return torch.maximum(plain, (sizes * outputs).cumsum(0) / energy).sqrt()
 
     def squared_error_in(self, rank: int, other: LowRank) -> float:
@@ -185,8 +185,9 @@ class LowRank:
         return other._energy(self._weight - output @ features) / other._energy(self._weight)
 
     def _energy(self, rows: torch.Tensor) -> float:
-        seen = rows if self._metric is None else times(rows, self._metric)
-        return float(((seen if self._sensitivity is None else self._sensitivity @ seen) * rows).sum())
+        if self._sensitivity is None:
+            return float(powers(rows, self._metric).sum())
+        return float((self._sensitivity * products(rows, self._metric)).sum())
 
 
 _Solution = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -197,7 +198,7 @@ def _by_outputs(weight: torch.Tensor, metric: Metric | None, sensitivity: torch.
     """Decompose R W S W' R' (out, out): A = R^-1 U and Q = U' R W with its eigenvectors U."""
     root = None if sensitivity is None else triangular_root(sensitivity)
     seen = weight if root is None else root @ weight
-    energies, vectors = _descending((seen if metric is None else times(seen, metric)) @ seen.T)
+    energies, vectors = _descending(products(seen, metric))
     output = vectors if root is None else torch.linalg.solve_triangular(root, vectors, upper=True)
     return energies, output, vectors.T @ seen
 
@@ -277,7 +278,7 @@ class _TwoMatrices:
             return not bool(rows.any())
         # A random mixture of all rows has no energy only if no row has any.
         mixture = torch.randn(1, len(rows), generator=torch.Generator().manual_seed(0)).double() @ rows
-        return not float((times(mixture, self._metric) * mixture).sum()) > 0
+        return not float(powers(mixture, self._metric)) > 0
 
     @cached_property
     def _solutions(self) -> tuple[LowRank, torch.Tensor]:

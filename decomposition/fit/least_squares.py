@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
 
-from decomposition.calibration.metric import Metric, RowFactor, converted, scaled, symmetric_root, times
+from decomposition.calibration.metric import (
+    Metric,
+    RowFactor,
+    converted,
+    powers,
+    scaled,
+    symmetric_root,
+    times,
+)
 from decomposition.formats import Cores, Ranks, TensorFormat
 from decomposition.network.modes import WeightModes
 
@@ -26,47 +34,67 @@ class Products:
 
 
 class Quadratic:
-    """The quadratic form |W - A Q|^2 of a weight W (out, D) in a metric S (D, D)."""
+    """The quadratic form |W - A Q|^2 of a weight W (out, D) in a metric S (D, D).
+
+    In a metric of rows F nothing but W and gradients is as large as W: of W, W F' is kept instead of W S.
+    """
 
     def __init__(
         self, weight: torch.Tensor, metric: Metric | None, target: torch.Tensor | None = None
     ) -> None:
         self.weight, self.metric = weight, metric
-        self.target = self.apply(weight) if target is None else target
-        self._images = weight @ metric.rows.T if isinstance(metric, RowFactor) else weight
+        self._target = self._seen(weight) if target is None else target
 
-    def apply(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows S for rows (m, D)."""
+    def _seen(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows F' in a metric of rows, else rows S."""
+        if isinstance(self.metric, RowFactor):
+            return rows @ self.metric.rows.T
         return rows if self.metric is None else times(rows, self.metric)
+
+    @property
+    def energy(self) -> torch.Tensor:
+        """The energy |W|^2 of the weight in the metric."""
+        if isinstance(self.metric, RowFactor):
+            return self._target.square().sum() + self.metric.ridge * self.weight.norm().square()
+        return (self._target * self.weight).sum()
+
+    def normalised(self, scale: torch.Tensor) -> Quadratic:
+        """Return the form of W / scale in the metric in which its energy is 1; W is overwritten."""
+        factor = scale.square() / self.energy
+        metric = None if self.metric is None else scaled(self.metric, factor)
+        if self.metric is None:
+            return Quadratic(self.weight.div_(scale), None)
+        gain = factor.sqrt() if isinstance(self.metric, RowFactor) else factor
+        return Quadratic(self.weight.div_(scale), metric, self._target.mul_(gain / scale))
 
     @cached_property
     def in_float32(self) -> Quadratic:
         """The quadratic form in float32, in which products take half the time."""
         metric = None if self.metric is None else converted(self.metric, torch.float32)
-        return Quadratic(self.weight.float(), metric, self.target.float())
+        return Quadratic(self.weight.float(), metric, self._target.float())
 
     def products(self, features: torch.Tensor) -> Products:
         """Return the products for Q (features, D), in the weight's precision."""
-        cross = self.target @ features.T
+        seen = self._seen(features)
         if isinstance(self.metric, RowFactor):
             rows, ridge = self.metric.rows, self.metric.ridge
-            images = features @ rows.T
-            gram = images @ images.T
+            gram, cross = seen @ seen.T, self._target @ seen.T
             if ridge:
                 gram += ridge * (features @ features.T)
+                cross += ridge * (self.weight @ features.T)
 
             def slope(output: torch.Tensor) -> torch.Tensor:
-                rest = (output @ images - self._images) @ rows
-                if ridge:
-                    rest += ridge * (output @ features - self.weight)
-                return output.T @ rest
+                change = (output.T @ (output @ seen - self._target)) @ rows
+                if ridge:  # A' (A Q - W) without A Q, which is as large as W
+                    change.addmm_(output.T @ output, features, alpha=ridge)
+                    change.addmm_(output.T, self.weight, alpha=-ridge)
+                return change
 
         else:
-            weighted = self.apply(features)
-            gram = weighted @ features.T
+            gram, cross = seen @ features.T, self._target @ features.T
 
             def slope(output: torch.Tensor) -> torch.Tensor:
-                return output.T @ (output @ weighted - self.target)
+                return output.T @ (output @ seen - self._target)
 
         return Products(gram, cross, slope)
 
@@ -75,6 +103,8 @@ LEAST_PENALTY = 1e-14
 _HISTORY = 20
 # Numbers in the steps and gradients that L-BFGS remembers: 1 GiB. Larger problems remember fewer steps.
 _REMEMBERED = 2**27
+# Numbers that L-BFGS searches: its vectors of a larger problem take gigabytes, and each step seconds.
+_SEARCHED = 2**23
 # A fit gets all of its iterations up to this many multiply-accumulates a step; beyond, fewer, but at least
 # this share: the first ones gain the most.
 _FULL_STEP = 1e9
@@ -129,19 +159,17 @@ class LeastSquares:
         self.scale = weight.norm()
         matrix = weight.reshape(modes.out_channels, -1)
         seen = self._seen(matrix)
-        target = seen if metric is None else times(seen, metric)
-        self.energy = float((target * seen).sum())
+        quadratic = Quadratic(seen.clone() if seen is matrix and weight is self.original else seen, metric)
+        self.energy = float(quadratic.energy)
         self.vanishes = not (self.scale.item() > 0 and self.energy > 0)
         if self.vanishes:
             return
-        self.weight = weight / self.scale
-        self.matrix = self.weight.reshape_as(matrix)
-        self.metric = None if metric is None else scaled(metric, self.scale.square() / self.energy)
-        seen = self.matrix if seen is matrix else seen / self.scale
-        target = seen if metric is None else target * (self.scale / self.energy)
-        self.quadratic = Quadratic(seen, self.metric, target)
+        self.quadratic = quadratic.normalised(self.scale)
+        self.metric = self.quadratic.metric
+        self.matrix = self.quadratic.weight if seen is matrix else matrix / self.scale
+        self.weight = self.matrix.reshape_as(weight)
         # 1 but for rounding, and for a sensitivity without inputs
-        self.whole = (target * seen).sum()
+        self.whole = self.quadratic.energy
 
     def _seen(self, rows: torch.Tensor) -> torch.Tensor:
         """Weigh rows, one an output channel, by the sensitivity; already in the weight where A is free."""
@@ -150,7 +178,9 @@ class LeastSquares:
     @cached_property
     def original_energy(self) -> float:
         """Energy of the weight itself, without the output's sensitivity."""
-        return self.energy if self.root is None else _energy(self.original.flatten(1), self.original_metric)
+        if self.root is None:
+            return self.energy
+        return float(powers(self.original.flatten(1), self.original_metric).sum())
 
     def squared_error(self, cores: Cores) -> torch.Tensor:
         """E|(W - V) x|^2 / E|W x|^2."""
@@ -160,8 +190,8 @@ class LeastSquares:
             value = self.whole - 2 * (left * products.cross).sum() + ((left.T @ left) * products.gram).sum()
             if value > _CANCELLED:
                 return value
-        rest = self._seen(self.matrix - output @ features)
-        return (self.quadratic.apply(rest) * rest).sum()
+        rest = self._seen(torch.addmm(self.matrix, output, features, alpha=-1))
+        return powers(rest, self.metric).sum()
 
     def amplification(self, cores: Cores) -> float:
         """Norm of the terms A[:, p] Q[p, :] relative to the weight's; 1 when they are orthogonal.
@@ -173,7 +203,7 @@ class LeastSquares:
         weight = (sizes * features.square().sum(1)).sum() / rows.square().sum()
         if self.original_metric is None:
             return float(weight) ** 0.5
-        energies = (times(features, self.original_metric) * features).sum(1).clamp_min(0)
+        energies = powers(features, self.original_metric).clamp_min(0)
         energy = self.original_energy
         return max(float(weight), float((sizes * energies).sum()) / energy if energy > 0 else 0.0) ** 0.5
 
@@ -239,7 +269,7 @@ class LeastSquares:
     ) -> Cores:
         """Run L-BFGS from `cores`; the output factor is eliminated where it is free."""
         fixed = 1 if self.free_output else 0
-        if iterations == 0:
+        if iterations == 0 or sum(core.numel() for core in cores[fixed:]) > _SEARCHED:
             return self._with_best_output(cores, 0.0) if fixed else cores
         cores = self.format.conditioned(cores)
         shapes = [core.shape for core in cores[fixed:]]
@@ -255,10 +285,12 @@ class LeastSquares:
         quadratic = self.quadratic.in_float32 if coarse else self.quadratic
 
         flat_enough = _StopWhenFlat(stop)
+        step = [partial(objective, quadratic, split)]
+        of_type = quadratic.weight.dtype
 
         def value_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
-            vector = torch.from_numpy(flat).to(quadratic.weight.dtype).requires_grad_()
-            squared, size, gradient = objective(quadratic, split, vector, penalty)
+            vector = torch.from_numpy(flat).to(of_type).requires_grad_()
+            squared, size, gradient = step[0](vector, penalty)
             flat_enough.squared_error = squared
             return squared + penalty * size, gradient.double().numpy()
 
@@ -279,6 +311,7 @@ class LeastSquares:
                     "gtol": 1e-12,
                 },
             )
+        step.clear()  # SciPy's objects hold the function, and one another, until garbage is collected
         result = split(torch.from_numpy(minimum.x))
         # A penalty that bounds the terms has to apply to the last solution for A, too.
         held = penalty if penalty > LEAST_PENALTY else 0.0
@@ -344,11 +377,6 @@ class LeastSquares:
         )
         (gradient,) = torch.autograd.grad((output, features), vector, slopes)
         return squared, size, gradient
-
-
-def _energy(rows: torch.Tensor, metric: Metric | None) -> float:
-    """Return E|rows x|^2, |rows|^2 without a metric."""
-    return float(rows.square().sum() if metric is None else (times(rows, metric) * rows).sum())
 
 
 @cache

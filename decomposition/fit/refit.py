@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -15,6 +16,7 @@ from decomposition.calibration.metric import (
     RowFactor,
     cholesky,
     covariance,
+    in_parts,
     labels_or_single,
     mean_of,
     most_rows,
@@ -27,6 +29,7 @@ from decomposition.calibration.metric import (
 from decomposition.calibration.moments import PATCHES_PER_LAYER, tracked_batch_norms
 from decomposition.errors import DecompositionError
 from decomposition.formats.layers import FactorisedLayer
+from decomposition.memory import fit_bytes, shortage
 from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import Inputs, count_inputs, joined, rows, run_model, tensors_in
 from decomposition.network.layers import BatchNorm, DecomposableModule, LayerSpec, inspect_layers, weight_of
@@ -34,6 +37,8 @@ from decomposition.network.patches import labels_of_batch, sample_labelled_patch
 from decomposition.network.rounding import calibrate_ranges
 from decomposition.network.surgery import copied, replace_module, unwrapped
 from decomposition.public_calls import public_call
+
+log = logging.getLogger(__name__)
 
 _Replaced = TypeVar("_Replaced", bound=nn.Module)
 
@@ -166,21 +171,20 @@ def target_and_metric(
 def target_and_row_metric(
     weight: torch.Tensor,
     outputs: torch.Tensor,
-    arriving: torch.Tensor,
+    metric: RowFactor,
     outputs_mean: torch.Tensor,
     mean: torch.Tensor,
     share: float,
     *,
     centred: bool,
 ) -> tuple[torch.Tensor, RowFactor]:
-    """Return the result of `target_and_metric` from fewer patches than each has numbers.
+    """Return the result of `target_and_metric` from fewer patches than each has numbers (`centred_rows`).
 
     With X and Y the patches it is W + (W X' - W Y') (Y Y' + r I)^-1 Y, and nothing is as large as C_yy.
     """
-    scale = len(arriving) ** -0.5
-    metric = shrunk_rows(RowFactor((arriving.double().cpu() - mean) * scale), share)
+    metric = shrunk_rows(metric, share)
     rows = metric.rows
-    expected = (1 - share) ** 0.5 * scale * (outputs.double().cpu() - outputs_mean)
+    expected = ((1 - share) / len(outputs)) ** 0.5 * (outputs.double().cpu() - outputs_mean)
     if not centred:
         rows, expected = torch.cat([rows, mean[None]]), torch.cat([expected, outputs_mean[None]])
         metric = RowFactor(rows, metric.ridge)
@@ -188,7 +192,12 @@ def target_and_row_metric(
     regularised = rows @ rows.T
     regularised.diagonal().add_(ridge)
     change = torch.cholesky_solve(expected - rows @ weight.T, cholesky(regularised))
-    return weight + change.T @ rows, metric
+    return torch.addmm(weight, change.T, rows), metric
+
+
+def centred_rows(patches: torch.Tensor, mean: torch.Tensor) -> RowFactor:
+    """Return the covariance of patches (n, D) as rows, float64 on the CPU."""
+    return RowFactor(patches.double().cpu().sub_(mean).mul_(len(patches) ** -0.5))
 
 
 def from_few_patches(
@@ -202,12 +211,10 @@ def from_few_patches(
     centred: bool,
 ) -> tuple[torch.Tensor, Metric]:
     """Return the result of `from_many_patches` from fewer patches than each has numbers."""
-    share = 0.0
-    if labels is not None:
-        rows = arriving.double().cpu() - mean
-        share = shrinkage(rows, labels.cpu(), RowFactor(rows * len(rows) ** -0.5))
-    outputs = dense.double().cpu() @ weight.T
-    return target_and_row_metric(weight, outputs, arriving, weight @ dense_mean, mean, share, centred=centred)
+    metric = centred_rows(arriving, mean)
+    share = 0.0 if labels is None else shrinkage(arriving, labels, metric, mean.to(arriving))
+    outputs = torch.cat([part.double().cpu() @ weight.T for part in in_parts(dense)])
+    return target_and_row_metric(weight, outputs, metric, weight @ dense_mean, mean, share, centred=centred)
 
 
 # Patches per input that a dense layer needs: its many weights would overfit fewer.
@@ -231,17 +238,24 @@ class RefitProblem:
 Refit = Callable[[RefitProblem], tuple[nn.Module, torch.Tensor]]
 
 
-def solved(layer: DecomposableModule, inputs: int) -> Refit:
-    """Return the refit of a layer that stays dense: its weight compensates for the errors before it."""
+@dataclass(frozen=True)
+class Solved:
+    """The refit of a layer that stays dense: its weight compensates for the errors before it."""
 
-    def refit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
-        fitted = copied(layer)
-        if problem.count >= PATCHES_TO_SOLVE * inputs:
+    layer: DecomposableModule
+    inputs: int
+
+    def __call__(self, problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
+        """Copy the layer and, if there were patches enough, the problem's target into its weight."""
+        fitted = copied(self.layer)
+        if self.enough(problem.count):
             with torch.no_grad():
                 fitted.weight.copy_(problem.target.reshape(fitted.weight.shape))
         return fitted, weight_of(fitted)
 
-    return refit
+    def enough(self, patches: int) -> bool:
+        """Tell whether so many patches determine a weight."""
+        return patches >= PATCHES_TO_SOLVE * self.inputs
 
 
 @dataclass(frozen=True)
@@ -254,6 +268,7 @@ class Refitted:
 
 
 def refit_to_patches(
+    name: str,
     dense: DecomposableModule,
     refit: Refit,
     dense_patches: torch.Tensor,
@@ -262,26 +277,39 @@ def refit_to_patches(
     *,
     mean_absorbed: bool,
 ) -> Refitted:
-    """Fit a layer so that its outputs on arriving patches match the dense layer's on the dense patches."""
+    """Fit a layer so that its outputs on arriving patches match the dense layer's on the dense patches.
+
+    Raises:
+        DecompositionError: If the fit would take more than half of the free memory.
+    """
+    # A single patch determines no moments.
+    solvable = refit.enough(len(arriving)) if isinstance(refit, Solved) else len(arriving) > 1
+    if solvable and (lack := shortage(fit_bytes(len(dense.weight), arriving.shape[1], len(arriving)))):
+        if not isinstance(refit, Solved):
+            raise DecompositionError(
+                f"layer {name!r}: its fit takes {lack}; leave it dense (skip), give fewer inputs, or take a "
+                "machine with more memory"
+            )
+        log.warning("%s: its fit takes %s, so this dense layer keeps its weight", name, lack)
+        solvable = False
     weight = weight_of(dense)
     matrix = weight.flatten(1)
     # In half precision second moments lose definiteness or overflow.
     dense_patches, arriving = (x.float() if x.element_size() < 4 else x for x in (dense_patches, arriving))
     dense_mean, mean = mean_of(dense_patches), mean_of(arriving)
-    if len(arriving) > 1:
+    problem = RefitProblem(weight, None, len(arriving))
+    if solvable:
         solve = from_few_patches if worth_factoring(*arriving.shape) else from_many_patches
-        target, metric = solve(
-            matrix, dense_patches, arriving, dense_mean, mean, labels, centred=mean_absorbed
-        )
-        problem = RefitProblem(target.reshape_as(weight), metric, len(arriving))
-    else:  # a single patch determines no moments
-        problem = RefitProblem(weight, None, len(arriving))
-    fitted, new_weight = refit(problem)
-    shift = matrix @ dense_mean - new_weight.flatten(1) @ mean
+        solution = solve(matrix, dense_patches, arriving, dense_mean, mean, labels, centred=mean_absorbed)
+        problem = RefitProblem(solution[0].reshape_as(weight), solution[1], len(arriving))
+        del solution
     some = slice(None, None, max(1, len(arriving) // _PATCHES_FOR_ERROR))
-    dense_patches, arriving = dense_patches[some], arriving[some]
-    outputs = dense_patches @ matrix.T.to(dense_patches)
-    rest = outputs - arriving @ new_weight.flatten(1).T.to(arriving)
+    outputs, shift = dense_patches[some] @ matrix.T.to(dense_patches), matrix @ dense_mean
+    del weight, matrix  # before the fit takes as much
+    fitted, new_weight = refit(problem)
+    del problem
+    shift -= new_weight.flatten(1) @ mean
+    rest = outputs - arriving[some] @ new_weight.flatten(1).T.to(arriving)
     if mean_absorbed:
         rest -= shift.to(rest)
     # Doubles, in which the clamp is above 0: the error of a layer whose outputs are all 0 is no NaN.
@@ -436,6 +464,7 @@ class _LayerPair(StandIn[DecomposableModule]):
 
     def _fit(self, dense_patches: torch.Tensor, arriving: torch.Tensor, labels: torch.Tensor) -> nn.Module:
         refitted = refit_to_patches(
+            self.name,
             self.dense,
             self.refit,
             dense_patches,
@@ -515,12 +544,12 @@ def compensate(
             )
 
     def arriving(name: str) -> int:
-        inputs = weight_of(modules[name])[0]
-        return inputs.numel() if name not in present else inputs[present[name].cpu()].numel()
+        inputs = modules[name].weight[0]
+        return inputs.numel() if name not in present else inputs[present[name].to(inputs.device)].numel()
 
     refit_in_lockstep(
         network,
-        {name: solved(modules[name], arriving(name)) for name in specs},
+        {name: Solved(modules[name], arriving(name)) for name in specs},
         images,
         present=present,
         removed=removed,

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from decomposition.calibration.metric import Metric, RowFactor, channel_moments, cholesky, times
+from decomposition.calibration.metric import (
+    Metric,
+    RowFactor,
+    channel_moments,
+    channel_products,
+    cholesky,
+    in_parts,
+    products,
+    times,
+)
 from decomposition.formats.layers import FactorisedLayer, StagedLayer
 from decomposition.formats.tensor_format import (
     Cores,
@@ -121,8 +130,8 @@ class Tucker(TensorFormat):
             return []
         seen = weight if root is None else torch.einsum("op,pik->oik", root, weight)
         matrix = seen.flatten(1)
-        by_output = (matrix if metric is None else times(matrix, metric)) @ matrix.T
-        by_input = torch.einsum("oik,ojk->ij", seen, seen)
+        by_output = products(matrix, metric)
+        by_input = channel_products(seen)
         if metric is not None:
             inputs = _channel_root(metric, modes)
             by_input = inputs @ by_input @ inputs
@@ -194,21 +203,23 @@ class _InMetric:
     def __init__(self, weight: torch.Tensor, modes: WeightModes, metric: Metric) -> None:
         self.modes = modes
         root = _channel_root(metric, modes)
-        rows = torch.einsum("oik,ojk->ij", weight, weight)
+        rows = channel_products(weight)
         directions = torch.linalg.eigh(root @ rows @ root).eigenvectors.flip(1)
         self.basis = torch.linalg.qr(rows @ root @ directions).Q
-        if isinstance(metric, RowFactor):
-            self.rows = RowFactor(self._turned(metric.rows), metric.ridge)  # the basis is orthonormal
-            self.outputs, self.weight = metric.rows @ weight.flatten(1).T, self._turned(weight.flatten(1))
+        self.metric = metric if isinstance(metric, RowFactor) else None
+        if isinstance(metric, RowFactor):  # turned for each ranks, of which few need all of it
+            self.outputs, self.weight = metric.rows @ weight.flatten(1).T, weight.flatten(1)
         else:
             self.moments = self._turned(self._turned(metric).T)
             self.cross = self._turned(times(weight.flatten(1), metric))
-        self.solve = self._by_rows if isinstance(metric, RowFactor) else self._by_moments
 
     def start(self, ranks: Ranks) -> Cores:
         """Return U, C and V."""
         outputs, inputs = ranks
-        output, core = self.solve(outputs, inputs * self.modes.kernel)
+        if self.metric is None:
+            output, core = self._by_moments(outputs, inputs * self.modes.kernel)
+        else:
+            output, core = self._by_rows(self.metric, outputs, inputs)
         return [output, core.reshape(*ranks, self.modes.kernel), self.basis[:, :inputs].contiguous()]
 
     def _by_moments(self, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,21 +231,30 @@ class _InMetric:
         output = leading_left_vectors(white.T, outputs)
         return output, torch.linalg.solve_triangular(factor.T, white @ output, upper=True).T
 
-    def _by_rows(self, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _by_rows(self, metric: RowFactor, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Solve the reduced-rank regression from the Gram matrix of the rows, fewer than the columns."""
-        rows, weight = self.rows.rows[:, :columns], self.weight[:, :columns]
-        ridge = self.rows.ridge + 1e-10 * float(rows.square().sum()) / columns + 1e-300
+        rows, weight = self._turned(metric.rows, inputs), self._turned(self.weight, inputs)
+        # The basis is orthonormal, so the ridge stays.
+        ridge = metric.ridge + 1e-10 * float(rows.norm().square()) / rows.shape[1] + 1e-300
         gram = rows @ rows.T
         gram.diagonal().add_(ridge)
         rest = torch.cholesky_solve(self.outputs - rows @ weight.T, cholesky(gram))
-        best = weight + rest.T @ rows
-        output = leading_left_vectors(torch.cat([best @ rows.T, ridge**0.5 * best], 1), outputs)
+        best = weight.addmm_(rest.T, rows)
+        if len(best) > sum(rows.shape):
+            output = leading_left_vectors(torch.cat([best @ rows.T, ridge**0.5 * best], 1), outputs)
+        else:  # without a copy as large as the weight
+            seen = products(best, RowFactor(rows, ridge))
+            output = torch.linalg.eigh(seen).eigenvectors.flip(1)[:, :outputs]
         return output, output.T @ best
 
-    def _turned(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return patches (n, in * kernel) in the basis of the channels."""
+    def _turned(self, rows: torch.Tensor, inputs: int | None = None) -> torch.Tensor:
+        """Return patches (n, in * kernel) in the basis of the channels, or of the first `inputs` of it."""
+        basis = self.basis[:, :inputs]
         patches = rows.reshape(len(rows), self.modes.in_channels, self.modes.kernel)
-        return (patches.transpose(1, 2) @ self.basis).transpose(1, 2).reshape(len(rows), -1)
+        turned = rows.new_empty(len(rows), basis.shape[1], self.modes.kernel)
+        for part, result in zip(in_parts(patches), in_parts(turned, like=patches), strict=True):
+            result.copy_((part.transpose(1, 2) @ basis).transpose(1, 2))
+        return turned.flatten(1)
 
 
 def _channel_root(metric: Metric, modes: WeightModes) -> torch.Tensor:

@@ -14,7 +14,7 @@ from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, c
 from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FitOptions
-from decomposition.fit.refit import Refit, RefitProblem, absorbs_mean, refit_in_lockstep, solved
+from decomposition.fit.refit import Refit, RefitProblem, Solved, absorbs_mean, refit_in_lockstep
 from decomposition.formats.layers import ContractedLayer, FactorisedLayer
 from decomposition.formats.matrices import PivotedLayer
 from decomposition.network.cost import count_parameters
@@ -251,7 +251,7 @@ def _apply_to_layers(
     changed = {name: pair for name, pair in entries.items() if pair[0].layer_operations}
     modules = dict(model.named_modules())
     for name in changed:
-        if not bool(torch.isfinite(weight_of(modules[name])).all()):
+        if not bool(torch.isfinite(modules[name].weight).all()):
             raise DecompositionError(
                 f"layer {name!r}: its weight holds NaN or infinite values; repair it first"
             )
@@ -292,7 +292,7 @@ def _apply_sequentially(
         entry, spec = entries[name]
         dense: DecomposableModule = modules[name]
         if not entry.layer_operations:
-            return solved(dense, weight_of(dense)[0].numel())
+            return Solved(dense, dense.weight[0].numel())
 
         def fit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
             fitted = fitted_layer(dense, entry, spec, problem, sensitivities.get(name), options.fit)

@@ -15,9 +15,16 @@ import onnxruntime
 import torch
 
 from decomposition import CompressionPlan, FitLibrary, LayerSpec, Quantise
-from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, settled, warn_unreached
+from decomposition.calibration.moments import (
+    PATCHES_PER_LAYER,
+    UNREACHED,
+    InputMoments,
+    settled,
+    warn_unreached,
+)
 from decomposition.choose.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
+from decomposition.memory import without_room
 from decomposition.network.rewriting import Rewrite
 from decomposition.operations.quantise import computes_in_integers
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
@@ -26,10 +33,10 @@ from rankrl.networks.network import CandidateOptions, WrittenFile, once_per_netw
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.onnx_file import write_checked
 from rankrl.onnx.export.static_quantiser import RangeChoice
-from rankrl.onnx.graph.capture import collect_moments
+from rankrl.onnx.graph.capture import FINAL_ELEMENTS, collect_moments, most_patches
 from rankrl.onnx.graph.file import check_contracted, write_graph
 from rankrl.onnx.graph.network import Feed, OnnxNetwork, open_session
-from rankrl.onnx.graph.node_layers import SiteModules
+from rankrl.onnx.graph.node_layers import Site, SiteModules
 from rankrl.onnx.graph.prepared_file import PreparedFile, chosen_ranges, network_costs, plan_costs
 from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.rewrite import MARKED
@@ -369,12 +376,19 @@ def fit_library(
     bytes for each node, exist once.
     """
     usable, changing, batches = file.usable, file.changing, file.split.calibration
-    unreached: list[str] = []
-    moments = settled(collect_moments(file.network, usable, batches, seed=seed, unreached=unreached))
+    sizes = {
+        site.name: (len(site.weight), site.weight[0].numel(), most_patches(site, FINAL_ELEMENTS))
+        for site in usable
+    }
+    dense, unreached = without_room(sizes), list[str]()
+    fitted = [site for site in usable if site.name not in dense]
+    moments = settled(collect_moments(file.network, fitted, batches, seed=seed, unreached=unreached))
     warn_unreached(unreached)
+    dense |= dict.fromkeys(unreached, UNREACHED)
     # The weights of an LSTM are rounded one by one, and its loss is measured.
     moments |= {site.name: InputMoments.even(site.weight.shape[1]) for site in changing if site.hidden}
-    sensitivities = measured_sensitivities(file, folder=folder, seed=seed) if candidates.weigh_outputs else {}
+    weigh = candidates.weigh_outputs and fitted
+    sensitivities = measured_sensitivities(file, fitted, folder=folder, seed=seed) if weigh else {}
     losses = NodeLosses(file.network, changing, batches, folder) if measure else None
     return GraphLibrary(
         SiteModules({site.name: site.module(MARKED) for site in changing}),
@@ -383,7 +397,7 @@ def fit_library(
         moments=moments,
         sensitivities=sensitivities,
         precisions=candidates.precisions,
-        unreached=unreached,
+        dense=dense,
         unrounded=[site.name for site in usable if site.spread],
         floating=file.unrounded if computes_in_integers(candidates.precisions) else (),
         as_nodes=True,
@@ -395,13 +409,14 @@ def fit_library(
 
 
 def measured_sensitivities(
-    file: PreparedFile, *, folder: Path | None = None, seed: int = 0
+    file: PreparedFile, sites: Sequence[Site] | None = None, *, folder: Path | None = None, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Return the sensitivity matrices of the nodes' outputs, by name (`collect_sensitivities`)."""
-    with progress_bar("perturb nodes", total=len(file.usable)) as bar:
+    """Return the sensitivity matrices of usable nodes' outputs, by name (`collect_sensitivities`)."""
+    sites = file.usable if sites is None else sites
+    with progress_bar("perturb nodes", total=len(sites)) as bar:
         return collect_sensitivities(
             file.network,
-            file.usable,
+            sites,
             file.split.calibration,
             seed=seed,
             folder=folder,

@@ -212,7 +212,8 @@ class GraphLibrary(FitLibrary):
         factorised, rounded = _representatives(site.candidates[:-1])
         operations: list[tuple[Operation, ...]] = [*((each,) for each in factorised.values())]
         operations += [(each,) for each in rounded]
-        weights = [self.weight(site.name, each) for each in operations]
+        # In float32, as constants are: each is as large as the layer.
+        weights = [self.weight(site.name, each).float() for each in operations]
         integer = [any(operation.computes_integers for operation in each) for each in operations]
         if site.spec.kind in OPAQUE_KINDS:
             losses = [self._losses.of_lstm(site.name, each.weight_bits) for each in rounded]

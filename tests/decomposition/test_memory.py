@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from decomposition import DecompositionError, collect_moments, compressible_layers, memory
+from decomposition import (
+    DecompositionError,
+    FitLibrary,
+    apply_plan,
+    collect_moments,
+    compressible_layers,
+    make_plan,
+    memory,
+    plan_by_heuristic,
+)
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell")
 
@@ -35,3 +44,69 @@ def test_moments_that_would_take_too_much_are_refused_before_they_do(monkeypatch
         collect_moments(model, compressible_layers(model, (300,)), torch.randn(1000, 300))
     monkeypatch.setattr(memory, "free_memory", lambda: None)
     assert collect_moments(model, compressible_layers(model, (300,)), torch.randn(1000, 300))
+
+
+def wide_and_narrow() -> tuple[nn.Module, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 6))
+    return model, torch.randn(64, 20, generator=generator)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, megabytes: float) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: int(megabytes * 1e6))
+
+
+def test_a_layer_whose_fit_would_take_too_much_stays_dense_and_the_plan_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = wide_and_narrow()
+    fit = memory.fit_bytes(200, 300, 64)
+    free(monkeypatch, 2 * fit / 1e6)  # just too little: the weights of all layers are held, too
+    plan = plan_by_heuristic(model, (20,), "tucker", "greedy", 0.97, calibration=x)
+    assert plan["2"].operations == ()
+    assert plan["2"].reason is not None
+    assert "its fit takes 0.0 GB, more than half of the" in plan["2"].reason
+    assert "2: its fit takes" in caplog.text
+    assert any(layer.operations for layer in plan)
+    library = FitLibrary.calibrated(model, (20,), "tucker", x)
+    assert len(library.candidates("2")) == 1
+    assert len(library.candidates("0")) > 1
+
+
+def test_what_fits_into_half_of_the_free_memory_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"large": (200, 300, 64), "small": (20, 30, 64)}
+    needed = memory.fit_bytes(200, 300, 64) + sum(memory.fit_bytes(*each) for each in sizes.values()) / 4
+    free(monkeypatch, 2.01 * needed / 1e6)
+    assert memory.without_room(sizes) == {}
+    free(monkeypatch, 1.99 * needed / 1e6)
+    assert list(memory.without_room(sizes)) == ["large"]
+    free(monkeypatch, 1e-6)
+    assert list(memory.without_room(sizes)) == ["large", "small"]
+    monkeypatch.setattr(memory, "free_memory", lambda: None)
+    assert memory.without_room(sizes) == {}
+
+
+def test_a_refit_of_a_factorised_layer_without_room_names_it_before_it_allocates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = wide_and_narrow()
+    plan = make_plan(model, (20,), "tucker", 4)
+    free(monkeypatch, 1.5 * memory.fit_bytes(200, 300, 64) / 1e6)
+    with pytest.raises(DecompositionError, match=r"layer '2': its fit takes .* leave it dense \(skip\)"):
+        apply_plan(model, plan, x)
+
+
+def test_a_dense_layer_without_room_for_its_refit_keeps_its_weight(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 200), nn.ReLU(), nn.Linear(200, 6))
+    x = torch.randn(400, 40, generator=torch.Generator().manual_seed(0))
+    plan = make_plan(model, (40,), "tucker", {"0": 4})
+    free(monkeypatch, 1e3)
+    refitted: nn.Module = apply_plan(model, plan, x)
+    assert not torch.equal(refitted[2].weight, model[2].weight)
+    free(monkeypatch, 1.9 * memory.fit_bytes(200, 30, 400) / 1e6)
+    kept = apply_plan(model, plan, x)
+    assert torch.equal(kept[2].weight, model[2].weight)
+    assert "2: its fit takes" in caplog.text
+    assert "so this dense layer keeps its weight" in caplog.text

@@ -25,7 +25,7 @@ from decomposition import (
 )
 from decomposition.calibration.metric import labels_or_single
 from decomposition.calibration.moments import PATCHES_PER_LAYER, UNREACHED
-from decomposition.fit.refit import Refit, RefitProblem, refit_to_patches, solved
+from decomposition.fit.refit import Refit, RefitProblem, Solved, refit_to_patches
 from decomposition.formats.layers import FactorisedLayer
 from decomposition.formats.matrices import PivotedLayer
 from decomposition.network.layers import DecomposableModule, weight_of
@@ -242,7 +242,7 @@ def refitted_graph(
             if len(arriving[0]):
                 refit = _refit(site, entry, sensitivities.get(site.name), options)
                 absorbed = site.absorber is not None
-                result = refit_to_patches(site.module(), refit, *arriving, mean_absorbed=absorbed)
+                result = refit_to_patches(site.name, site.module(), refit, *arriving, mean_absorbed=absorbed)
                 graph.put(site, result.module, entry.layer_operations, result.shift if absorbed else None)
                 graph.errors[site.name] = result.error
             elif entry.layer_operations:
@@ -318,7 +318,7 @@ def _refit(site: Site, entry: LayerPlan, sensitivity: torch.Tensor | None, optio
     """Return the fit of a node: of its operations, or of the dense layer that it stays."""
     dense = site.module(MARKED)
     if not entry.layer_operations:
-        return solved(dense, weight_of(dense)[0].numel())
+        return Solved(dense, dense.weight[0].numel())
 
     def refit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
         fitted = fitted_layer(dense, entry, site.spec, problem, sensitivity, options)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from decomposition import DecompositionError, compensate
-from decomposition.fit.refit import RIDGE, refit_to_patches, solved
+from decomposition.fit.refit import RIDGE, Solved, refit_to_patches
 
 
 def silence(present: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -156,5 +156,5 @@ def test_what_cannot_be_compensated_is_named() -> None:
 
 def test_a_layer_that_receives_zeros_alone_has_no_error() -> None:
     layer, zeros = nn.Linear(6, 4), torch.zeros(40, 6)
-    found = refit_to_patches(layer, solved(layer, 40), zeros, zeros, None, mean_absorbed=False)
+    found = refit_to_patches("layer", layer, Solved(layer, 40), zeros, zeros, None, mean_absorbed=False)
     assert found.error == 0
