@@ -221,10 +221,10 @@ def with_mean(metric: Metric, mean: torch.Tensor) -> Metric:
 
 
 def is_finite(metric: Metric) -> bool:
-    """Tell whether no entry is NaN or infinite."""
+    """Tell whether no entry is NaN or infinite, without a copy of them."""
     if isinstance(metric, RowFactor):
-        return bool(torch.isfinite(metric.rows).all()) and math.isfinite(metric.ridge)
-    return bool(torch.isfinite(metric).all())
+        return is_finite(metric.rows) and math.isfinite(metric.ridge)
+    return not metric.numel() or bool(torch.isfinite(torch.stack(metric.aminmax())).all())
 
 
 def channel_products(patches: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from decomposition.calibration.metric import (
     Metric,
     Selection,
     floored,
+    is_finite,
     powers,
     products,
     select_inputs,
@@ -607,7 +608,7 @@ class FitLibrary:
             DecompositionError: If the layer's weight is not finite.
         """
         spec, weight = self.specs[name], self.weights[name]
-        if not bool(torch.isfinite(weight).all()):
+        if not is_finite(weight):
             raise DecompositionError(
                 f"layer {name!r}: the weight holds NaN or infinite values; repair the checkpoint first"
             )

@@ -323,13 +323,13 @@ class Fitter:
         *,
         like: Fitter | None = None,
     ) -> None:
-        if not bool(torch.isfinite(weight).all()):
+        if not is_finite(weight):
             raise DecompositionError("the weight holds NaN or infinite values; repair the checkpoint first")
         if metric is not None and not is_finite(metric):
             raise DecompositionError(
                 "the input moments hold NaN or infinite values; check the calibration set"
             )
-        if sensitivity is not None and not bool(torch.isfinite(sensitivity).all()):
+        if sensitivity is not None and not is_finite(sensitivity):
             raise DecompositionError(
                 "the sensitivity holds NaN or infinite values; check the calibration set"
             )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
+from decomposition.calibration.metric import is_finite
 from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, collect_moments
 from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.errors import DecompositionError
@@ -251,7 +252,7 @@ def _apply_to_layers(
     changed = {name: pair for name, pair in entries.items() if pair[0].layer_operations}
     modules = dict(model.named_modules())
     for name in changed:
-        if not bool(torch.isfinite(modules[name].weight).all()):
+        if not is_finite(modules[name].weight.detach()):
             raise DecompositionError(
                 f"layer {name!r}: its weight holds NaN or infinite values; repair it first"
             )

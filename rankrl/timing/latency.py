@@ -6,6 +6,7 @@ measured, which excludes other processes on the core. With several threads, or o
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from decomposition.memory import held_memory, shortage
 from rankrl.device import processor_name, usable_cores
 from rankrl.errors import ExportError, counted
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime, open_session
+
+log = logging.getLogger(__name__)
 
 Clock = Literal["processor", "wall"]
 Times = np.ndarray[Any, np.dtype[np.float64]]
@@ -214,18 +218,39 @@ def time_in_turns(
     warm_up: int = 3,
     inputs: Batch | None = None,
 ) -> TimedTurns:
-    """Time several ONNX files in turns (A B C, C B A, ...), each in its runtime."""
+    """Time several ONNX files in turns (A B C, C B A, ...), each in its runtime.
+
+    Files of which sessions would together take more than half of the free memory are timed one after the
+    other: each session keeps the memory of its largest pass.
+    """
     for name, value, least in (("batch", batch, 1), ("runs", runs, 1), ("warm_up", warm_up, 0)):
         if value < least:
             raise ExportError(f"{name} is {value}; it must be at least {least}.")
     load = _load_average()
-    sessions = [open_session(path, threads=threads, runtime=runtime) for runtime, path in files]
-    batches = [
-        _random_batch(session, path, batch) if inputs is None else inputs
-        for session, (_, path) in zip(sessions, files, strict=True)
-    ]
+
+    def opened(index: int) -> tuple[Session, Batch]:
+        runtime, path = files[index]
+        session = open_session(path, threads=threads, runtime=runtime)
+        return session, _random_batch(session, path, batch) if inputs is None else inputs
+
+    held = held_memory()
+    open_files = [opened(0)]
+    if warm_up:
+        open_files[0][0].run(open_files[0][1])
+    lack = shortage(len(files) * (held_memory() - held))
+    groups = [[*range(len(files))]] if lack is None else [[index] for index in range(len(files))]
+    if lack is not None and len(files) > 1:
+        log.info("%d files are timed one after the other: together they take %s", len(files), lack)
     clocks = [clock_for(threads, runtime) for runtime, _ in files]
-    times, on_the_wall = timed_passes(sessions, batches, clocks, runs=runs, warm_up=warm_up)
+    columns: list[tuple[Times, Times]] = []
+    for group in groups:
+        open_files += [opened(index) for index in group[len(open_files) :]]
+        sessions, batches = zip(*open_files, strict=True)
+        timed = [clocks[index] for index in group]
+        columns.append(timed_passes(sessions, batches, timed, runs=runs, warm_up=warm_up))
+        del sessions, batches
+        open_files.clear()  # before the next group is opened
+    times, on_the_wall = (np.hstack(each) for each in zip(*columns, strict=True))
     waited = _share_waited(times, on_the_wall, clocks)
     latencies = [
         _summary(column, batch, threads, runtime) for column, (runtime, _) in zip(times.T, files, strict=True)

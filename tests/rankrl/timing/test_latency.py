@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from decomposition import memory
 from rankrl.errors import ExportError
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Session
 from rankrl.timing import (
@@ -50,6 +51,21 @@ def test_runtimes_are_timed_in_the_same_turns(path: Path, monkeypatch: pytest.Mo
     for first, second in ((0, 1), (2, 0)):
         found = timed.compare(first, second)
         assert (found.baseline, found.compressed) == (timed.latencies[first], timed.latencies[second])
+
+
+def test_files_without_room_for_all_of_their_sessions_are_timed_one_after_the_other(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, held = order_of_passes(monkeypatch), iter([0, 10**9] * 2)
+    monkeypatch.setattr(latency, "held_memory", lambda: next(held))  # the first session takes 1 GB
+    monkeypatch.setattr(memory, "free_memory", lambda: 7 * 10**9)
+    assert time_in_turns([(DEFAULT_RUNTIME, path)] * 3, batch=2, runs=2, warm_up=0).times.shape == (2, 3)
+    assert order == [0, 1, 2, 2, 1, 0]
+    order.clear()
+    monkeypatch.setattr(memory, "free_memory", lambda: 5 * 10**9)
+    timed = time_in_turns([(DEFAULT_RUNTIME, path)] * 3, batch=2, runs=2, warm_up=0)
+    assert order == [3, 3, 4, 4, 5, 5]
+    assert timed.times.shape == (2, 3)
 
 
 def order_of_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
