@@ -3,7 +3,8 @@
 Seven kinds of input, in turn: overrides, plans, checkpoints, data files, compressed weights, ONNX files, and
 modules in integers that change tensors in place.
 Whatever the input, a command must succeed or leave with exit code 2 and one paragraph; no traceback, no code
-run from a file, no folder that looks finished after a refusal, and neither time nor memory without bound.
+run from a file, no folder that looks finished after a refusal, and neither time nor memory without bound; a
+file with a very wide layer is run under a limit of 6 GB.
 What it makes of an ONNX file that it accepts must compute the same, or it must say that it does not; the file
 that it writes of a module in integers must compute what the module simulates.
 
@@ -34,6 +35,7 @@ from pathlib import Path
 import torch
 from fuzz_cases import KINDS, Case, make_case, make_good
 from hydra.core.global_hydra import GlobalHydra
+from limited import Limits
 
 from rankrl.cli.app import BUDGET_MISSED, COLLAPSED
 from rankrl.cli.app import main as rankrl_main
@@ -42,6 +44,8 @@ LONGEST_SECONDS = 20.0
 """Processor time that a case may take."""
 LARGEST_GROWTH = 600 * 2**20
 """Bytes of memory that a case may add to the most that was ever in use."""
+WIDE_GIGABYTES = 6.0
+"""Memory that a case with a very wide layer may ask for."""
 WITH_A_WORD = (BUDGET_MISSED, COLLAPSED)
 """Exit codes of runs that are finished, but whose results say aloud what is wrong with them."""
 _HANGS_AFTER = 180
@@ -74,10 +78,10 @@ class Hung(BaseException):
 def run_case(case: Case, *, alone: bool = False) -> Outcome:
     """Run a case, in a process of its own if `alone`, and look at what came of it."""
     most, begin = _most_memory(alone), time.process_time()
-    if alone:
-        code, message = _run_alone(case)
-    else:
-        code, message = _run_here(case)
+    wide = case.kind == "onnx" and "wide: " in case.what
+    limit = Limits(_HANGS_AFTER / 60, WIDE_GIGABYTES)
+    with limit if wide else contextlib.nullcontext():
+        code, message = _run_alone(case) if alone else _run_here(case)
     seconds = time.process_time() - begin
     problems = []
     paragraphs = [line for line in message.splitlines() if line.startswith("rankrl: ")]
@@ -97,6 +101,8 @@ def run_case(case: Case, *, alone: bool = False) -> Outcome:
         problems.append("looks finished")
     if seconds > LONGEST_SECONDS:
         problems.append(f"took {seconds:.0f} s")
+    if wide and (limit.memory > 1000 * WIDE_GIGABYTES or "alloc" in message):
+        problems.append(f"asked for more than {WIDE_GIGABYTES:g} GB")
     growth = _most_memory(alone) - most
     if growth > LARGEST_GROWTH and not alone:
         problems.append(f"took {growth / 2**20:.0f} MB")

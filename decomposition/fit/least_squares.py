@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -285,12 +285,10 @@ class LeastSquares:
         quadratic = self.quadratic.in_float32 if coarse else self.quadratic
 
         flat_enough = _StopWhenFlat(stop)
-        step = [partial(objective, quadratic, split)]
-        of_type = quadratic.weight.dtype
 
         def value_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
-            vector = torch.from_numpy(flat).to(of_type).requires_grad_()
-            squared, size, gradient = step[0](vector, penalty)
+            vector = torch.from_numpy(flat).to(quadratic.weight.dtype).requires_grad_()
+            squared, size, gradient = objective(quadratic, split, vector, penalty)
             flat_enough.squared_error = squared
             return squared + penalty * size, gradient.double().numpy()
 
@@ -311,7 +309,6 @@ class LeastSquares:
                     "gtol": 1e-12,
                 },
             )
-        step.clear()  # SciPy's objects hold the function, and one another, until garbage is collected
         result = split(torch.from_numpy(minimum.x))
         # A penalty that bounds the terms has to apply to the last solution for A, too.
         held = penalty if penalty > LEAST_PENALTY else 0.0

@@ -197,7 +197,7 @@ def target_and_row_metric(
 
 def centred_rows(patches: torch.Tensor, mean: torch.Tensor) -> RowFactor:
     """Return the covariance of patches (n, D) as rows, float64 on the CPU."""
-    return RowFactor(patches.double().cpu().sub_(mean).mul_(len(patches) ** -0.5))
+    return RowFactor((patches.cpu() - mean.double()).mul_(len(patches) ** -0.5))
 
 
 def from_few_patches(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from decomposition.calibration.metric import Metric, RowFactor, times, whole
 from decomposition.errors import DecompositionError
+from decomposition.fit import least_squares
 from decomposition.fit.fit_options import CHOOSING, FAST, THOROUGH, FitOptions
 from decomposition.fit.fitting import LARGEST_AMPLIFICATION, Fit, fit_weight
 from decomposition.fit.least_squares import LeastSquares
@@ -556,3 +559,30 @@ def test_a_fit_that_is_good_enough_stops_there() -> None:
     assert best.error < stopped.error <= enough
     with pytest.raises(DecompositionError, match="enough >= 0"):
         FitOptions(enough=-0.1)
+
+
+def test_starts_in_a_metric_are_free_without_a_collection_of_garbage() -> None:
+    start = get_format("tucker").starter(normal_weight(SMALL), SMALL, RowFactor(normal(10, SMALL.columns)))
+    assert len(start((2, 2))) == 3
+    held = weakref.ref(start.__self__)  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        del start
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", list_formats())
+def test_a_fit_of_too_many_numbers_ends_at_its_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, tensor_format = normal_weight(SMALL), get_format(name)
+    metric: Metric = RowFactor(normal(10, SMALL.columns, seed=1), 0.1)
+    ranks = middle_ranks(tensor_format, SMALL)
+    searched = fit_weight(tensor_format, weight, SMALL, ranks, metric)
+    monkeypatch.setattr(least_squares, "_SEARCHED", 1)
+    monkeypatch.setattr("scipy.optimize.minimize", None)
+    fit = fit_weight(tensor_format, weight, SMALL, ranks, metric)
+    rebuilt = tensor_format.reconstruct(fit.cores, SMALL)
+    assert fit.error == pytest.approx(output_error(weight, rebuilt, whole(metric)), rel=1e-6)
+    assert searched.error <= fit.error * (1 + 1e-9)
+    assert fit.error <= 1
