@@ -148,3 +148,11 @@ def in_words(seconds: float) -> str:
     if minutes < 1:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+@contextmanager
+def logged_seconds(log: logging.Logger, what: str) -> Iterator[None]:
+    """Log how long a block took, once it has ended."""
+    start = time.perf_counter()
+    yield
+    log.info("%s: %.1f s", what, time.perf_counter() - start)

@@ -16,6 +16,7 @@ from decomposition import CompressionPlan, load_compressed
 from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
 from decomposition.network.inputs import input_shape_of, split
 from decomposition.network.surgery import unwrapped
+from decomposition.progress import Progress
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.errors import ConfigError
 from rankrl.files import storage_errors, write_atomically
@@ -43,7 +44,6 @@ from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.evaluators import Score
 from rankrl.plan_search.session import SearchGoal, check_reachable
-from rankrl.progress import Progress
 from rankrl.request import Request, opened_session
 from rankrl.result import Compression, ModuleCompression
 from rankrl.runs.run_folder import RunFolder

@@ -27,6 +27,7 @@ from decomposition.files import announce_write
 from decomposition.network.inputs import input_shape_of, mapped, split
 from decomposition.network.surgery import copied, unwrapped
 from decomposition.plan.plan import LayerPlan, fingerprint
+from decomposition.progress import Progress, progress_bar
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.data.sample import Sample, read_samples
 from rankrl.device import as_float32, back_in, in_float32, model_device, own_types
@@ -49,13 +50,12 @@ from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.plan_search.scores.evaluators import Score
 from rankrl.plan_search.session import SearchSession, check_reachable
-from rankrl.progress import Progress, progress_bar
 from rankrl.report.run_tables import HELDOUT_ACCURACY
 from rankrl.request import Request, opened_session, write_kit
 from rankrl.result import Compression, ModuleCompression, finish, run_numbers, shallow, write_run
 from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
-from rankrl.timing.positions import faster_positions
-from rankrl.timing.whole_files import relative_time
+from rankrl.timing.form import faster_positions
+from rankrl.timing.network_timer import relative_time
 from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
 from rankrl.training.loop import check_outputs, steps_of_an_epoch
 from rankrl.training.networks import DISTILLATION, together

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from decomposition.progress import Progress
 from rankrl.errors import ConfigError, counted
 from rankrl.kits.kit import WrittenKit
 from rankrl.networks.network import CandidateOptions, PricedNetwork, SearchableNetwork
@@ -17,7 +18,6 @@ from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.selectors import check_selector
 from rankrl.plan_search.session import SearchGoal, SearchSession
-from rankrl.progress import Progress
 from rankrl.runs.run_folder import COMPRESS
 from rankrl.timing import suited_multiple
 

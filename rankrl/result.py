@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 from decomposition import CompressionPlan
+from decomposition.progress import logged_seconds
 from rankrl.networks.network import Network
 from rankrl.onnx.output_scores import SCORES
 from rankrl.options.search import BudgetOptions
 from rankrl.plan_search.run import SearchResult, as_numbers, search_numbers
-from rankrl.progress import logged_seconds
 from rankrl.report import LayerRow, collect_setup, conclusion, write_report
 from rankrl.request import Request
 from rankrl.runs.run_folder import RunFolder

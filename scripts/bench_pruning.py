@@ -31,6 +31,7 @@ from result_rows import ResultRows
 from torch import nn
 
 from decomposition import count_macs, count_parameters, reestimate_batch_norm
+from decomposition.progress import progress_bar
 from pruning import get_pruner, list_pruners
 from rankrl.data import batches, load_dataset
 from rankrl.data.calibration import calibration_images
@@ -38,7 +39,6 @@ from rankrl.device import channel_block, inference_precision, select_device
 from rankrl.models import create_model, load_checkpoint
 from rankrl.models.zoo import BasicBlock, ZeroPadShortcut
 from rankrl.onnx.export import export_onnx
-from rankrl.progress import progress_bar
 from rankrl.pruners.options import pruning_options
 from rankrl.pruners.prune import prune_network
 from rankrl.timing import compare_latency

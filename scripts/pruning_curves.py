@@ -29,6 +29,7 @@ from result_rows import ResultRows
 from torch import Tensor, nn
 
 from decomposition import CompressionPlan, build_structure, count_parameters
+from decomposition.progress import progress_bar
 from pruning import untrained_copy
 from rankrl.data import ImageData, batches, load_dataset
 from rankrl.data.calibration import calibration_images
@@ -36,7 +37,6 @@ from rankrl.device import inference_precision, select_device
 from rankrl.errors import counted
 from rankrl.files import atomic_path
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
-from rankrl.progress import progress_bar
 from rankrl.pruners.options import pruning_options
 from rankrl.pruners.prune import prune_network
 from rankrl.report.figures import percent_axis

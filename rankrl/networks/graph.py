@@ -27,6 +27,7 @@ from decomposition.fit.fit_options import CHOOSING
 from decomposition.memory import without_room
 from decomposition.network.rewriting import Rewrite
 from decomposition.operations.quantise import computes_in_integers
+from decomposition.progress import progress_bar
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
 from rankrl.networks.network import CandidateOptions, WrittenFile, once_per_network
@@ -47,11 +48,9 @@ from rankrl.onnx.runtimes import Session
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.scores.evaluators import checked_score, values_of_inputs
-from rankrl.progress import progress_bar
 from rankrl.report import LayerRow
 from rankrl.timing.latency import LatencyComparison
-from rankrl.timing.network_timer import NetworkTimer
-from rankrl.timing.whole_files import GraphFiles, compared_with_original
+from rankrl.timing.network_timer import GraphFiles, NetworkTimer, compared_with_original
 from rankrl.verify.agreement import OutputAgreement, agreement_score, agreement_values
 from rankrl.verify.certificate import OWN_SCORE, Basis, collapse
 from rankrl.verify.file_export import rival_numbers

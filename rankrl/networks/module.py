@@ -34,6 +34,7 @@ from decomposition.network.inputs import InputShape, example_tensor, split
 from decomposition.network.layers import FLOAT_BYTES
 from decomposition.network.rewriting import Rewrite, rewrites_of
 from decomposition.operations.quantise import computes_in_integers
+from decomposition.progress import Progress
 from pruning import PruningError, channel_groups, residual_blocks
 from rankrl.data import ImageData, Preprocessing
 from rankrl.data.calibration import calibration_images
@@ -53,12 +54,10 @@ from rankrl.plan_search.scores.evaluators import (
     values_of_inputs,
 )
 from rankrl.plan_search.scores.scoring import FunctionScoring, ImageScoring
-from rankrl.progress import Progress
 from rankrl.report import LayerRow
 from rankrl.timing import compare_latency
 from rankrl.timing.latency import LatencyComparison
-from rankrl.timing.network_timer import NetworkTimer
-from rankrl.timing.whole_files import ModuleFiles
+from rankrl.timing.network_timer import ModuleFiles, NetworkTimer
 from rankrl.training.accuracy import guessing_share, share
 from rankrl.verify.agreement import agreement_score
 from rankrl.verify.certificate import OWN_SCORE, Basis, accuracy_collapse

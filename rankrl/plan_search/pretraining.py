@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import CandidateSet, DecompositionError, FitLibrary
+from decomposition.progress import progress_bar
 from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, NonFiniteError
 from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
@@ -24,7 +25,6 @@ from rankrl.plan_search.envs.observations import DESCRIBING, Feature, Observatio
 from rankrl.plan_search.scores.evaluators import PlanEvaluator, ScoreMetric
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.progress import progress_bar
 from rankrl.state_file import read_state, write_state
 
 _VERSION = 1

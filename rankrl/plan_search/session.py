@@ -15,6 +15,7 @@ from decomposition import CandidateSet, CompressionPlan, FitLibrary
 from decomposition.errors import DecompositionError
 from decomposition.operations.quantise import computes_in_integers
 from decomposition.plan.plan import LayerPlan
+from decomposition.progress import Progress, progress_bar
 from rankrl.errors import ConfigError, counted
 from rankrl.networks.network import CandidateOptions, PricedNetwork, SearchableNetwork
 from rankrl.options.search import BudgetOptions, SearchOptions
@@ -32,7 +33,6 @@ from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator, Measures
 from rankrl.plan_search.scores.rewards import Reward, check_reward, create_reward, reward_source
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
-from rankrl.progress import Progress, progress_bar
 from rankrl.workers.processes import WorkerCluster, Workers
 from rankrl.workers.ray_cluster import open_cluster
 

@@ -28,6 +28,7 @@ from decomposition import (
 )
 from decomposition.network.inputs import example_tensor
 from decomposition.network.surgery import copied
+from decomposition.progress import ProgressBar, progress_bar
 from pruning import (
     ChannelGroup,
     KeptChannels,
@@ -52,7 +53,6 @@ from rankrl.data.calibration import calibration_images
 from rankrl.device import in_layout, inference_precision, to_fastest_layout
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels, RemoveBlock
-from rankrl.progress import ProgressBar, progress_bar
 from rankrl.pruners.options import Measure, PruningOptions
 from rankrl.state_file import check_setup, read_state, write_state
 from rankrl.training import accuracy

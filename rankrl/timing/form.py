@@ -1,13 +1,17 @@
-"""Choose rank multiples, and staged or contracted cores, by the times on this processor."""
+"""Choose the forms of layers by their times: rank multiples, stages or contracted, several positions."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from decomposition import contracted, factorised_layers, inspect_layers
@@ -15,13 +19,111 @@ from decomposition.cache import Cache, digest
 from decomposition.network.inputs import InputShape
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied, replace_module
+from decomposition.progress import progress_bar
 from rankrl.onnx.export import export_onnx
+from rankrl.onnx.graph.network import Feed, OnnxNetwork
+from rankrl.onnx.graph.node_layers import Site
+from rankrl.onnx.graph.positions import (
+    SeveralPositions,
+    possible_positions,
+    to_metadata,
+    with_several_positions,
+)
+from rankrl.onnx.graph_edits import free_ends, part_of
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import DEFAULT_RUNTIME, LatencyOptions
-from rankrl.timing.latency import measuring_conditions, time_in_turns
-from rankrl.timing.layer_timing import LayerTimer
+from rankrl.timing.latency import is_unchanged, measuring_conditions, time_in_turns
+from rankrl.timing.layer_latency import LayerTimer
+from rankrl.timing.network_timer import relative_time
 
 log = logging.getLogger(__name__)
+
+_RUNS = 9
+
+
+def faster_positions(
+    network: OnnxNetwork, sites: Sequence[Site], feed: Feed, options: LatencyOptions
+) -> dict[str, SeveralPositions]:
+    """Return the axis and number of positions of nodes that are faster when they compute several at once.
+
+    Every node is timed alone in each of its ways, and then the network as a whole; the result is empty where
+    that is no faster.
+    """
+    if not _ways(network, sites, max(STEPS)):
+        return {}
+    ways = _ways(network, sites, fast_multiple(options.folder, options.runtime))
+
+    def measured() -> dict[str, dict[str, int]]:
+        return to_metadata(_measured(network, sites, ways, feed, options))
+
+    conditions = measuring_conditions(network.axes.size(feed), options.threads, options.runtime)
+    key = digest(conditions, network.digest, ways)
+    ways_kept = Cache(options.folder).value("positions", key, measured)
+    return {name: SeveralPositions(**content) for name, content in ways_kept.items()}
+
+
+def _measured(
+    network: OnnxNetwork,
+    sites: Sequence[Site],
+    ways: Mapping[str, Sequence[SeveralPositions]],
+    feed: Feed,
+    options: LatencyOptions,
+) -> dict[str, SeveralPositions]:
+    positions: dict[str, SeveralPositions] = {}
+    with progress_bar("time positions", total=len(ways)) as bar:
+        for site in sites:
+            if site.name in ways:
+                best = _fastest(network, site, ways[site.name], network.axes.size(feed), options)
+                positions |= {} if best is None else {site.name: best}
+                bar.advance()
+    if positions:
+        time = relative_time(network, with_several_positions(network, sites, positions), feed, options)
+        log.info("with them the network takes %.2f of its time", time)
+        if time > 1 or is_unchanged(time):
+            return {}
+    return positions
+
+
+def _ways(network: OnnxNetwork, sites: Sequence[Site], group: int) -> dict[str, list[SeveralPositions]]:
+    """Return the ways in which nodes can compute several positions at once, for those that have any."""
+    ways = {site.name: possible_positions(network, site, group) for site in sites}
+    return {name: of_node for name, of_node in ways.items() if of_node}
+
+
+def _fastest(
+    network: OnnxNetwork, site: Site, ways: Sequence[SeveralPositions], batch: int, options: LatencyOptions
+) -> SeveralPositions | None:
+    """Time a node with all that share its weight; return its fastest way, None for one position at once."""
+    times = np.zeros(1 + len(ways))
+    generator, model = np.random.default_rng(0), network.graph_model()
+    for node in site.nodes:
+        part = part_of(model, [node.input_name], [node.output_name])
+        free_ends(part)
+        alone, node_alone = OnnxNetwork(part, network.source), replace(node, twins=())
+        graphs = [alone, *(with_several_positions(alone, [node_alone], {node.name: way}) for way in ways)]
+        pieces, spatial = node.spec.input_sizes[0], len(node.spec.kernel_size)
+        shape = (batch * math.prod(pieces[:-spatial]), node.spec.in_channels, *pieces[-spatial:])
+        x = {node.input_name: generator.standard_normal(shape, dtype=np.float32)}
+        with tempfile.TemporaryDirectory() as scratch:
+            files = []
+            for number, graph in enumerate(graphs):
+                files.append(Path(scratch) / f"{number}.onnx")
+                graph.save(files[-1])
+            turns = [(options.runtime, file) for file in files]
+            timed = time_in_turns(turns, batch=batch, threads=options.threads, runs=_RUNS, inputs=x)
+        times += [latency.median_ms for latency in timed.latencies]
+    best = int(times.argmin())
+    if best == 0 or is_unchanged(times[0] / times[best]):
+        return None
+    log.info(
+        "%s computes %d positions at once: %.2f instead of %.2f ms",
+        site.name,
+        ways[best - 1].positions,
+        times[best],
+        times[0],
+    )
+    return ways[best - 1]
+
 
 STEPS = (32, 16, 8, 4)
 """Widths to try, the widest first."""
@@ -30,7 +132,7 @@ _ALIKE = 0.93
 _SHAPE = (16, 64, 32, 32)  # batch, channels, height, width of the timed convolutions
 _ELSEWHERE = 8
 """For processors that are not at hand: two registers of floats with NEON, one with AVX2."""
-_RUNS = 60  # many, since steps and a straight line differ by little
+_STEP_RUNS = 60  # many, since steps and a straight line differ by little
 
 
 @lru_cache(maxsize=4)
@@ -42,8 +144,8 @@ def fast_multiple(folder: Path | None = None, runtime: str = DEFAULT_RUNTIME) ->
     a time).
     """
     conditions = measuring_conditions(_SHAPE[0], 1, runtime)
-    key = digest(conditions, STEPS, _SHAPE, _RUNS)
-    return Cache(folder).value("rank-multiple", key, lambda: _measured(runtime))
+    key = digest(conditions, STEPS, _SHAPE, _STEP_RUNS)
+    return Cache(folder).value("rank-multiple", key, lambda: _measured_step(runtime))
 
 
 def suited_multiple(timing: LatencyOptions) -> int:
@@ -51,9 +153,9 @@ def suited_multiple(timing: LatencyOptions) -> int:
     return fast_multiple(timing.folder, timing.runtime) if not timing.tables else _ELSEWHERE
 
 
-def _measured(runtime: str) -> int:
+def _measured_step(runtime: str) -> int:
     ranks = sorted({rank for step in STEPS for start in (step, 2 * step) for rank in _step(start, step)})
-    timer = LayerTimer(batch=_SHAPE[0], threads=1, runs=_RUNS, runtime=runtime)
+    timer = LayerTimer(batch=_SHAPE[0], threads=1, runs=_STEP_RUNS, runtime=runtime)
     times = timer.alone([nn.Conv2d(_SHAPE[1], rank, 1) for rank in ranks], _SHAPE)
     multiple = step_of(dict(zip(ranks, times.tolist(), strict=True)))
     log.info("ranks are multiples of %d: as many as this processor computes at a time", multiple)

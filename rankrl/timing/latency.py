@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import numpy as np
 from decomposition.memory import held_memory, shortage
 from rankrl.device import processor_name, usable_cores
 from rankrl.errors import ExportError, counted
+from rankrl.kits.kit import FileGroup
+from rankrl.onnx.protobuf import save_model
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime, open_session
 
 log = logging.getLogger(__name__)
@@ -314,3 +317,32 @@ def _summary(times: Times, batch: int, threads: int, runtime: str) -> Latency:
         runs=len(times),
         clock=clock_for(threads, runtime),
     )
+
+
+@dataclass(frozen=True)
+class LocalStopwatch:
+    """Times files in a runtime here; a `Stopwatch`."""
+
+    threads: int
+    runtime: str = DEFAULT_RUNTIME
+
+    def times(self, group: FileGroup) -> np.ndarray:
+        """Return the median milliseconds of each file."""
+        models, inputs = group.contents()
+        sessions = []
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "timed.onnx"
+            for model in models:
+                save_model(model, path)
+                sessions.append(open_session(path, threads=self.threads, runtime=self.runtime))
+        count, clock = len(sessions), clock_for(self.threads, self.runtime)
+        times, _ = timed_passes(
+            sessions,
+            [inputs] * count,
+            [clock] * count,
+            runs=group.runs,
+            warm_up=group.warm_up,
+            settle=True,
+        )
+        medians: np.ndarray = np.median(times, axis=0)
+        return medians

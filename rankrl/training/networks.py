@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import calibrate_ranges
+from decomposition.progress import progress_bar
 from optim import build_step_model
 from optim.base import OnnxOptimizer
 from rankrl.data import ImageData, Images, batches
@@ -20,7 +21,6 @@ from rankrl.errors import ConfigError, RankrlError, counted
 from rankrl.files import write_atomically
 from rankrl.models import build_model, checkpoint_preprocessing, load_checkpoint
 from rankrl.options.training import FineTuningOptions
-from rankrl.progress import progress_bar
 from rankrl.training import (
     EpochRow,
     TrainingProgress,

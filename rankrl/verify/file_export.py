@@ -28,6 +28,7 @@ from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import InputShape, rows, run_model, tensors_in
 from decomposition.network.layers import OPAQUE_KINDS
 from decomposition.network.rounding import REDUCED_BITS
+from decomposition.progress import logged_seconds
 from rankrl.data import Preprocessing
 from rankrl.errors import DefectError, ExportError, NonFiniteError
 from rankrl.files import write_atomically
@@ -38,7 +39,6 @@ from rankrl.onnx.graph.prepared_file import failing_names
 from rankrl.onnx.graph_edits import Array, opset_of
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.onnx.runtimes import Batch, open_session
-from rankrl.progress import logged_seconds
 from rankrl.timing import compare_latency
 from rankrl.timing.form import fastest_form
 from rankrl.timing.latency import LatencyComparison

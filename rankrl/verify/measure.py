@@ -33,6 +33,7 @@ from decomposition.network.inputs import input_shape_of, mapped, random_batch, r
 from decomposition.network.layers import FLOAT_BYTES
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied
+from decomposition.progress import logged_seconds
 from rankrl.data import ImageData, Images, Preprocessing, batches
 from rankrl.data.sample import UNLABELLED, Sample
 from rankrl.device import model_device, processor_name, select_device
@@ -45,7 +46,6 @@ from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph_edits import Array
 from rankrl.onnx.runtimes import Batch, Session
 from rankrl.options.timing import DEFAULT_RUNTIME, ExportOptions, LatencyOptions
-from rankrl.progress import logged_seconds
 from rankrl.report import LayerRow
 from rankrl.timing import compare_latency
 from rankrl.timing.latency import LatencyComparison

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rankrl.progress import in_words, progress_bar
+from decomposition.progress import in_words, progress_bar
 
 
 def test_on_a_terminal_description_count_and_best_value_are_shown() -> None:

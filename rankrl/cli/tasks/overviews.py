@@ -16,6 +16,7 @@ from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, Factorise, LayerSpec, get_format, inspect_layers
 from decomposition.network.layers import skipping
+from decomposition.progress import progress_bar
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
@@ -24,7 +25,6 @@ from rankrl.errors import ConfigError, ExportError, counted
 from rankrl.kits.kit import FinishedFile, WrittenKit, write_verify_kit
 from rankrl.onnx.export import quantise_onnx
 from rankrl.plan_search.compare import FinalTest, compared_searches, search_all, tested, winner
-from rankrl.progress import progress_bar
 from rankrl.report import collect_setup, write_sweep_report
 from rankrl.report.comparison import (
     SHORT,

@@ -35,6 +35,7 @@ from decomposition.network.inputs import (
     mapped,
     tensors_of,
 )
+from decomposition.progress import Progress, progress_bar
 from rankrl.data import Preprocessing
 from rankrl.errors import DefectError, ExportError
 from rankrl.files import write_atomically
@@ -45,7 +46,6 @@ from rankrl.onnx.graph_edits import opset_of
 from rankrl.onnx.protobuf import load_model, to_proto
 from rankrl.onnx.runtimes.onnx_runtime import inference_session
 from rankrl.options.timing import LatencyOptions
-from rankrl.progress import Progress, progress_bar
 from rankrl.verbs import verb
 
 

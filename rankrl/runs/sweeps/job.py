@@ -14,8 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from decomposition.progress import listening
 from rankrl.errors import RunStoppedError
-from rankrl.progress import listening
 from rankrl.runs.run_folder import LOCK_FILE, RunFolder, digest, locked
 from rankrl.runs.sweeps.progress import JobProgress, sweep_identifier, write_failure
 

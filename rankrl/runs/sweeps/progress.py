@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from decomposition.progress import in_words
 from rankrl.errors import StorageError, counted
 from rankrl.files import write_json
-from rankrl.progress import in_words
 from rankrl.runs.run_folder import RunFolder
 
 ERROR_FILE = "error.json"
@@ -90,7 +90,7 @@ _MOST_NAMED = 4
 
 
 class JobProgress:
-    """Writes a job's progress into its folder, at most every two seconds; a listener of `rankrl.progress`."""
+    """Write a job's progress into its folder, at most every two seconds, as a listener of progress bars."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._path, self._due = folder.progress, 0.0

@@ -33,8 +33,8 @@ from decomposition.network.layers import is_decomposable_module
 from rankrl import DecompositionOptions, LatencyOptions
 from rankrl.errors import ConfigError
 from rankrl.kits.kit import FileGroup, FinishedFile, KitWriter, TimesFile, packed, write_verify_kit
-from rankrl.timing.layer_timing import LayerTimer
-from rankrl.timing.local_stopwatch import LocalStopwatch
+from rankrl.timing.latency import LocalStopwatch
+from rankrl.timing.layer_latency import LayerTimer
 from rankrl.timing.network_timer import NetworkTimer
 
 LAYERS = DecompositionOptions(format="auto", formats=("tucker", "cp"), candidates=2, iterations=2)

@@ -33,8 +33,7 @@ from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.session import SearchGoal, check_reachable
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.timing.layer_latency import time_sites
-from rankrl.timing.layer_timing import LayerTimer
+from rankrl.timing.layer_latency import LayerTimer, time_sites
 
 SHAPE = (1, 8, 8)
 REMOVABLE = ["layer1.0", "layer1.1", "layer2.1", "layer3.1"]

@@ -23,7 +23,7 @@ from decomposition import (
 from rankrl.timing import form
 from rankrl.timing.form import faster_contracted, fastest_form
 from rankrl.timing.latency import Latency, TimedTurns
-from rankrl.timing.layer_timing import LayerTimer
+from rankrl.timing.layer_latency import LayerTimer
 
 SHAPE = (3, 8, 8)
 TIMING = {"batch": 2, "threads": 1, "runs": 3}

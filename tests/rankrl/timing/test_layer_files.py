@@ -15,8 +15,8 @@ from decomposition.network.surgery import copied
 from rankrl.onnx.export.onnx_file import export_onnx
 from rankrl.onnx.protobuf import load_model
 from rankrl.onnx.runtimes import open_session
-from rankrl.timing import layer_files
-from rankrl.timing.layer_files import SideBySide
+from rankrl.timing import layer_latency as layer_files
+from rankrl.timing.layer_latency import SideBySide
 
 LAYERS = {
     "conv2d": (nn.Conv2d(16, 12, 3, 2, 1), (2, 16, 9, 9), ((4, 4), (4,), (4,))),

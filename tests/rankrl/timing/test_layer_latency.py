@@ -40,10 +40,10 @@ from rankrl.plan_search.measured_plans import PlanMeter
 from rankrl.plan_search.run import SearchResult, best_rows
 from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluation, make_row
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.timing import network_timer, whole_files
+from rankrl.timing import network_timer
+from rankrl.timing import network_timer as whole_files
 from rankrl.timing.latency import RelativeTime
-from rankrl.timing.layer_latency import SiteTimes
-from rankrl.timing.layer_timing import LayerTimer
+from rankrl.timing.layer_latency import LayerTimer, SiteTimes
 from rankrl.timing.network_timer import NetworkTimer
 
 SHAPE = (3, 12, 12)
@@ -533,7 +533,7 @@ def test_no_more_graphs_are_open_than_fit_into_half_of_the_memory(
             groups.append(len(group.names))
             return np.arange(3.0, 3 + len(group.names))
 
-    monkeypatch.setattr("rankrl.timing.layer_timing.free_memory", lambda: free)
+    monkeypatch.setattr("rankrl.timing.layer_latency.free_memory", lambda: free)
     timer, spec = (
         LayerTimer(batch=2, threads=1, runs=1, stopwatch=Watch()),
         compressible_layers(model, SHAPE)[1],

@@ -10,7 +10,7 @@ import pytest
 
 from rankrl.timing import fast_multiple, form
 from rankrl.timing.form import STEPS, step_of
-from rankrl.timing.layer_timing import LayerTimer
+from rankrl.timing.layer_latency import LayerTimer
 
 
 @pytest.mark.parametrize("width", STEPS)

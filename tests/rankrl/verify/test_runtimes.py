@@ -93,7 +93,7 @@ def test_layers_plans_and_files_are_timed_where_the_budget_goes_by(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    for where in ("rankrl.timing.latency", "rankrl.timing.local_stopwatch"):
+    for where in ("rankrl.timing.latency", "rankrl.timing.latency"):
 
         def look(path: Path, *, runtime: str = "onnxruntime", **options: Any) -> Any:
             opened.append(runtime)

@@ -31,9 +31,9 @@ from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.sites import find_sites
 from rankrl.onnx.protobuf import to_proto
 from rankrl.options.timing import LatencyOptions
-from rankrl.timing import positions
+from rankrl.timing import form as positions
+from rankrl.timing.form import faster_positions
 from rankrl.timing.latency import Latency, RelativeTime, TimedTurns
-from rankrl.timing.positions import faster_positions
 
 GROUP = 16
 

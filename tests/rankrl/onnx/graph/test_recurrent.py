@@ -27,9 +27,9 @@ from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.file import quantise_lstms
 from rankrl.onnx.graph.prepared_file import network_costs, plan_costs
 from rankrl.onnx.output_scores import output_score
-from rankrl.timing.local_stopwatch import LocalStopwatch
-from rankrl.timing.lone_node import LoneNode
-from rankrl.timing.whole_files import GraphFiles
+from rankrl.timing.latency import LocalStopwatch
+from rankrl.timing.layer_latency import LoneNode
+from rankrl.timing.network_timer import GraphFiles
 
 STEPS, INPUTS, HIDDEN = 7, 6, 5
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}

@@ -15,9 +15,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import open_dict
 from rich.console import Console
 
+from decomposition.progress import listening, progress_bar
 from rankrl.cli.config.choices import config_folder
 from rankrl.cli.sweep_callback import SweepCallback, number_of_jobs
-from rankrl.progress import listening, progress_bar
 from rankrl.runs.run_folder import RunFolder
 from rankrl.runs.sweeps import progress
 from rankrl.runs.sweeps.progress import JobProgress, SweepState, SweepWatch
