@@ -85,7 +85,7 @@ RESULTS = (
 """Files that a run writes last, the mark first."""
 _FILES = (
     *RESULTS,
-    *("episodes.csv", "search.safetensors", "candidates.json", "tpe.sqlite3", "dense.safetensors"),
+    *("episodes.csv", "search.json", "candidates.json", "tpe.sqlite3", "dense.safetensors"),
     *("policy.safetensors", "optimizer_step.onnx", "compare.csv", "compare.md"),
 )
 # File names in these folders, unlike those of `_FILES`, are known only when they are written.

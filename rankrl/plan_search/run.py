@@ -1,7 +1,8 @@
-"""Run a search: propose, score and observe plans, save the state, resume, and finish on Ctrl-C."""
+"""Run a search: propose, score, observe and record plans, resume, and finish on Ctrl-C."""
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import signal
@@ -14,10 +15,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
-from torch import Tensor
-
 from decomposition.plan.plan import CompressionPlan
 from rankrl.errors import CheckpointError, ConfigError
+from rankrl.files import write_json
 from rankrl.options.search import check_limits
 from rankrl.plan_search.measured_plans import MeasuredPlan, as_rows
 from rankrl.plan_search.scores.evaluation import (
@@ -28,12 +28,13 @@ from rankrl.plan_search.scores.evaluation import (
     Evaluator,
     known_evaluations,
     make_row,
+    recorded_steps,
     write_candidates,
 )
 from rankrl.plan_search.scores.rewards import Reward, create_reward
-from rankrl.plan_search.selectors.selector import Selector, SelectorState
+from rankrl.plan_search.selectors.selector import Proposal, Selector
 from rankrl.plan_search.space.problem import Choices, SearchProblem
-from rankrl.state_file import damaged_state, read_state, write_state
+from rankrl.state_file import damaged_state
 
 
 class FinishOnInterrupt:
@@ -100,59 +101,9 @@ def as_numbers(layers: Sequence[LayerCost]) -> dict[str, Any]:
     return {"layers": [asdict(layer) for layer in layers]} if layers else {}
 
 
-STATE_FILE = "search.safetensors"
+SETUP_FILE = "search.json"
+"""What a folder's search was called with, written once; `episodes.csv` is all that it has done since."""
 _VERSION = 1
-
-
-@dataclass(frozen=True)
-class SearchState:
-    """Progress of a search, saved for resuming."""
-
-    identity: Mapping[str, Any]
-    rows: tuple[EpisodeRow, ...]
-    seconds: float
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Any]
-
-    def save(self, path: Path) -> None:
-        """Write the state, atomically."""
-        content = {
-            "identity": dict(self.identity),
-            "rows": [vars(row) for row in self.rows],
-            "seconds": self.seconds,
-            "values": dict(self.values),
-        }
-        write_state(path, self.tensors, content, _VERSION)
-
-    @classmethod
-    def load(cls, path: Path) -> SearchState:
-        """Read a state."""
-        tensors, content = read_state(path, _VERSION, "search state")
-        try:
-            return cls(
-                content["identity"],
-                tuple(EpisodeRow(**row) for row in content["rows"]),
-                float(content["seconds"]),
-                tensors,
-                content["values"],
-            )
-        except (KeyError, ValueError, TypeError) as error:
-            raise damaged_state(path, "search state", error) from error
-
-    def check(self, identity: Mapping[str, Any], path: Path) -> None:
-        """Refuse to resume a search with another identity."""
-        for key in self.differing(identity):
-            raise CheckpointError(
-                f"{path} belongs to another search: {key} was {self.identity.get(key)!r}, is now "
-                f"{dict(identity).get(key)!r}. Use the same settings to resume, the number of threads too "
-                "(OMP_NUM_THREADS: sums, and so fits, differ in their last bits), with a budget in time the "
-                "machine and the cache too (RANKRL_CACHE: it keeps the times), or name another folder."
-            )
-
-    def differing(self, identity: Mapping[str, Any]) -> list[str]:
-        """Return the names of the values in which the state differs from `identity`."""
-        now = json.loads(json.dumps(dict(identity)))
-        return [key for key in sorted({*now, *self.identity}) if now.get(key) != self.identity.get(key)]
 
 
 log = logging.getLogger(__name__)
@@ -235,64 +186,67 @@ def run_search(
 ) -> SearchResult:
     """Search with a selector for the plan with the best reward.
 
-    With a folder, the state is written atomically after every step; with `resume`, a search killed at any
-    moment continues to the same result, bit for bit.
+    With a folder, every step is recorded in its `episodes.csv`; with `resume`, the selector is told what is
+    recorded there, and a search killed at any moment continues to the same result, bit for bit.
     """
     check_limits(episodes, seconds, patience)
     reward = create_reward("accuracy", budgeted=problem.budget is not None) if reward is None else reward
-    identity = _identity(problem, evaluator, selector, reward, episodes)
-    rows: list[EpisodeRow] = []
-    spent = 0.0
-    path = None if folder is None else folder / STATE_FILE
-    if path is not None and path.exists():
-        if not resume:
-            raise ConfigError(
-                f"{folder} holds a search already; resume it, or choose another folder for a new one"
-            )
-        state = SearchState.load(path)
-        if anew_for_other_scores and state.differing(identity) == ["evaluator"]:
-            if on_set_aside is not None:
-                on_set_aside()
-            _set_aside(path.parent)
-        else:
-            state.check(identity, path)
-            rows, spent = list(state.rows), state.seconds
-            selector.restore(SelectorState(state.tensors, state.values))
-            evaluator.restore(known_evaluations(problem, rows))
+    steps: list[list[EpisodeRow]] = []
     table = None
     if folder is not None:
+        setup, path = _setup(problem, evaluator, selector, reward, episodes), folder / SETUP_FILE
+        if path.exists():
+            if not resume:
+                raise ConfigError(
+                    f"{folder} holds a search already; resume it, or choose another folder for a new one"
+                )
+            differing = _differing(path, setup)
+            if anew_for_other_scores and list(differing) == ["evaluator"]:
+                if on_set_aside is not None:
+                    on_set_aside()
+                _set_aside(folder)
+            elif differing:
+                raise CheckpointError(_another_search(path, differing))
+            else:
+                steps = _recorded(folder / EPISODES_FILE)
         write_candidates(problem, folder / CANDIDATES_FILE)
-        table = EpisodesFile(folder / EPISODES_FILE, rows)
-        selector.use_folder(folder)
+        write_json(path, setup)
+        table = EpisodesFile(folder / EPISODES_FILE, [row for step in steps for row in step])
+    rows = [row for step in steps for row in step]
+    if rows:
+        evaluator.restore(known_evaluations(problem, rows))
+    spent = rows[-1].elapsed if rows else 0.0
+    stopped_by = _limit(rows, episodes, seconds, patience, spent)
+    if stopped_by is None:
+        _replay(selector, steps)
+        if folder is not None:
+            selector.use_folder(folder)
 
     start = time.perf_counter() - spent
-    stopped_by: StoppedBy | None = None
     with FinishOnInterrupt() as interrupt:
         while stopped_by is None:
-            stopped_by = _limit(rows, episodes, seconds, patience, time.perf_counter() - start)
-            if stopped_by is not None:
-                break
             proposals = selector.propose()[: episodes - len(rows)]
             if not proposals:
                 stopped_by = "selector"
                 break
             evaluations = evaluator.evaluate([proposal.choices for proposal in proposals])
             rewards = [reward(evaluation) for evaluation in evaluations]
-            first = len(rows)
-            for proposal, evaluation, value in zip(proposals, evaluations, rewards, strict=True):
-                rows.append(make_row(rows, proposal.choices, proposal.phase, evaluation, value))
-            fresh = rows[first:]
             selector.observe(proposals, rewards)
-            if path is not None and table is not None:
-                memory = selector.state()
-                spent = time.perf_counter() - start
-                SearchState(identity, tuple(rows), spent, memory.tensors, memory.values).save(path)
-                table.append(fresh)
-            for row in fresh:
+            first, elapsed = len(rows), time.perf_counter() - start
+            for proposal, evaluation, value in zip(proposals, evaluations, rewards, strict=True):
+                row = make_row(rows, proposal.choices, proposal.phase, evaluation, value, proposal.actions)
+                ends = len(rows) + 1 == first + len(proposals)
+                rows.append(replace(row, elapsed=elapsed, ends_step=ends))
+            if table is not None:
+                table.append(rows[first:])
+            for row in rows[first:]:
                 if on_episode is not None:
                     on_episode(row)
-            if interrupt.requested:
-                stopped_by = "interrupt"
+            stopped_by = (
+                "interrupt"
+                if interrupt.requested
+                else _limit(rows, episodes, seconds, patience, time.perf_counter() - start)
+            )
     if not rows:
         raise ConfigError(f"selector {selector.name!r} proposed no plan; check its options")
     best = best_rows(rows, 1)[0]
@@ -306,10 +260,12 @@ def run_search(
     )
 
 
-def _identity(
+def _setup(
     problem: SearchProblem, evaluator: Evaluator, selector: Selector, reward: Reward, episodes: int
 ) -> dict[str, Any]:
-    return {
+    """Return everything on which the result of a search depends, as JSON has it."""
+    setup = {
+        "version": _VERSION,
         "problem": problem.fingerprint,
         "evaluator": evaluator.fingerprint,
         "selector": selector.name,
@@ -318,18 +274,65 @@ def _identity(
         "reward": [reward.name, dict(reward.options)],
         "episodes": episodes,  # selectors' schedules depend on it
     }
+    return dict(json.loads(json.dumps(setup)))
+
+
+def _differing(path: Path, setup: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the values of a folder's setup, before and now, that differ."""
+    try:
+        before = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise damaged_state(path, "search", error) from error
+    pairs = {key: (before.get(key), setup.get(key)) for key in sorted({*before, *setup})}
+    return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+
+
+def _another_search(path: Path, differing: Mapping[str, tuple[Any, Any]]) -> str:
+    key, (old, new) = next(iter(differing.items()))
+    return (
+        f"{path} belongs to another search: {key} was {old!r}, is now {new!r}. Use the same settings to "
+        "resume, the number of threads too (OMP_NUM_THREADS: fits may differ), with a budget in time the "
+        "machine and the cache too (RANKRL_CACHE: it keeps the times), or name another folder."
+    )
+
+
+def _recorded(path: Path) -> list[list[EpisodeRow]]:
+    """Read the steps of a search; none where it was killed before the first."""
+    try:
+        return recorded_steps(path.read_bytes().decode())
+    except FileNotFoundError:
+        return []
+    except (OSError, csv.Error, ValueError) as error:
+        raise damaged_state(path, "search", error) from error
+
+
+def _replay(selector: Selector, steps: Sequence[Sequence[EpisodeRow]]) -> None:
+    """Tell a selector what is recorded; warn if it would not have proposed the last step itself."""
+    for number, step in enumerate(steps, 1):
+        proposals = [Proposal(row.key, row.phase, tuple(json.loads(row.actions))) for row in step]
+        if number == len(steps) and selector.seeded:
+            proposed = [each.choices for each in selector.propose()][: len(step)]
+            if proposed != [each.choices for each in proposals]:
+                log.warning(
+                    "selector %r proposes other plans than are recorded up to episode %d: they come from "
+                    "another processor or version, or it depends on more than the seed and what it observed. "
+                    "The recorded plans are kept, and the search goes on from them",
+                    selector.name,
+                    step[-1].episode,
+                )
+        selector.observe(proposals, [row.reward for row in step])
 
 
 def _set_aside(folder: Path) -> None:
     """Rename the files of a search whose score has changed since."""
-    for name in (STATE_FILE, EPISODES_FILE):
+    for name in (EPISODES_FILE, SETUP_FILE):  # the setup last: without it, there is no search
         if (folder / name).exists():
             (folder / name).replace(folder / f"old-{name}")
     log.warning(
         "the score changed since %s was searched; its old rewards are not reused, the search begins anew "
         "(what was there is kept as old-%s and old-%s)",
         folder,
-        STATE_FILE,
+        SETUP_FILE,
         EPISODES_FILE,
     )
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from rankrl.plan_search.scores.evaluation import EpisodeRow
+from rankrl.plan_search.scores.evaluation import EPISODE_COLUMNS, EpisodeRow
 from rankrl.report.run_folder import (
-    EPISODE_COLUMNS,
     LayerRow,
     RunReport,
     collect_setup,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
-import math
 import os
 import platform
 import re
@@ -23,7 +21,7 @@ import torch
 from rankrl.device import processor_name, usable_cores
 from rankrl.errors import counted
 from rankrl.files import write_atomically
-from rankrl.plan_search.scores.evaluation import EpisodeRow
+from rankrl.plan_search.scores.evaluation import EpisodeRow, parse_rows
 from rankrl.report.run_tables import ReportError, Stage, latency_change, stages
 from rankrl.training import EpochRow
 
@@ -79,10 +77,6 @@ class RunReport:
     files: Sequence[tuple[str, str]] = ()
 
 
-EPISODE_COLUMNS = tuple(column.name for column in dataclasses.fields(EpisodeRow))
-"""The columns of `episodes.csv`, in order."""
-
-
 def read_metrics(folder: str | Path) -> dict[str, Any]:
     """Read `metrics.json`."""
     path = Path(folder) / "metrics.json"
@@ -105,41 +99,9 @@ def read_episodes(folder: str | Path) -> list[EpisodeRow]:
     if not path.exists():
         return []
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [column for column in EPISODE_COLUMNS if column not in (reader.fieldnames or ())]
-            if missing:
-                raise ReportError(
-                    f"{path} lacks the columns {', '.join(missing)}; it must be a rankrl run's own."
-                )
-            return [_episode(row, f"{path}, line {reader.line_num}") for row in reader]
-    except (OSError, csv.Error, UnicodeDecodeError) as error:
+        return parse_rows(path.read_bytes().decode())
+    except (OSError, csv.Error, ValueError) as error:
         raise ReportError(f"cannot read {path}: {error}. Run again, or restore the file.") from error
-
-
-def _episode(row: dict[str, str | None], place: str) -> EpisodeRow:
-    def number(column: str) -> float:
-        try:
-            value = float(row[column] or "")
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value):
-            raise ReportError(f"{place}: {column} is {row[column]!r}; it must be a finite number.")
-        return value
-
-    return EpisodeRow(
-        episode=int(number("episode")),
-        reward=number("reward"),
-        score=number("score"),
-        accuracy=number("accuracy"),
-        params_kept=number("params_kept"),
-        macs_kept=number("macs_kept"),
-        best_reward=number("best_reward"),
-        cached=row["cached"] == str(True),
-        seconds=number("seconds"),
-        phase=row["phase"] or "",
-        choices=row["choices"] or "",
-    )
 
 
 Status = Literal["finished", "failed", "unfinished"]

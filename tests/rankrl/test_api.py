@@ -172,6 +172,7 @@ def test_an_edited_score_begins_anew_and_says_so(
             counted(factor)
             return -factor * float((network(images) - expected).square().mean())
 
+        score.identity = f"{factor} times the square"  # type: ignore[attr-defined]
         return score
 
     def search(factor: float) -> Any:
@@ -189,7 +190,7 @@ def test_an_edited_score_begins_anew_and_says_so(
     assert "old rewards are not reused" in caplog.text
     assert [row.reward for row in edited.rows] == [2 * row.reward for row in first.rows]
     assert {path.name for path in (tmp_path / "search").glob("old-*")} == {
-        "old-search.safetensors",
+        "old-search.json",
         "old-episodes.csv",
     }
     with pytest.raises(CheckpointError, match="episodes was 4, is now 5"):

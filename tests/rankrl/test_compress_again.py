@@ -159,18 +159,14 @@ def test_a_call_that_overwrites_begins_anew(folder: Path) -> None:
 
 
 def test_what_a_message_says_of_a_damaged_file_helps(folder: Path) -> None:
-    """A search's state is removed, as it says; a damaged record is overwritten; a list is not needed."""
+    """A search's setup is removed, as it says; a damaged record is overwritten; a list is not needed."""
 
     def again(**changes: Any) -> CompressionPlan:
         return rankrl.compress(network(), IMAGES, folder, params=0.6, **grouped(**QUICK), **changes).plan
 
     plan = CompressionPlan.load(folder / "plan.json")
     for name, error, says in (
-        (
-            "search.safetensors",
-            CheckpointError,
-            r"search\.safetensors is damaged .* remove that file",
-        ),
+        ("search.json", CheckpointError, r"search\.json is damaged .* remove that file"),
         ("state/configuration.json", ConfigError, r"json is damaged; begin anew with overwrite=True"),
     ):
         for half in (True, False):
@@ -238,7 +234,7 @@ def test_a_result_of_another_score_goes_before_the_search_begins_anew(folder: Pa
         rankrl.compress(network(), IMAGES, folder, params=0.6, score=score, **grouped(**QUICK))
     assert seen == [True, False], "the original, the first plan"
     assert not {"metrics.json", "plan.json", "model.onnx", "plots"} & {path.name for path in folder.iterdir()}
-    assert (folder / "old-search.safetensors").exists()
+    assert (folder / "old-search.json").exists()
 
 
 def _search(folder: Path) -> object:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
 from stable_baselines3 import DDPG, SAC, TD3
-from stable_baselines3.common.buffers import ReplayBuffer
 from stable_baselines3.common.logger import Logger
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from rankrl.errors import ConfigError
 from rankrl.options.selectors import IMPORTANCE_SCALE
@@ -51,33 +48,6 @@ Algorithm = TD3 | SAC
 """Every algorithm here is one of these; DDPG is a TD3."""
 
 
-def model_tensors(model: Algorithm) -> dict[str, Tensor]:
-    """Return all tensors that training changes in a model, by name, except its replay buffer and counters."""
-    tensors = {f"policy.{key}": value for key, value in model.policy.state_dict().items()}
-    for name, optimizer in _optimizers(model).items():
-        for index, entries in optimizer.state_dict()["state"].items():
-            tensors |= {f"{name}.{index}.{key}": torch.as_tensor(value) for key, value in entries.items()}
-    if isinstance(model, SAC) and model.log_ent_coef is not None:
-        tensors["log_ent_coef"] = model.log_ent_coef.detach()
-    return tensors
-
-
-def restore_model(model: Algorithm, tensors: Mapping[str, Tensor]) -> None:
-    """Load the tensors that `model_tensors` returned for a model of the same shape."""
-    policy = {key.removeprefix("policy."): v for key, v in tensors.items() if key.startswith("policy.")}
-    model.policy.load_state_dict(policy)
-    for name, optimizer in _optimizers(model).items():
-        entries: dict[int, dict[str, Any]] = {}
-        for key, value in tensors.items():
-            if key.startswith(f"{name}."):
-                _, index, entry = key.split(".")
-                entries.setdefault(int(index), {})[entry] = value.clone()
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
-    if isinstance(model, SAC) and model.log_ent_coef is not None:
-        with torch.no_grad():
-            model.log_ent_coef.copy_(tensors["log_ent_coef"])
-
-
 @contextmanager
 def actor_kept(model: Algorithm) -> Iterator[None]:
     """Restore the actor, its target and its optimizer after training in the block."""
@@ -90,65 +60,18 @@ def actor_kept(model: Algorithm) -> Iterator[None]:
         part.load_state_dict(state)
 
 
-def _optimizers(model: Algorithm) -> dict[str, Optimizer]:
-    optimizers: dict[str, Optimizer] = {
-        "actor_optimizer": model.actor.optimizer,
-        "critic_optimizer": model.critic.optimizer,
-    }
-    if isinstance(model, SAC) and model.ent_coef_optimizer is not None:
-        optimizers["entropy_optimizer"] = model.ent_coef_optimizer
-    return optimizers
-
-
-def buffer_tensors(buffer: ReplayBuffer) -> dict[str, Tensor]:
-    """Return the filled part of a replay buffer and the position of the next transition, by name."""
-    filled = buffer.buffer_size if buffer.full else buffer.pos
-    tensors = {f"buffer.{name}": torch.from_numpy(getattr(buffer, name)[:filled].copy()) for name in _ARRAYS}
-    return tensors | {"buffer.position": torch.tensor([buffer.pos, int(buffer.full)])}
-
-
-def restore_buffer(buffer: ReplayBuffer, tensors: Mapping[str, Tensor]) -> None:
-    """Load the tensors that `buffer_tensors` returned for a buffer of the same size."""
-    for name in _ARRAYS:
-        filled = tensors[f"buffer.{name}"].numpy()
-        getattr(buffer, name)[: len(filled)] = filled
-    position, full = tensors["buffer.position"].tolist()
-    buffer.pos, buffer.full = position, bool(full)
-
-
-_ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
-
-
-@dataclass
-class RandomState:
-    """An agent's own states of torch's and numpy's global generators.
-
-    stable-baselines3 draws from the global generators. They are set to these states while an agent works and
-    restored afterwards, so that the agent's draws and those of the rest of the process do not interfere.
-    """
-
-    torch_state: torch.Tensor
-    numpy_state: np.ndarray
-
-    @classmethod
-    def seeded(cls, seed: int) -> RandomState:
-        """Return the states of freshly seeded generators."""
-        numpy_state = np.random.RandomState(seed % 2**32).get_state(legacy=True)
-        return cls(torch.Generator().manual_seed(seed).get_state(), _pack(numpy_state))
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Set the global generators to this state in the block; record their state at its end."""
-        outside_torch, outside_numpy = torch.get_rng_state(), np.random.get_state(legacy=True)
-        torch.set_rng_state(self.torch_state)
-        np.random.set_state(_unpack(self.numpy_state))
-        try:
-            yield
-        finally:
-            self.torch_state = torch.get_rng_state()
-            self.numpy_state = _pack(np.random.get_state(legacy=True))
-            torch.set_rng_state(outside_torch)
-            np.random.set_state(outside_numpy)
+@contextmanager
+def seeded(*seeds: int) -> Iterator[None]:
+    """Seed torch's and numpy's global generators, from which stable-baselines3 draws, and restore them."""
+    seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
+    outside_torch, outside_numpy = torch.get_rng_state(), np.random.get_state(legacy=True)
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(outside_torch)
+        np.random.set_state(outside_numpy)
 
 
 @contextmanager
@@ -162,19 +85,11 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _pack(state: Any) -> np.ndarray:
-    """Pack numpy's Mersenne-Twister state into one float64 array, which holds 32-bit integers exactly."""
-    _, keys, position, has_gauss, gauss = state
-    return np.concatenate([np.asarray(keys, dtype=np.float64), [position, has_gauss, gauss]])
-
-
-def _unpack(packed: np.ndarray) -> tuple[str, np.ndarray, int, int, float]:
-    return ("MT19937", packed[:-3].astype(np.uint32), int(packed[-3]), int(packed[-2]), float(packed[-1]))
-
-
 ALGORITHMS: dict[str, type[Algorithm]] = {"ddpg": DDPG, "td3": TD3, "sac": SAC}
 """DDPG (Lillicrap et al., ICLR 2016), TD3 (Fujimoto et al., ICML 2018), SAC (Haarnoja et al., ICML 2018)."""
 
+# What the global generators are seeded for, besides an agent's seed and the episodes it has learned from.
+_ACTING, _LEARNING = 0, 1
 # Polyak coefficient of the target networks' updates.
 _TAU = 0.01
 
@@ -185,7 +100,7 @@ class PolicyAgent:
     The algorithms are stable-baselines3's. Every transition's target is the reward at the end of its episode,
     as in AMC (He et al., ECCV 2018), here an n-step return over the whole episode; the reward of the first
     episode, the preset plan's, is subtracted as a baseline. `act` and `learn` replace stable-baselines3's own
-    loop, because many plans may be scored at once and a search is saved between episodes.
+    loop, because many plans may be scored at once and a search is recorded between episodes.
 
     With `options.policy` the actor begins with the weights of a pretrained policy.
 
@@ -217,8 +132,8 @@ class PolicyAgent:
             features=options.features,
             importance_scale=self._scale,
         )
-        self._random = RandomState.seeded(seed)
-        with self._random.in_use():
+        self._seed = seed
+        with seeded(seed):
             self.model = ALGORITHMS[algorithm](
                 "MlpPolicy",
                 self.env,
@@ -236,6 +151,7 @@ class PolicyAgent:
         self.model.set_logger(Logger(None, []))
         self._baseline: float | None = None
         self._last_reward = 0.0
+        self._learned = 0
 
     def act(self, noise: np.ndarray, *, deterministic: bool = False) -> np.ndarray:
         """Roll out the policy with noise over all layers, for several episodes at once.
@@ -250,7 +166,7 @@ class PolicyAgent:
         """
         actions = np.zeros_like(noise, dtype=np.float32)
         stochastic = isinstance(self.model, SAC) and not deterministic
-        with one_thread(), self._random.in_use():
+        with one_thread(), seeded(self._seed, self._learned, _ACTING):
             for layer in range(self.env.layers):
                 observations = self._observe(layer, actions)
                 predicted, _ = self.model.predict(observations, deterministic=not stochastic)
@@ -276,39 +192,16 @@ class PolicyAgent:
             self._buffer.add(observation, following, action, earned, np.array(done), [{}])
             observation = following
         self._last_reward = reward
+        self._learned += 1
         if self._buffer.size() > self.options.batch_size:
+            updates = self.options.updates_per_episode or self.env.layers
             kept = actor_kept(self.model) if keep_actor else nullcontext()
-            with one_thread(), self._random.in_use(), kept:
-                self.model.train(self._updates, self.options.batch_size)
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the agent's state as tensors and plain values, for `restore`."""
-        tensors = model_tensors(self.model) | buffer_tensors(self._buffer)
-        tensors["random.torch"] = self._random.torch_state
-        tensors["random.numpy"] = torch.from_numpy(self._random.numpy_state)
-        values: dict[str, Any] = {"baseline": self._baseline, "last_reward": self._last_reward}
-        return tensors, values
-
-    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore the state of an agent with the same problem, algorithm and options."""
-        restore_model(self.model, tensors)
-        restore_buffer(self._buffer, tensors)
-        self._random = RandomState(tensors["random.torch"].clone(), tensors["random.numpy"].numpy().copy())
-        self._baseline, self._last_reward = values["baseline"], float(values["last_reward"])
+            with one_thread(), seeded(self._seed, self._learned, _LEARNING), kept:
+                self.model.train(updates, self.options.batch_size)
 
     @property
     def _buffer(self) -> Any:
         return self.model.replay_buffer
-
-    @property
-    def _updates(self) -> int:
-        """Gradient steps after an episode, a multiple of TD3's policy delay.
-
-        So the algorithms' update counters need not be saved between episodes.
-        """
-        wanted = self.options.updates_per_episode or self.env.layers
-        delay: int = getattr(self.model, "policy_delay", 1)
-        return math.ceil(wanted / delay) * delay
 
     def _observe(self, layer: int, actions: np.ndarray) -> np.ndarray:
         """Return the episodes' observations before a layer's action, (episodes, features)."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -116,7 +119,14 @@ CANDIDATES_FILE = "candidates.json"
 
 @dataclass(frozen=True)
 class EpisodeRow:
-    """One scored plan."""
+    """One scored plan.
+
+    Attributes:
+        seconds: Time that scoring it took.
+        actions: JSON of the numbers behind the plan from which the selector learns.
+        elapsed: Seconds of the search up to the end of its step.
+        ends_step: Whether it is the last plan of its step; those of one step are proposed together.
+    """
 
     episode: int
     reward: float
@@ -129,6 +139,9 @@ class EpisodeRow:
     seconds: float
     phase: str
     choices: str
+    actions: str = "[]"
+    elapsed: float = 0.0
+    ends_step: bool = True
 
     @property
     def key(self) -> Choices:
@@ -136,8 +149,18 @@ class EpisodeRow:
         return tuple(json.loads(self.choices))
 
 
+EPISODE_COLUMNS = tuple(column.name for column in fields(EpisodeRow))
+"""The columns of `episodes.csv`, in order."""
+_END = "\r\n"
+
+
 def make_row(
-    before: Sequence[EpisodeRow], choices: Choices, phase: str, evaluation: Evaluation, reward: float
+    before: Sequence[EpisodeRow],
+    choices: Choices,
+    phase: str,
+    evaluation: Evaluation,
+    reward: float,
+    actions: Sequence[float] = (),
 ) -> EpisodeRow:
     """Make the row of an evaluation; `before` are the rows of all earlier plans."""
     best = max(reward, before[-1].best_reward) if before else reward
@@ -153,6 +176,7 @@ def make_row(
         seconds=evaluation.seconds,
         phase=phase,
         choices=json.dumps([int(choice) for choice in choices], separators=(",", ":")),
+        actions=json.dumps(list(actions), separators=(",", ":")),
     )
 
 
@@ -196,14 +220,15 @@ class EpisodesFile:
 
     def __init__(self, path: Path, rows: Sequence[EpisodeRow]) -> None:
         self.path = path
-        header = ",".join(field.name for field in fields(EpisodeRow)) + "\r\n"
-        write_atomically(path, header + _lines(rows))
+        write_atomically(path, ",".join(EPISODE_COLUMNS) + _END + _lines(rows))
 
     def append(self, rows: Sequence[EpisodeRow]) -> None:
         """Add rows."""
         try:
             with self.path.open("a", encoding="utf-8", newline="") as file:
                 file.write(_lines(rows))
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             raise StorageError(
                 f"cannot write {self.path}: {error.strerror or error}. Make room on the disk and resume the "
@@ -211,7 +236,46 @@ class EpisodesFile:
             ) from error
 
 
+def recorded_steps(text: str) -> list[list[EpisodeRow]]:
+    """Parse `episodes.csv`, step by step; what a kill left of a last step is dropped."""
+    rows = parse_rows(text[: text.rfind(_END) + len(_END)])
+    if [row.episode for row in rows] != list(range(1, len(rows) + 1)):
+        raise ValueError("the episodes are not numbered 1, 2, 3, ...")
+    for row in rows:
+        json.loads(row.choices), json.loads(row.actions)
+    ends = [row.episode for row in rows if row.ends_step]
+    return [rows[first:end] for first, end in pairwise((0, *ends))]
+
+
+def parse_rows(text: str) -> list[EpisodeRow]:
+    """Parse `episodes.csv`; a `ValueError` says what is damaged. Columns of later versions may be missing."""
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    names = reader.fieldnames or ()
+    missing = [each.name for each in fields(EpisodeRow) if each.default is MISSING and each.name not in names]
+    if missing:
+        raise ValueError(f"it lacks the columns {', '.join(missing)}; it must be a rankrl run's own")
+    known = [each for each in fields(EpisodeRow) if each.name in names]
+    return [
+        EpisodeRow(**{each.name: _value(each, row[each.name], reader.line_num) for each in known})
+        for row in reader
+    ]
+
+
+def _value(column: Field[Any], text: str | None, line: int) -> str | bool | int | float:
+    if column.type == "str":
+        return text or ""
+    if column.type == "bool":
+        return text == str(True)
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"line {line}: {column.name} is {text!r}; it must be a finite number")
+    return int(value) if column.type == "int" else value
+
+
 def _lines(rows: Sequence[EpisodeRow]) -> str:
     text = io.StringIO()
-    csv.writer(text).writerows(list(vars(row).values()) for row in rows)
+    csv.writer(text, lineterminator=_END).writerows(list(vars(row).values()) for row in rows)
     return text.getvalue()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import copyreg
 import functools
 import inspect
 import logging
 import math
-import os
-import sys
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
 import numpy as np
@@ -333,192 +327,50 @@ def accuracy_metric(metric: ScoreMetric, logits: Tensor, labels: Tensor, dense_l
 
 log = logging.getLogger(__name__)
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_OURS = {"rankrl", "decomposition", "pruning", "optim"}
-_PACKAGES = {"site-packages", "dist-packages"}
-
 
 def score_identity(score: Callable[..., Any]) -> str:
     """Return 16 hexadecimal digits that are equal for equal scores, in other processes too.
 
     An attribute `identity`, a string, identifies a score by itself. Any other score is identified by its
-    source, without comments, docstrings and formatting, and by the values that the source names or the object
-    holds: functions and classes of the user's files count by their own sources, tensors, arrays and networks
-    by their content, other objects by what pickle would store of them, and installed ones by their names.
-    What cannot be read counts by its type's name, with a warning.
+    source text, an object by that of its class; what the text names is not followed.
     """
     identity = getattr(score, "identity", None)
-    if isinstance(identity, str):
-        return digest(identity.encode())[:16]
-    reader = _Reader()
-    reader.read(score)
-    if reader.opaque:
+    if not isinstance(identity, str):
+        identity = _source(score)
+    return digest(identity)[:16]
+
+
+def _source(score: Any) -> str:
+    """Return the source text of a score, its name where there is none."""
+    while isinstance(score, functools.partial):
+        score = score.func
+    score = inspect.unwrap(score)  # what torch.no_grad and the like wrap
+    if not inspect.isroutine(score):
+        score = type(score)
+    try:
+        return _body(score) if score.__name__ == "<lambda>" else inspect.cleandoc(inspect.getsource(score))
+    except (OSError, TypeError):
         log.warning(
-            "the score holds what cannot be read and counts by its type alone: %s. A search that goes on in "
-            "its folder does not notice an edit of that; give the score an attribute `identity`, a string "
-            "that you change with it",
-            ", ".join(sorted(reader.opaque)),
+            "the score %s has no source text and counts by its name: a search that goes on in its folder "
+            "does not notice an edit. Give it an attribute `identity`, a string that you change with it",
+            _name(score),
         )
-    return reader.content[:16]
+        return _name(score)
 
 
-class _Reader:
-    """Hashes a score and everything that it refers to."""
-
-    def __init__(self) -> None:
-        self.content = ""
-        self.opaque: set[str] = set()
-        self._objects: dict[int, tuple[int, Any]] = {}
-        self._definitions: list[Any] = []
-
-    def read(self, score: Any) -> None:
-        """Hash a score and all that it names."""
-        self._add(score)
-        for definition in self._definitions:  # grows meanwhile; a loop, as recursion could be too deep
-            self._try(self._add_source, definition)
-
-    def _add(self, value: Any) -> None:
-        """Hash a value; an object that was read before is hashed as its number."""
-        if isinstance(value, _PLAIN):
-            self._note(type(value).__name__, value)
-        elif id(value) in self._objects:
-            self._note("again", self._objects[id(value)][0])
-        else:
-            self._objects[id(value)] = len(self._objects), value  # kept alive, or another could get its id
-            self._note(type(value).__name__)
-            self._try(self._add_object, value)
-
-    def _try(self, add: Callable[[Any], None], value: Any) -> None:
-        try:
-            add(value)
-        except Exception:  # attributes of foreign objects may raise anything
-            self._note("opaque", _name(value))
-            self.opaque.add(_name(value))
-
-    def _note(self, *words: object) -> None:
-        self.content = digest(self.content, *(repr(word).encode() for word in words))
-
-    def _add_object(self, value: Any) -> None:
-        if isinstance(value, types.ModuleType):
-            self._note(value.__name__)
-        elif isinstance(value, type | types.FunctionType):
-            self._definitions.append(value)
-        elif isinstance(value, torch.Tensor):
-            self._note(digest(value))
-        elif isinstance(value, nn.Module):
-            self._add_network(value)
-        elif isinstance(value, dict | list | tuple | set | frozenset):
-            self._add_items(value)
-        else:
-            self._add_stored(value)
-
-    def _add_items(self, values: Any) -> None:
-        self._note(len(values))
-        if isinstance(values, set | frozenset):
-            values = sorted(values, key=repr)
-        for item in values.items() if isinstance(values, dict) else values:
-            self._add(item)
-
-    def _add_network(self, network: nn.Module) -> None:
-        for name, module in network.named_modules():
-            own = {key: held for key, held in vars(module).items() if key[0] != "_" and key != "training"}
-            self._add((name, type(module), own))
-        self._add(dict(network.state_dict()))
-
-    def _add_stored(self, value: Any) -> None:
-        reduce = copyreg.dispatch_table.get(type(value))
-        stored: Any = reduce(value) if reduce else value.__reduce_ex__(4)
-        if isinstance(stored, tuple):  # function, arguments, state, items of a list, items of a dict
-            self._add([*stored[:3], *(list(items or ()) for items in stored[3:5])])
-        else:  # a global's name; functools.lru_cache keeps the function in __wrapped__
-            self._add((stored, getattr(value, "__wrapped__", None)))
-
-    def _add_source(self, value: Any) -> None:
-        if not _is_users(value):
-            self._note(_name(value))
-            self._add(vars(value).get("__wrapped__"))  # the user's function inside torch.no_grad and the like
-            return
-        node = _node_of(value)
-        self._note(ast.unparse(node))
-        scope = _scope_of(value)
-        for name in sorted(_names_in(node)):
-            self._add((name, _resolved(name, scope)))
-        if isinstance(value, types.FunctionType):
-            self._add((value.__defaults__, value.__kwdefaults__, vars(value)))
+def _body(function: Any) -> str:
+    """Return the text of a lambda alone: its lines hold other arguments of a call too."""
+    places = [place for place in function.__code__.co_positions() if None not in place and any(place[2:])]
+    first, start = min((line, column) for line, _, column, _ in places)
+    last, end = max((line, column) for _, line, _, column in places)
+    lines = [line.encode() for line in inspect.findsource(function)[0][first - 1 : last]]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    return b"".join(lines).decode()
 
 
 def _name(value: Any) -> str:
-    named = value if isinstance(value, type | types.FunctionType) else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _is_users(value: Any) -> bool:
-    """Whether a function or class is in a file of the user's: not Python's, ours or installed."""
-    try:
-        file = Path(inspect.getfile(value))
-    except TypeError:  # written in C
-        return False
-    ours = str(value.__module__).partition(".")[0] in _OURS
-    installed = _PACKAGES & set(file.parts) or Path(os.__file__).parent in file.parents
-    return not (ours or installed or file.name.startswith("<frozen"))
-
-
-class _WithoutDocstrings(ast.NodeTransformer):
-    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
-        return None if isinstance(node.value, ast.Constant) else node
-
-
-_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-
-
-@functools.lru_cache(maxsize=16)
-def _definitions_in(source: str) -> dict[int, list[_Definition]]:
-    """Return the functions and classes of a file by their first lines."""
-    by_line: dict[int, list[_Definition]] = {}
-    for node in ast.walk(_WithoutDocstrings().visit(ast.parse(source))):
-        if isinstance(node, _Definition):
-            first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
-            by_line.setdefault(first, []).append(node)
-    return by_line
-
-
-def _node_of(value: Any) -> _Definition:
-    """Return the definition of a function or class in its file."""
-    lines, before = inspect.findsource(value)
-    name = value.__name__ if isinstance(value, type) else value.__code__.co_name
-    for node in _definitions_in("".join(lines)).get(before + 1, ()):
-        if isinstance(node, ast.Lambda):
-            body = (node.body.lineno, node.body.end_lineno, node.body.col_offset, node.body.end_col_offset)
-            if name == "<lambda>" and body in value.__code__.co_positions():
-                return node
-        elif node.name == name:
-            return node
-    raise OSError(f"there is no source of {_name(value)}")
-
-
-def _scope_of(value: Any) -> Mapping[str, Any]:
-    if isinstance(value, type):
-        return vars(sys.modules[value.__module__])
-    closed = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-    return {**value.__globals__, **{name: cell.cell_contents for name, cell in closed}}
-
-
-def _names_in(node: ast.AST) -> set[str]:
-    """Return the names that a definition uses and does not assign, with attributes: `x`, `x.y`."""
-    nodes = list(ast.walk(node))
-    own = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
-    return {name for name in used if name.replace(".", "").isidentifier() and name.split(".")[0] not in own}
-
-
-def _resolved(name: str, scope: Mapping[str, Any]) -> Any:
-    """Return the value of a name; attributes are looked up in modules alone."""
-    first, *rest = name.split(".")
-    value = scope.get(first)
-    for attribute in rest:
-        value = getattr(value, attribute, None) if isinstance(value, types.ModuleType) else None
-    return value
+    return f"{value.__module__}.{value.__qualname__}"
 
 
 Score = Callable[[nn.Module], Any]

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 from threadpoolctl import ThreadpoolController
-from torch import Tensor
 
 from rankrl.options.decomposition import AUTO
 from rankrl.options.selectors import FINAL_SCALE, IMPORTANCE_SCALE, BayesOptions
@@ -29,14 +27,7 @@ from rankrl.plan_search.envs.actions import (
     check_action,
     create_action_map,
 )
-from rankrl.plan_search.selectors.selector import (
-    Proposal,
-    Selector,
-    SelectorState,
-    generator_state,
-    register_selector,
-    restore_generator,
-)
+from rankrl.plan_search.selectors.selector import Proposal, Selector, register_selector
 from rankrl.plan_search.space.problem import Choices, SearchProblem, SearchSetting
 
 if TYPE_CHECKING:
@@ -66,8 +57,10 @@ class RewardModel:
         self._counts = counts
         self._roots: list[np.ndarray] = []
         self._rewards: list[float] = []
+        self._added = 0
         self._theta: np.ndarray | None = None
-        self._chosen_at = 0
+        # The plans to which the hyper-parameters are yet to be fitted, when they are needed.
+        self._due: tuple[np.ndarray, np.ndarray] | None = None
         self._process: GaussianProcessRegressor | None = None  # fitted to all plans added so far
 
     def __len__(self) -> int:
@@ -78,46 +71,29 @@ class RewardModel:
         self._process = None
         self._roots.append(np.asarray(roots, dtype=float))
         self._rewards.append(reward)
+        self._added += 1
         if len(self._rewards) > _CAPACITY:  # the worst plan says least about the best ones
             worst = int(np.argmin(self._rewards))
             del self._roots[worst], self._rewards[worst]
+        if self._added % _PERIOD == 0:
+            self._due = np.stack(self._roots), np.array(self._rewards)
 
     def predict(self, roots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the rewards' predicted means and standard deviations, each (N,), for roots (N, layers)."""
         if not self._rewards:
             return np.zeros(len(roots)), np.ones(len(roots))
         known, rewards = np.stack(self._roots), np.array(self._rewards)
-        centre, scale = known.mean(0), known.std(0)
-        # The floor bounds the scaled input of a layer that never changed before and now does.
-        scale = np.maximum(scale, 1e-2 * scale.max() + 1e-12)
+        with _quiet():
+            if self._due is not None:
+                self._theta = self._fitted(*self._due, search=True).kernel_.theta
+                self._due = None
+            if self._process is None:
+                self._process = self._fitted(known, rewards)
+            centre, scale = _scale(known)
+            mean, deviation = self._process.predict((roots - centre) / scale, return_std=True)
         expected, guess = self._guesses(known, rewards, roots)
         left = rewards - expected
-        spread = max(float(left.std()), 1e-9)  # equal rewards have no spread
-        with _quiet():
-            if self._process is None:
-                self._process = self._fitted((known - centre) / scale, (left - left.mean()) / spread)
-            mean, deviation = self._process.predict((roots - centre) / scale, return_std=True)
-        return guess + mean * spread + left.mean(), deviation * spread
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the model's state as tensors."""
-        theta = np.zeros(0) if self._theta is None else self._theta
-        roots = np.stack(self._roots) if self._roots else np.zeros((0, 0))
-        return {
-            "roots": torch.from_numpy(roots.copy()),
-            "rewards": torch.tensor(self._rewards, dtype=torch.float64),
-            "theta": torch.from_numpy(theta.copy()),
-            "chosen_at": torch.tensor(self._chosen_at),
-        }
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Restore a state that `state` returned."""
-        self._process = None
-        self._roots = list(state["roots"].numpy().copy())
-        self._rewards = state["rewards"].tolist()
-        theta = state["theta"].numpy().copy()
-        self._theta = theta if len(theta) else None
-        self._chosen_at = int(state["chosen_at"])
+        return guess + mean * _spread(left) + left.mean(), deviation * _spread(left)
 
     def _guesses(
         self, known: np.ndarray, rewards: np.ndarray, roots: np.ndarray
@@ -133,19 +109,31 @@ class RewardModel:
         price = max(0.0, -float(excess @ rewards) / max(float(excess @ excess), 1e-300))
         return -price * losses, -price * (roots**2 @ self._counts)
 
-    def _fitted(self, known: np.ndarray, targets: np.ndarray) -> GaussianProcessRegressor:
+    def _fitted(
+        self, known: np.ndarray, rewards: np.ndarray, *, search: bool = False
+    ) -> GaussianProcessRegressor:
+        """Fit a process to plans; `search` for the hyper-parameters, from the same start whenever it is."""
         from sklearn.gaussian_process import GaussianProcessRegressor
 
-        due = len(self) >= self._chosen_at + _PERIOD
+        centre, scale = _scale(known)
+        left = rewards - self._guesses(known, rewards, known)[0]
         kernel = _kernel(known.shape[1])
-        if self._theta is not None:
+        if self._theta is not None and not search:
             kernel = kernel.clone_with_theta(self._theta)
         # alpha is jitter alone: the kernel has noise of its own.
-        process = GaussianProcessRegressor(kernel, alpha=1e-8, optimizer="fmin_l_bfgs_b" if due else None)
-        process.fit(known, targets)
-        if due:
-            self._theta, self._chosen_at = process.kernel_.theta.copy(), len(self)
-        return process
+        process = GaussianProcessRegressor(kernel, alpha=1e-8, optimizer="fmin_l_bfgs_b" if search else None)
+        return process.fit((known - centre) / scale, (left - left.mean()) / _spread(left))
+
+
+def _scale(known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs' means and deviations, each (layers,)."""
+    deviation = known.std(0)
+    # The floor bounds the scaled input of a layer that never changed before and now does.
+    return known.mean(0), np.maximum(deviation, 1e-2 * deviation.max() + 1e-12)
+
+
+def _spread(left: np.ndarray) -> float:
+    return max(float(left.std()), 1e-9)  # equal rewards have no spread
 
 
 @cache
@@ -226,7 +214,6 @@ class BayesSelector(Selector):
         if known is not None:
             action, importance_scale = known.card.action, known.card.importance_scale
         self._map = create_action_map(problem, action, scale=importance_scale)
-        self._generator = np.random.default_rng(seed)
         self._centre, counts = np.zeros(len(problem.sites)), None
         if known is not None:
             actions = known.actions_for(problem)
@@ -235,8 +222,6 @@ class BayesSelector(Selector):
         self._model = RewardModel(counts)
         self._best = self._centre
         self._best_reward = -np.inf
-        self._proposed: list[np.ndarray] = []
-        self._played = 0
         self._seen: set[Choices] = set()
         # Losses under the proposed plans, as bytes: they identify plans without the cost of an allocation.
         self._known: set[bytes] = set()
@@ -256,54 +241,35 @@ class BayesSelector(Selector):
 
     def propose(self) -> list[Proposal]:
         """Choose plans, new ones as long as they can be found."""
-        proposals, self._proposed = [], []
-        alone = self._played <= int(self._pretrained)
-        for _ in range(1 if alone else self.plans_per_step):
+        generator, proposals = self.generator(), []
+        seen, known = set(self._seen), set(self._known)
+        alone = self.observed <= int(self._pretrained)
+        for number in range(self.observed, self.observed + (1 if alone else self.plans_per_step)):
             for _ in range(_ATTEMPTS):
-                actions, phase = self._choose()
+                actions, phase = self._choose(number, known, generator)
                 choices = self._map.choices_of(actions)
-                if choices not in self._seen:
+                if choices not in seen:
                     break
-            self._seen.add(choices)
-            self._known.add(self._map.loss_roots(actions[None])[0].tobytes())
-            self._played += 1
-            self._proposed.append(actions)
-            proposals.append(Proposal(choices, phase))
+            seen.add(choices)
+            known.add(self._roots(actions).tobytes())
+            proposals.append(Proposal(choices, phase, tuple(actions.tolist())))
         return proposals
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Add the plans and their rewards to the process."""
-        for actions, reward in zip(self._proposed, rewards, strict=False):
-            self._model.add(self._map.loss_roots(actions[None])[0], reward)
+        super().observe(proposals, rewards)
+        for proposal, reward in zip(proposals, rewards, strict=True):
+            actions = np.array(proposal.actions)
+            roots = self._roots(actions)
+            self._seen.add(proposal.choices)
+            self._known.add(roots.tobytes())
+            self._model.add(roots, reward)
             if reward > self._best_reward:
                 self._best, self._best_reward = actions, reward
 
-    def state(self) -> SelectorState:
-        """Return the plans seen, the process, the best actions and the generator's state."""
-        tensors = {f"model.{name}": value for name, value in self._model.state().items()}
-        known = np.frombuffer(b"".join(sorted(self._known))).reshape(-1, len(self._centre))
-        tensors |= {"best": torch.from_numpy(self._best.copy()), "known": torch.from_numpy(known.copy())}
-        values: dict[str, Any] = {
-            "played": self._played,
-            "seen": [list(choices) for choices in sorted(self._seen)],
-            "generator": generator_state(self._generator),
-        }
-        if np.isfinite(self._best_reward):
-            values["best_reward"] = self._best_reward
-        return SelectorState(tensors, values)
-
-    def restore(self, state: SelectorState) -> None:
-        """Restore a state that `state` returned."""
-        prefix = "model."
-        self._model.restore(
-            {key.removeprefix(prefix): v for key, v in state.tensors.items() if key.startswith(prefix)}
-        )
-        self._best = state.tensors["best"].numpy().copy()
-        self._known = {row.tobytes() for row in state.tensors["known"].numpy()}
-        self._best_reward = float(state.values.get("best_reward", -np.inf))
-        self._played = int(state.values["played"])
-        self._seen = {tuple(choices) for choices in state.values["seen"]}
-        restore_generator(self._generator, state.values["generator"])
+    def _roots(self, actions: np.ndarray) -> np.ndarray:
+        """Return the roots of the layers' losses under one plan's actions, (sites,)."""
+        return self._map.loss_roots(actions[None])[0]
 
     @staticmethod
     def _policy(policy: str | Path, action: ActionKind | None) -> PolicyFile:
@@ -313,36 +279,38 @@ class BayesSelector(Selector):
         options_with_policy(asked, pretrained)
         return pretrained
 
-    def _choose(self) -> tuple[np.ndarray, str]:
-        """Return the actions of the next plan, shape (sites,), and the phase."""
-        if self._pretrained and self._played == 0:
+    def _choose(
+        self, number: int, known: set[bytes], generator: np.random.Generator
+    ) -> tuple[np.ndarray, str]:
+        """Return the actions of a plan, shape (sites,), and the phase."""
+        if self._pretrained and number == 0:
             return self._centre, "pretrained"
-        if self._played == int(self._pretrained):
+        if number == int(self._pretrained):
             return np.zeros_like(self._centre), "preset"
-        if self._played < self.warmup_episodes or not len(self._model):
-            noise = _WARMUP_NOISE * self._generator.standard_normal(len(self._centre))
+        if number < self.warmup_episodes or not len(self._model):
+            noise = _WARMUP_NOISE * generator.standard_normal(len(self._centre))
             return (self._centre + noise).clip(-1, 1), "warm-up"
         span = max(self.episodes - 1, self.warmup_episodes + 1) - self.warmup_episodes
-        progress = min(1.0, (self._played - self.warmup_episodes) / span)
+        progress = min(1.0, (number - self.warmup_episodes) / span)
         scale = self.step * (min(FINAL_SCALE, self.step) / self.step) ** progress
-        candidates = self._changed(np.tile(self._best, (self.candidates, 1)), scale)
-        bounds = self._bounds(candidates)
+        candidates = _changed(np.tile(self._best, (self.candidates, 1)), scale, generator)
+        bounds = self._bounds(candidates, known)
         for _ in range(_REFINEMENTS):
             parents = candidates[np.argsort(-bounds, kind="stable")[:_PARENTS]]
             copies = parents[np.arange(len(candidates)) % len(parents)]
-            candidates = np.concatenate([parents, self._changed(copies, scale)])
-            bounds = self._bounds(candidates)
+            candidates = np.concatenate([parents, _changed(copies, scale, generator)])
+            bounds = self._bounds(candidates, known)
         return candidates[int(bounds.argmax())], "bayes"
 
-    def _changed(self, actions: np.ndarray, scale: float) -> np.ndarray:
-        """Add noise to plans' actions, in a random share of the layers drawn for each plan."""
-        touched = self._generator.random(actions.shape) < self._generator.random((len(actions), 1))
-        noise = scale * self._generator.standard_normal(actions.shape)
-        return (actions + touched * noise).clip(-1, 1)
-
-    def _bounds(self, candidates: np.ndarray) -> np.ndarray:
+    def _bounds(self, candidates: np.ndarray, known: set[bytes]) -> np.ndarray:
         """Return the upper confidence bound of each plan's reward; -inf for plans proposed before."""
         roots = self._map.loss_roots(candidates)
         mean, deviation = self._model.predict(roots)
-        known = [row.tobytes() in self._known for row in roots]
-        return np.where(known, -np.inf, mean + _OPTIMISM * deviation)
+        return np.where([row.tobytes() in known for row in roots], -np.inf, mean + _OPTIMISM * deviation)
+
+
+def _changed(actions: np.ndarray, scale: float, generator: np.random.Generator) -> np.ndarray:
+    """Add noise to plans' actions, in a random share of the layers drawn for each plan."""
+    touched = generator.random(actions.shape) < generator.random((len(actions), 1))
+    noise = scale * generator.standard_normal(actions.shape)
+    return (actions + touched * noise).clip(-1, 1)

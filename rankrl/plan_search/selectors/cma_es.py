@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from rankrl.errors import ConfigError
 from rankrl.options.selectors import CMAESOptions
@@ -14,7 +13,6 @@ from rankrl.plan_search.envs.actions import ImportanceMap, check_action
 from rankrl.plan_search.selectors.selector import (
     Proposal,
     Selector,
-    SelectorState,
     import_package,
     register_selector,
 )
@@ -25,8 +23,7 @@ from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 class CMAESSelector(Selector):
     """CMA-ES (extra `cmaes`) over the agent's own actions, from greedy's plan.
 
-    The first plan is greedy's; whole generations follow, around a mean that begins there. The rewards told so
-    far suffice to resume exactly: the generations are drawn again from the seed.
+    The first plan is greedy's; whole generations follow, around a mean that begins there.
 
     Args:
         problem: What to choose for; it needs a budget and at least two layers.
@@ -53,11 +50,8 @@ class CMAESSelector(Selector):
             mean=np.zeros(layers),
             sigma=own.step,
             bounds=np.tile([-1.0, 1.0], (layers, 1)),
-            seed=seed % 2**32,
             population_size=own.population,
         )
-        self._pending: list[np.ndarray] = []
-        self._told: list[float] = []
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
@@ -67,32 +61,18 @@ class CMAESSelector(Selector):
 
     def propose(self) -> list[Proposal]:
         """Return greedy's plan first, then whole generations."""
-        if not self._told:
+        if not self.observed:
             return [Proposal(tuple(self.problem.preset.tolist()), "preset")]
-        self._pending = self._ask()
+        self._optimizer.reseed_rng(int(self.generator().integers(2**32)))
+        generation = [self._optimizer.ask() for _ in range(self._optimizer.population_size)]
         return [
-            Proposal(tuple(self._map.allocate(actions).tolist()), "generation") for actions in self._pending
+            Proposal(tuple(self._map.allocate(actions).tolist()), "generation", tuple(actions.tolist()))
+            for actions in generation
         ]
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Tell a generation's rewards; one cut short by the end of the search is ignored."""
-        if self._told and len(rewards) == len(self._pending):
-            self._tell(self._pending, rewards)
-        self._told.extend(rewards)
-
-    def state(self) -> SelectorState:
-        """Return the rewards told so far."""
-        return SelectorState({"rewards": torch.tensor(self._told, dtype=torch.float64)})
-
-    def restore(self, state: SelectorState) -> None:
-        """Draw the generations again and tell their rewards."""
-        self._told = state.tensors["rewards"].tolist()
-        size = self._optimizer.population_size
-        for first in range(1, len(self._told) - size + 1, size):
-            self._tell(self._ask(), self._told[first : first + size])
-
-    def _ask(self) -> list[np.ndarray]:
-        return [self._optimizer.ask() for _ in range(self._optimizer.population_size)]
-
-    def _tell(self, generation: Sequence[np.ndarray], rewards: Sequence[float]) -> None:
-        self._optimizer.tell([(each, -reward) for each, reward in zip(generation, rewards, strict=True)])
+        if self.observed and len(rewards) == self._optimizer.population_size:
+            pairs = zip(proposals, rewards, strict=True)
+            self._optimizer.tell([(np.array(proposal.actions), -reward) for proposal, reward in pairs])
+        super().observe(proposals, rewards)

@@ -14,7 +14,7 @@ from rankrl.errors import ConfigError
 from rankrl.options.selectors import LEMSOptions, NoOptions
 from rankrl.plan_search.envs.actions import check_action
 from rankrl.plan_search.scores.evaluators import probes, scaled, with_divergences
-from rankrl.plan_search.selectors.selector import Proposal, Selector, SelectorState, register_selector
+from rankrl.plan_search.selectors.selector import Proposal, Selector, register_selector
 from rankrl.plan_search.selectors.tpe import TPESelector
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
@@ -57,10 +57,6 @@ class DivergenceSelector(Selector):
     seeded = False
     own_options = NoOptions
 
-    def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
-        super().__init__(problem, seed=seed, episodes=episodes)
-        self._done = False
-
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
         """Refuse a search without a budget, or with workers."""
@@ -70,25 +66,13 @@ class DivergenceSelector(Selector):
 
     def propose(self) -> list[Proposal]:
         """Measure, and return the plan, once."""
-        if self._done:
+        if self.observed:
             return []
         pairs = zip(self.problem.sites, measured(self.problem, self.name), strict=True)
         sites = [with_divergences(site, values) for site, values in pairs]
         assert self.problem.budget is not None
         choices = allocate(sites, self.problem.budget)
         return [Proposal(tuple(choices.tolist()), "one-shot")]
-
-    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Note that the plan was scored."""
-        self._done = True
-
-    def state(self) -> SelectorState:
-        """Return whether the plan was scored."""
-        return SelectorState(values={"done": self._done})
-
-    def restore(self, state: SelectorState) -> None:
-        """Restore whether the plan was scored."""
-        self._done = bool(state.values["done"])
 
 
 def depth_weights(layers: int, gamma: float, alpha: float) -> np.ndarray:
@@ -138,7 +122,8 @@ class LEMSSelector(TPESelector):
 
     def propose(self) -> list[Proposal]:
         """Ask for trials, up to their maximum number."""
-        return super().propose()[: self._trials - len(self._told)] if len(self._told) < self._trials else []
+        left = self._trials - self.observed
+        return super().propose()[:left] if left > 0 else []
 
     @cached_property
     def _sites(self) -> list[CandidateSet]:

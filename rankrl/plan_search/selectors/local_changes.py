@@ -6,18 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from rankrl.options.selectors import LocalOptions
 from rankrl.plan_search.envs.actions import ImportanceMap, check_action
-from rankrl.plan_search.selectors.selector import (
-    Proposal,
-    Selector,
-    SelectorState,
-    generator_state,
-    register_selector,
-    restore_generator,
-)
+from rankrl.plan_search.selectors.selector import Proposal, Selector, register_selector
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
 # Probability of each layer to be changed.
@@ -47,10 +39,8 @@ class LocalSelector(Selector):
         own = LocalOptions(**options)
         self.step, self.plans_per_step = own.step, own.plans_per_step
         self._map = ImportanceMap(problem)
-        self._generator = np.random.default_rng(seed)
         self._best = np.zeros(len(problem.sites))
         self._best_reward = -np.inf
-        self._tried: list[np.ndarray] = []
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
@@ -59,34 +49,24 @@ class LocalSelector(Selector):
 
     def propose(self) -> list[Proposal]:
         """Change the best plan so far."""
-        first = not np.isfinite(self._best_reward)
-        self._tried = [self._best] if first else [self._changed() for _ in range(self.plans_per_step)]
+        generator = self.generator()
+        tried, phase = [self._best], "preset"
+        if self.observed:
+            tried, phase = [self._changed(generator) for _ in range(self.plans_per_step)], "local"
         return [
-            Proposal(tuple(self._map.allocate(actions).tolist()), "preset" if first else "local")
-            for actions in self._tried
+            Proposal(tuple(self._map.allocate(actions).tolist()), phase, tuple(actions.tolist()))
+            for actions in tried
         ]
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Move to the best of the plans if it is better."""
-        for actions, reward in zip(self._tried, rewards, strict=False):
+        super().observe(proposals, rewards)
+        for proposal, reward in zip(proposals, rewards, strict=True):
             if reward > self._best_reward:
-                self._best, self._best_reward = actions, reward
+                self._best, self._best_reward = np.array(proposal.actions), reward
 
-    def state(self) -> SelectorState:
-        """Return the best actions, their reward and the generator's state."""
-        values: dict[str, Any] = {"generator": generator_state(self._generator)}
-        if np.isfinite(self._best_reward):
-            values["best_reward"] = self._best_reward
-        return SelectorState({"best": torch.from_numpy(self._best.copy())}, values)
-
-    def restore(self, state: SelectorState) -> None:
-        """Restore the best actions, their reward and the generator's state."""
-        self._best = state.tensors["best"].numpy().copy()
-        self._best_reward = float(state.values.get("best_reward", -np.inf))
-        restore_generator(self._generator, state.values["generator"])
-
-    def _changed(self) -> np.ndarray:
-        changed = self._generator.random(len(self._best)) < _SHARE
-        changed[self._generator.integers(len(self._best))] = True
-        noise = self.step * self._generator.standard_normal(len(self._best))
+    def _changed(self, generator: np.random.Generator) -> np.ndarray:
+        changed = generator.random(len(self._best)) < _SHARE
+        changed[generator.integers(len(self._best))] = True
+        noise = self.step * generator.standard_normal(len(self._best))
         return np.clip(self._best + changed * noise, -1, 1)

@@ -10,14 +10,7 @@ import numpy as np
 from decomposition import Budget, CandidateSet
 from decomposition.choose.allocation import cheapest_choices
 from rankrl.options.selectors import StepOptions
-from rankrl.plan_search.selectors.selector import (
-    Proposal,
-    Selector,
-    SelectorState,
-    generator_state,
-    register_selector,
-    restore_generator,
-)
+from rankrl.plan_search.selectors.selector import Proposal, Selector, register_selector
 from rankrl.plan_search.space.problem import SearchProblem
 
 
@@ -101,22 +94,11 @@ class RandomSelector(Selector):
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
         self.plans_per_step = StepOptions(**options).plans_per_step
-        self._generator = np.random.default_rng(seed)
 
     def propose(self) -> list[Proposal]:
         """Draw plans."""
+        generator = self.generator()
         return [
-            Proposal(tuple(random_choices(self.problem, self._generator).tolist()), "random")
+            Proposal(tuple(random_choices(self.problem, generator).tolist()), "random")
             for _ in range(self.plans_per_step)
         ]
-
-    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Learn nothing."""
-
-    def state(self) -> SelectorState:
-        """Return the generator's state."""
-        return SelectorState(values={"generator": generator_state(self._generator)})
-
-    def restore(self, state: SelectorState) -> None:
-        """Restore the generator's state."""
-        restore_generator(self._generator, state.values["generator"])

@@ -6,18 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from rankrl.plan_search.agents import AgentOptions
 from rankrl.plan_search.envs.actions import ActionKind, check_action
-from rankrl.plan_search.selectors.selector import (
-    Proposal,
-    Selector,
-    SelectorState,
-    generator_state,
-    register_selector,
-    restore_generator,
-)
+from rankrl.plan_search.selectors.selector import Proposal, Selector, register_selector
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
 
@@ -35,9 +27,6 @@ class ReinforcementSelector(Selector):
         from rankrl.plan_search.agents import PolicyAgent  # imports stable-baselines3
 
         self.agent = PolicyAgent(problem, self.name, self.agent_options, seed=seed, episodes=episodes)
-        self._generator = np.random.default_rng(seed)
-        self._played = 0
-        self._actions: list[np.ndarray] = []
         self._pretrained = self.agent_options.policy is not None
         self._centre = np.zeros(self.agent.env.layers, dtype=np.float32)
         if self._pretrained:
@@ -65,48 +54,34 @@ class ReinforcementSelector(Selector):
 
     def propose(self) -> list[Proposal]:
         """Play episodes."""
-        alone = self._played == 0 or (self._pretrained and self._played == 1)
+        generator = self.generator()
+        alone = self.observed == 0 or (self._pretrained and self.observed == 1)
         count = 1 if alone else self.agent_options.plans_per_step
         shape, phase = (count, self.agent.env.layers), "policy"
-        if self._pretrained and self._played == 0:
+        if self._pretrained and self.observed == 0:
             actions, phase = self._centre[None], "pretrained"
         elif alone:
             actions, phase = np.zeros(shape, dtype=np.float32), "preset"
         elif self._warming_up:
-            noise = self.agent_options.warmup_noise * self._generator.standard_normal(shape)
+            noise = self.agent_options.warmup_noise * generator.standard_normal(shape)
             actions, phase = (self._centre + noise).clip(-1, 1).astype(np.float32), "warm-up"
         else:
-            scale = self.agent_options.noise_at(self._played, self.episodes)
-            actions = self.agent.act(scale * self._generator.standard_normal(shape))
-        self._actions = list(actions)
-        self._played += count
-        return [Proposal(self.agent.env.map.choices_of(each), phase) for each in self._actions]
+            scale = self.agent_options.noise_at(self.observed, self.episodes)
+            actions = self.agent.act(scale * generator.standard_normal(shape))
+        choices_of = self.agent.env.map.choices_of
+        return [Proposal(choices_of(each), phase, tuple(each.tolist())) for each in actions]
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Train the agent on the last episodes."""
+        """Train the agent on the episodes."""
+        super().observe(proposals, rewards)
         keep_actor = self._pretrained and self._warming_up
-        for actions, reward in zip(self._actions, rewards, strict=False):
+        for proposal, reward in zip(proposals, rewards, strict=True):
+            actions = np.array(proposal.actions, dtype=np.float32)
             self.agent.learn(actions, reward, keep_actor=keep_actor)
-
-    def state(self) -> SelectorState:
-        """Return the states of the agent and of the noise."""
-        tensors, values = self.agent.state()
-        noise = {"played": self._played, "generator": generator_state(self._generator)}
-        if self._pretrained:
-            tensors["centre"] = torch.from_numpy(self._centre.copy())
-        return SelectorState(tensors, {**values, **noise})
-
-    def restore(self, state: SelectorState) -> None:
-        """Restore the states of the agent and of the noise."""
-        self.agent.restore(state.tensors, state.values)
-        self._played = int(state.values["played"])
-        if self._pretrained:
-            self._centre = state.tensors["centre"].numpy().copy()
-        restore_generator(self._generator, state.values["generator"])
 
     @property
     def _warming_up(self) -> bool:
-        return self._played < self.agent_options.warmup_episodes
+        return self.observed < self.agent_options.warmup_episodes
 
 
 def agent_options(options: Mapping[str, Any]) -> AgentOptions:

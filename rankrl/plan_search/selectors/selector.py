@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from decomposition.choose.heuristics import get_heuristic, list_heuristics
 from decomposition.registry import Registry
@@ -31,30 +30,20 @@ class Proposal:
     Attributes:
         choices: The plan: the candidate of every site. It keeps the problem's budget.
         phase: What the selector was doing, for the record: `preset`, `warm-up`, `policy`, `random`, ...
+        actions: Numbers behind the plan that `observe` needs besides, if any; they are recorded with it.
     """
 
     choices: Choices
     phase: str
-
-
-@dataclass(frozen=True)
-class SelectorState:
-    """A selector's whole state, in a form that is written without pickling.
-
-    Attributes:
-        tensors: Arrays by name.
-        values: Plain JSON values by name.
-    """
-
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
+    actions: tuple[float, ...] = ()
 
 
 class Selector(ABC):
     """Chooses plans, one step after the other: `propose`, scoring by the caller, `observe`.
 
-    The two halves are separate so that the caller can score the plans of one step in parallel and save the
-    state between steps. Equal problems, seeds, options and rewards give equal proposals.
+    The two halves are separate so that the caller can score the plans of one step in parallel and record them
+    between steps. A search is resumed by `observe` alone, with what is recorded: proposals depend on problem,
+    seed, options and what was observed, not on earlier calls of `propose`. So draws come from `generator`.
 
     Attributes:
         name: Name in the registry, in plans and on the command line.
@@ -62,6 +51,7 @@ class Selector(ABC):
         seeded: Whether its proposals depend on the seed.
         own_options: The dataclass of its own options, which checks them; None for those of its signature.
         options: All options it has, defaults too; part of a search's identity when it is resumed.
+        observed: Number of plans observed so far.
     """
 
     name: ClassVar[str]
@@ -74,6 +64,11 @@ class Selector(ABC):
         self.seed = seed
         self.episodes = episodes
         self.options: Mapping[str, Any] = {}
+        self.observed = 0
+
+    def generator(self) -> np.random.Generator:
+        """Return the generator of a step's draws, seeded by the seed and the number of plans observed."""
+        return np.random.default_rng((self.seed, self.observed))
 
     @classmethod
     def option_owner(cls) -> Callable[..., Any]:
@@ -122,33 +117,15 @@ class Selector(ABC):
     def propose(self) -> list[Proposal]:
         """Return the plans to score next, one or more; none when the selector has nothing more to try."""
 
-    @abstractmethod
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Learn the rewards of the plans proposed last.
+        """Learn the rewards of one step's plans; here, count them. Overriding methods call this one too.
 
         Args:
-            proposals: The plans that were scored: all that were proposed, or the first of them when the
-                search has come to its end.
+            proposals: The plans that were scored: all of the step, or the first of them when the search has
+                come to its end. They may be of an earlier process, whose search is resumed.
             rewards: Their rewards, in order.
         """
-
-    @abstractmethod
-    def state(self) -> SelectorState:
-        """Return the state between `observe` and `propose`, sufficient to resume exactly."""
-
-    @abstractmethod
-    def restore(self, state: SelectorState) -> None:
-        """Restore a state that `state` returned under the same problem, seed and options."""
-
-
-def generator_state(generator: np.random.Generator) -> dict[str, Any]:
-    """Return the state of a numpy generator as plain JSON values."""
-    return dict(generator.bit_generator.state)
-
-
-def restore_generator(generator: np.random.Generator, state: Mapping[str, Any]) -> None:
-    """Restore a numpy generator's state that `generator_state` returned."""
-    generator.bit_generator.state = dict(state)
+        self.observed += len(proposals)
 
 
 def heuristic_choices(problem: SearchProblem, heuristic: str) -> np.ndarray:
@@ -174,23 +151,10 @@ class OneShot(Selector):
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
         self._choices = tuple(heuristic_choices(problem, self.name).tolist())
-        self._done = False
 
     def propose(self) -> list[Proposal]:
         """Return the plan, once."""
-        return [] if self._done else [Proposal(self._choices, "one-shot")]
-
-    def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Note that the plan was scored."""
-        self._done = True
-
-    def state(self) -> SelectorState:
-        """Return whether the plan was scored."""
-        return SelectorState(values={"done": self._done})
-
-    def restore(self, state: SelectorState) -> None:
-        """Restore whether the plan was scored."""
-        self._done = bool(state.values["done"])
+        return [] if self.observed else [Proposal(self._choices, "one-shot")]
 
 
 @cache

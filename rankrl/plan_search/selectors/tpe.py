@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from decomposition.files import announce_write
 from rankrl.errors import StorageError
@@ -16,7 +15,6 @@ from rankrl.plan_search.envs.actions import ImportanceMap, check_action
 from rankrl.plan_search.selectors.selector import (
     Proposal,
     Selector,
-    SelectorState,
     import_package,
     register_selector,
 )
@@ -30,9 +28,8 @@ STUDY_FILE = "tpe.sqlite3"
 class TPESelector(Selector):
     """Optuna's TPE sampler (extra `tpe`) over the agent's own actions, with greedy's plan as its first trial.
 
-    Every trial draws with a seed derived from the search's seed and the trial's number, so that the trials
-    told so far, which are the state, suffice to resume exactly. The study on disk is a copy for Optuna's
-    dashboards, made anew when a search is resumed.
+    Every trial draws with a seed derived from the search's seed and the trial's number. The study on disk is
+    a copy for Optuna's dashboards, made anew when a search is resumed.
 
     Args:
         problem: What to choose for; it needs a budget.
@@ -56,10 +53,8 @@ class TPESelector(Selector):
         self._map = ImportanceMap(problem)
         self._ranges = {f"importance_{name}": (-1.0, 1.0) for name in problem.names}
         self._folder: Path | None = None
-        self._study: Any = None
+        self._study = self._optuna.create_study(direction="maximize")
         self._mirror: Any = None
-        self._pending: list[Any] = []
-        self._told: list[tuple[np.ndarray, float]] = []
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
@@ -73,40 +68,27 @@ class TPESelector(Selector):
 
     def propose(self) -> list[Proposal]:
         """Ask for trials."""
-        if self._study is None:
-            self._study = self._make_study()
-        self._pending, proposals = [], []
-        for _ in range(self.plans_per_step if self._told else 1):
-            number = len(self._told) + len(self._pending)
-            self._study.sampler = self._sampler(number)
-            trial = self._study.ask()
-            actions = np.array([trial.suggest_float(name, *ends) for name, ends in self._ranges.items()])
-            self._pending.append((trial, actions))
+        proposals = []
+        for number in range(self.observed, self.observed + (self.plans_per_step if self.observed else 1)):
+            actions = np.zeros(len(self._ranges))
+            if number:
+                self._study.sampler = self._sampler(number)
+                trial = self._study.ask()  # stays unfinished in the study, where the sampler ignores it
+                actions = np.array([trial.suggest_float(name, *ends) for name, ends in self._ranges.items()])
             choices = tuple(self._allocate(actions).tolist())
-            proposals.append(Proposal(choices, self.name if number else "preset"))
+            proposals.append(Proposal(choices, self.name if number else "preset", tuple(actions.tolist())))
         return proposals
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Tell the trials' rewards."""
+        """Add the trials with their rewards."""
+        super().observe(proposals, rewards)
         if self._mirror is None and self._folder is not None:
             self._mirror = self._make_mirror(self._folder / STUDY_FILE)
-        for (trial, actions), reward in zip(self._pending, rewards, strict=False):
-            self._study.tell(trial, reward)
-            self._told.append((actions, reward))
+        for proposal, reward in zip(proposals, rewards, strict=True):
+            trial = self._finished(proposal.actions, reward)
+            self._study.add_trial(trial)
             if self._mirror is not None:
-                self._mirror.add_trial(self._finished(actions, reward))
-
-    def state(self) -> SelectorState:
-        """Return the trials told so far."""
-        actions = np.array([actions for actions, _ in self._told]).reshape(-1, len(self._ranges))
-        rewards = np.array([reward for _, reward in self._told], dtype=float)
-        return SelectorState({"actions": torch.from_numpy(actions), "rewards": torch.from_numpy(rewards)})
-
-    def restore(self, state: SelectorState) -> None:
-        """Restore the trials told so far."""
-        pairs = zip(state.tensors["actions"].numpy(), state.tensors["rewards"].numpy(), strict=True)
-        self._told = [(actions.copy(), float(reward)) for actions, reward in pairs]
-        self._study = self._mirror = None
+                self._mirror.add_trial(trial)
 
     def _allocate(self, actions: np.ndarray) -> np.ndarray:
         """Return the candidate of every site under a trial's values, (values,)."""
@@ -116,17 +98,8 @@ class TPESelector(Selector):
         seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
         return self._optuna.samplers.TPESampler(seed=seed, n_startup_trials=10, multivariate=False)
 
-    def _make_study(self) -> Any:
-        """Make the study to ask, with the trials told so far."""
-        study = self._optuna.create_study(direction="maximize", sampler=self._sampler(0))
-        for actions, reward in self._told:
-            study.add_trial(self._finished(actions, reward))
-        if not self._told:
-            study.enqueue_trial(dict.fromkeys(self._ranges, 0.0))
-        return study
-
     def _make_mirror(self, path: Path) -> Any:
-        """Make the study on disk, with the trials told so far; replace an existing one."""
+        """Make the study on disk, with the trials finished so far; replace an existing one."""
         announce_write(path)
         try:
             path.unlink(missing_ok=True)
@@ -137,15 +110,15 @@ class TPESelector(Selector):
         study = self._optuna.create_study(
             study_name=STUDY_NAME, storage=f"sqlite:///{path}", direction="maximize"
         )
-        for actions, reward in self._told:
-            study.add_trial(self._finished(actions, reward))
+        complete = (self._optuna.trial.TrialState.COMPLETE,)
+        study.add_trials(self._study.get_trials(deepcopy=False, states=complete))
         return study
 
-    def _finished(self, actions: np.ndarray, reward: float) -> Any:
+    def _finished(self, actions: Sequence[float], reward: float) -> Any:
         """Return a finished trial."""
         uniform = self._optuna.distributions.FloatDistribution
         return self._optuna.trial.create_trial(
-            params=dict(zip(self._ranges, map(float, actions), strict=True)),
+            params=dict(zip(self._ranges, actions, strict=True)),
             distributions={name: uniform(*ends) for name, ends in self._ranges.items()},
             value=reward,
         )

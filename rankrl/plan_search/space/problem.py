@@ -224,7 +224,8 @@ class SearchProblem:
             (
                 site.layer_names,
                 [candidate.content() for candidate in site.candidates],
-                [site.params, site.macs, site.losses],
+                [site.params, site.macs],
+                [f"{loss:.5e}" for loss in site.losses],  # another processor rounds the last digits otherwise
                 site.cost("latency") if site.timed else None,
                 [site.saved(measure) for measure in ("params", self.measure) if site.narrows],
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import json
 import os
 import random
 import shutil
@@ -16,14 +16,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.plan_search.run import STATE_FILE, SearchResult, run_search
-from rankrl.plan_search.scores.evaluation import EPISODES_FILE
+from rankrl.plan_search.run import SETUP_FILE, SearchResult, run_search
+from rankrl.plan_search.scores.evaluation import EPISODES_FILE, parse_rows
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
-from rankrl.plan_search.selectors import create_selector, list_selectors, selector_options
+from rankrl.plan_search.selectors import (
+    Proposal,
+    Selector,
+    create_selector,
+    list_selectors,
+    register_selector,
+    selector_options,
+)
+from rankrl.plan_search.selectors.random_plans import random_choices
+from rankrl.plan_search.selectors.selector import _SELECTORS
 from rankrl.testing.selectors import surroundings
 
 EPISODES = 10
@@ -82,11 +90,20 @@ def search(problem, evaluator, name: str, folder: Path | None, **changes) -> Sea
 
 def lasting(result: SearchResult) -> list:
     """Everything in the rows but how long scoring took."""
-    return [replace(row, seconds=0.0) for row in result.rows]
+    return [replace(row, seconds=0.0, elapsed=0.0) for row in result.rows]
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(folder / STATE_FILE)
+def recorded(folder: Path) -> list:
+    """What `lasting` returns, of a folder."""
+    rows = parse_rows((folder / EPISODES_FILE).read_bytes().decode())
+    return [replace(row, seconds=0.0, elapsed=0.0) for row in rows]
+
+
+@pytest.fixture
+def own_selectors() -> Iterator[None]:
+    """Forgets what the test registers."""
+    with _SELECTORS.restored():
+        yield
 
 
 def each_selector() -> Iterator:
@@ -115,13 +132,80 @@ def test_every_selector_goes_on_exactly(small_problem, synthetic_evaluator, tmp_
         resumed = search(small_problem, synthetic_evaluator, name, folder, resume=True, options=several)
         assert lasting(resumed) == lasting(whole)
         assert resumed.plan == whole.plan
-        expected, found = tensors(tmp_path / "whole"), tensors(folder)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[key], found[key]) for key in expected)
-        with (folder / EPISODES_FILE).open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        assert [int(row["episode"]) for row in rows] == list(range(1, len(whole.rows) + 1))
-        assert [row["choices"] for row in rows] == [row.choices for row in whole.rows]
+        assert recorded(folder) == recorded(tmp_path / "whole") == lasting(whole)
+
+
+@pytest.mark.parametrize("name", ["local", "cmaes", "random"])
+def test_a_search_killed_while_it_writes_a_step_goes_on_exactly(
+    small_problem, synthetic_evaluator, tmp_path, name
+) -> None:
+    several = {} if name == "cmaes" else {"plans_per_step": 3}
+    whole = search(small_problem, synthetic_evaluator, name, tmp_path / "whole", options=several)
+    text = (tmp_path / "whole" / EPISODES_FILE).read_bytes()
+    ends = [place for place, byte in enumerate(text) if byte == ord("\n")]
+    for number, cut in enumerate(
+        [0, ends[0] + 1, *(end - 2 for end in ends[1:6]), *(end + 1 for end in ends)]
+    ):
+        folder = tmp_path / f"killed-{number}"
+        folder.mkdir()
+        shutil.copy(tmp_path / "whole" / SETUP_FILE, folder)
+        if cut:
+            (folder / EPISODES_FILE).write_bytes(text[:cut])
+        synthetic_evaluator.restore({})
+        resumed = search(small_problem, synthetic_evaluator, name, folder, resume=True, options=several)
+        assert lasting(resumed) == lasting(whole) == recorded(folder)
+
+
+def test_the_plans_of_another_processor_are_kept_with_one_warning(
+    small_problem, synthetic_evaluator, tmp_path, caplog
+) -> None:
+    other = search(small_problem, synthetic_evaluator, "local", tmp_path / "other", seed=6, patience=4)
+    mine = search(small_problem, synthetic_evaluator, "local", tmp_path / "mine", patience=1)
+    assert len(other.rows) > len(mine.rows)
+    shutil.copy(tmp_path / "other" / EPISODES_FILE, tmp_path / "mine" / EPISODES_FILE)
+    synthetic_evaluator.restore({})
+    found = search(small_problem, synthetic_evaluator, "local", tmp_path / "mine", resume=True)
+    assert lasting(found)[: len(other.rows)] == lasting(other)
+    assert len(found.rows) == EPISODES
+    (message,) = caplog.messages
+    assert f"proposes other plans than are recorded up to episode {len(other.rows)}" in message
+
+
+def test_a_fit_that_rounds_otherwise_is_the_same_search(small_problem) -> None:
+    def with_errors(factor: float) -> str:
+        sites = [
+            replace(
+                site, candidates=tuple(replace(each, error=each.error * factor) for each in site.candidates)
+            )
+            for site in small_problem.sites
+        ]
+        return replace(small_problem, sites=tuple(sites)).fingerprint
+
+    assert with_errors(1 + 1e-14) == small_problem.fingerprint != with_errors(1.001)
+
+
+def test_draws_that_do_not_depend_on_the_step_are_told_of(
+    small_problem, synthetic_evaluator, tmp_path, caplog, own_selectors
+) -> None:
+    @register_selector
+    class Streaming(Selector):
+        """Draws from one generator."""
+
+        name = "streaming"
+        description = "draws on"
+
+        def __init__(self, problem, *, seed: int, episodes: int) -> None:
+            super().__init__(problem, seed=seed, episodes=episodes)
+            self.draws = np.random.default_rng(seed)
+
+        def propose(self) -> list[Proposal]:
+            return [Proposal(tuple(random_choices(self.problem, self.draws).tolist()), "random")]
+
+    search(small_problem, synthetic_evaluator, "streaming", tmp_path, patience=2)
+    found = search(small_problem, synthetic_evaluator, "streaming", tmp_path, resume=True)
+    assert len(found.rows) == EPISODES
+    (message,) = caplog.messages
+    assert "depends on more than the seed and what it observed" in message
 
 
 def test_a_real_evaluator_goes_on_exactly(
@@ -173,22 +257,45 @@ def test_another_search_is_refused_by_name(
         )
 
 
-def test_a_damaged_state_is_refused(small_problem, synthetic_evaluator, tmp_path) -> None:
-    search(small_problem, synthetic_evaluator, "random", tmp_path)
-    state = tmp_path / STATE_FILE
-    state.write_bytes(state.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="damaged"):
+def damaged_row(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    return "".join([*lines[:3], lines[3].replace(",", ";"), *lines[4:]])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        (SETUP_FILE, lambda text: text[:100], "search.json is damaged"),
+        (SETUP_FILE, lambda text: "", "search.json is damaged"),
+        (SETUP_FILE, lambda text: "[1]", "search.json is damaged"),
+        (EPISODES_FILE, damaged_row, r"episodes.csv is damaged .* line 4: episode"),
+        (EPISODES_FILE, lambda text: text[20:], r"episodes.csv is damaged .* lacks the columns"),
+        (EPISODES_FILE, lambda text: text.replace("\r\n2,", "\r\n3,"), "not numbered"),
+        (EPISODES_FILE, lambda text: text.replace('"[', '"', 2), r"episodes.csv is damaged"),
+    ],
+)
+def test_a_damaged_record_is_refused_and_says_what_to_do(
+    small_problem, synthetic_evaluator, tmp_path, name, damage, message
+) -> None:
+    whole = search(small_problem, synthetic_evaluator, "random", tmp_path)
+    path = tmp_path / name
+    path.write_bytes(damage(path.read_bytes().decode()).encode())
+    with pytest.raises(CheckpointError, match=f"{message}.* remove that file"):
         search(small_problem, synthetic_evaluator, "random", tmp_path, resume=True)
+    path.unlink()
+    synthetic_evaluator.restore({})
+    again = search(small_problem, synthetic_evaluator, "random", tmp_path, resume=True)
+    assert lasting(again) == lasting(whole)
 
 
-def test_a_torn_table_is_made_whole(small_problem, synthetic_evaluator, tmp_path) -> None:
-    first = search(small_problem, synthetic_evaluator, "random", tmp_path)
-    table = tmp_path / EPISODES_FILE
-    whole = table.read_text()
-    table.write_text(whole[: len(whole) // 2] + "garbage")
-    search(small_problem, synthetic_evaluator, "random", tmp_path, resume=True)
-    assert table.read_text() == whole
-    assert len(first.rows) == EPISODES
+def test_the_setup_is_written_once(small_problem, synthetic_evaluator, tmp_path) -> None:
+    search(small_problem, synthetic_evaluator, "random", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "candidates.json",
+        EPISODES_FILE,
+        SETUP_FILE,
+    ]
+    assert json.loads((tmp_path / SETUP_FILE).read_text())["seed"] == 5
 
 
 @pytest.mark.slow
@@ -216,5 +323,4 @@ def test_a_process_killed_at_random_moments_goes_on_exactly(tmp_path) -> None:
         process.communicate()
     resumed = start(tmp_path / "killed").communicate()[0].partition("{")[2]
     assert resumed == whole
-    expected, found = tensors(tmp_path / "whole"), tensors(tmp_path / "killed")
-    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert recorded(tmp_path / "killed") == recorded(tmp_path / "whole")

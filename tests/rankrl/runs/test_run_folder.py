@@ -82,7 +82,7 @@ def test_results_stay_until_those_that_replace_them_are_there(tmp_path: Path) ->
     for new in (1, 2):  # the first one is killed, and replaced by the second
         run.begin_anew()
         claimed(tmp_path, new)
-        written(tmp_path, "state/search.safetensors")
+        written(tmp_path, "state/train.safetensors")
         assert not run.finished
         assert not run.bring_back(), "there are new results"
         assert json.loads((tmp_path / ".previous" / "metrics.json").read_text()) == {"seed": 0}

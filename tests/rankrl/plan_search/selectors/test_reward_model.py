@@ -87,31 +87,20 @@ def test_equal_rewards_are_no_division_by_zero() -> None:
     assert np.isfinite(deviation).all()
 
 
-def test_it_is_found_again_from_its_state() -> None:
-    model, _ = taught(25)
-    wanted = some_losses(5, seed=1)
-    model.predict(wanted)  # searches the kernel
-    again = RewardModel()
-    again.restore(model.state())
-    for reward in (0.1, 0.2):
-        for one in (model, again):
-            one.add(wanted[0], reward)
-        for before, after in zip(model.predict(wanted), again.predict(wanted), strict=True):
-            np.testing.assert_array_equal(before, after)
-
-
-def test_a_new_model_is_found_again_too() -> None:
-    again = RewardModel()
-    again.restore(RewardModel().state())
-    assert len(again) == 0
-    assert again.predict(some_losses(2, seed=0))[0].tolist() == [0, 0]
+def test_it_depends_on_the_plans_and_not_on_when_it_was_asked() -> None:
+    wanted, (asked, losses), (model, _) = some_losses(5, seed=1), taught(25), taught(25)
+    for row, reward in zip(losses, (reward_of(losses) + 0.01).tolist(), strict=True):
+        asked.predict(wanted)  # searches the kernel at times
+        for each in (asked, model):
+            each.add(row, reward)
+    for expected, found in zip(asked.predict(wanted), model.predict(wanted), strict=True):
+        np.testing.assert_array_equal(expected, found)
 
 
 def test_only_the_worst_plans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rankrl.plan_search.selectors.bayes._CAPACITY", 10)
     model, losses = taught(15)
-    kept = model.state()["rewards"]
-    assert sorted(kept.tolist()) == sorted(reward_of(losses).tolist())[5:]
+    assert sorted(model._rewards) == sorted(reward_of(losses).tolist())[5:]
 
 
 def test_a_right_guess_needs_few_plans() -> None:

@@ -24,7 +24,7 @@ from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.selectors.tpe import STUDY_FILE, STUDY_NAME
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.testing import SelectorContract
-from rankrl.testing.selectors import plans_of
+from rankrl.testing.selectors import plans_of, proposals_of, rewards_of
 
 EPISODES = 8
 FAST_POLICY = {"warmup_episodes": 3, "updates_per_episode": 2, "batch_size": 8}
@@ -151,10 +151,10 @@ def test_the_tpe_study_on_disk_holds_the_trials(small_problem, tmp_path) -> None
     optuna = importlib.import_module("optuna")
     selector = make("tpe", small_problem)
     selector.use_folder(tmp_path)
-    plans_of(selector, 4)
+    proposals = proposals_of(selector, 4)
     resumed = make("tpe", small_problem)
+    resumed.observe(proposals, rewards_of(proposals))
     resumed.use_folder(tmp_path)
-    resumed.restore(selector.state())
     plans_of(resumed, 2)
     study = optuna.load_study(study_name=STUDY_NAME, storage=f"sqlite:///{tmp_path / STUDY_FILE}")
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 6

@@ -33,7 +33,7 @@ def job(path: Path, *, ended: bool = True, **options: Any) -> RunFolder:
     run = RunFolder(path)
     run.prepare()
     run.claim(options, [])
-    (run.state / "search.safetensors").touch()
+    (run.state / "train.safetensors").touch()
     if ended:
         run.metrics.write_text("{}")
     return run
