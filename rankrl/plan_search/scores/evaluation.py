@@ -261,7 +261,7 @@ def parse_rows(text: str) -> list[EpisodeRow]:
     ]
 
 
-def _value(column: Field[Any], text: str | None, line: int) -> str | bool | int | float:
+def _value(column: Field[Any], text: str | None, line: int) -> Any:
     if column.type == "str":
         return text or ""
     if column.type == "bool":
