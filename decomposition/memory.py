@@ -12,8 +12,9 @@ from decomposition.errors import DecompositionError
 log = logging.getLogger(__name__)
 
 _KILOBYTE = 1024
-_COPIES = 4
-"""Copies in float64 that a fit holds at the most of a layer's weight and of what its inputs are known by."""
+_FITTING, _HELD = 4, 3
+"""Copies in float64 of a layer's weight, and of what its inputs are known by, that a fit takes, and that a
+search holds of every layer, its candidates among them (7.4 together of a convolution of 1024 x 1024 x 64)."""
 
 
 def free_memory() -> int | None:
@@ -57,13 +58,13 @@ def shortage(wanted: float) -> str | None:
 
 def fit_bytes(outputs: int, columns: int, rows: int) -> int:
     """Return the bytes that a fit of a weight (outputs, columns) to `rows` inputs takes besides these."""
-    return 8 * _COPIES * columns * (outputs + min(columns, rows))
+    return 8 * _FITTING * columns * (outputs + min(columns, rows))
 
 
 def without_room(layers: Mapping[str, tuple[int, int, int]]) -> dict[str, str]:
     """Choose the layers to leave dense so that the others' fits take half of the free memory at most.
 
-    The largest are left first. Weights and moments of all are held while one is fitted.
+    The largest are left first. What is held of all stays while one is fitted.
 
     Args:
         layers: Outputs, columns and rows of inputs of each layer, by name.
@@ -73,14 +74,14 @@ def without_room(layers: Mapping[str, tuple[int, int, int]]) -> dict[str, str]:
     """
     left: dict[str, str] = {}
     taken = {name: fit_bytes(*sizes) for name, sizes in layers.items()}
-    held = sum(taken.values()) / _COPIES
+    held = sum(taken.values()) * _HELD // _FITTING
     for name in sorted(taken, key=lambda name: taken[name], reverse=True):
         lack = shortage(held + taken[name])
         if lack is None:
             break
         left[name] = f"its fit takes {lack}"
         log.warning("%s: %s, so this layer stays dense", name, left[name])
-        held -= taken[name] / _COPIES
+        held -= taken[name] * _HELD // _FITTING
     return left
 
 

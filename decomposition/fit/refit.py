@@ -452,6 +452,7 @@ class _LayerPair(StandIn[DecomposableModule]):
             finite = (dense_patches.isfinite() & patches.isfinite()).all(1)
             dense_patches, patches, labels = dense_patches[finite], patches[finite], labels[finite]
             self.fitted = self._fit(dense_patches, patches, labels)
+            del dense_patches, patches  # each may be as large as the weight
             calibrate_ranges(self.fitted, [arriving], inside=self.name)
         elif bool(arriving.any()):  # each call of a layer has ranges of its own
             calibrate_ranges(self.fitted, [arriving], inside=self.name)

@@ -31,6 +31,9 @@ from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, 
 from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.modes import WeightModes
 
+# Positions of a kernel from which one product for each output rank is as fast as one for all, which copies
+# the core and the result.
+_LONG_KERNEL = 32
 # Sweeps from the truncated HOSVD, which is near the optimum already.
 _HOOI_SWEEPS = 10
 
@@ -66,6 +69,8 @@ class Tucker(TensorFormat):
         if modes.kernel == 1:
             return cores[0], cores[1].T
         output, core, inner = cores
+        if modes.kernel >= _LONG_KERNEL:
+            return output, torch.bmm(inner.expand(len(core), -1, -1), core).flatten(1)
         by_position = core.transpose(1, 2)
         features = product(by_position.flatten(0, 1), inner.T).reshape(*by_position.shape[:2], -1)
         return output, features.transpose(1, 2).flatten(1)

@@ -75,7 +75,8 @@ def test_a_layer_whose_fit_would_take_too_much_stays_dense_and_the_plan_says_why
 
 def test_what_fits_into_half_of_the_free_memory_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"large": (200, 300, 64), "small": (20, 30, 64)}
-    needed = memory.fit_bytes(200, 300, 64) + sum(memory.fit_bytes(*each) for each in sizes.values()) / 4
+    held = sum(memory.fit_bytes(*each) for each in sizes.values()) * 3 // 4
+    needed = memory.fit_bytes(200, 300, 64) + held
     free(monkeypatch, 2.01 * needed / 1e6)
     assert memory.without_room(sizes) == {}
     free(monkeypatch, 1.99 * needed / 1e6)

@@ -171,6 +171,12 @@ def test_reconstruction_agrees_with_the_oracle(name: str, modes: WeightModes) ->
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_a_long_kernel_is_contracted_alike() -> None:
+    modes, tucker = WeightModes((5,), (4,), 40), get_format("tucker")
+    cores = random_cores(tucker, modes, (3, 2))
+    torch.testing.assert_close(tucker.reconstruct(cores, modes), oracle_of("tucker").weight(cores, modes))
+
+
 def test_a_format_without_an_oracle_is_refused() -> None:
     assert set(ORACLES) == set(list_formats())
     with pytest.raises(LookupError, match=r"'tensor_rings' has no oracle.*ORACLES"):
