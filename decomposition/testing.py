@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from decomposition.calibration.metric import floored
 from decomposition.errors import DecompositionError
+from decomposition.fit.fitting import fit_weight
 from decomposition.formats import Cores, Ranks, TensorFormat, get_format
 from decomposition.formats.layers import FactorisedLayer
+from decomposition.formats.tensor_format import LayerForm
 from decomposition.network.cost import count_macs, count_parameters
 from decomposition.network.layers import LayerSpec, inspect_layers
 from decomposition.network.modes import WeightModes, tensorised_modes
+from decomposition.operations import Factorise, Quantise
+from decomposition.plan.apply import apply_plan
+from decomposition.plan.plan import CompressionPlan, LayerPlan, make_plan
+from decomposition.plan.save import load_compressed, save_compressed
 
 MODES = (
     WeightModes((6,), (5,), 9),
@@ -77,6 +86,8 @@ class FormatContract:
         torch.testing.assert_close(output @ features, weight.flatten(1), rtol=1e-12, atol=1e-12)
 
     def test_the_output_half_can_be_set(self, tensor_format: TensorFormat, plain_modes: WeightModes) -> None:
+        if not tensor_format.free_output(plain_modes):
+            return
         cores = random_cores(tensor_format, plain_modes, unequal_ranks(tensor_format, plain_modes))
         output, features = tensor_format.halves(cores, plain_modes)
         replacement = normal(output.shape, seed=1)
@@ -85,6 +96,71 @@ class FormatContract:
         new_output, new_features = tensor_format.halves(changed, plain_modes)
         torch.testing.assert_close(new_output, replacement)
         torch.testing.assert_close(new_features, features)
+
+    def test_the_weight_is_linear_in_every_core(
+        self, tensor_format: TensorFormat, modes: WeightModes
+    ) -> None:
+        cores = random_cores(tensor_format, modes, unequal_ranks(tensor_format, modes))
+        doubled = 2 * tensor_format.reconstruct(cores, modes)
+        for index, core in enumerate(cores):
+            scaled = [*cores[:index], 2 * core, *cores[index + 1 :]]
+            torch.testing.assert_close(tensor_format.reconstruct(scaled, modes), doubled)
+
+    def test_the_start_approximates_and_larger_ranks_approximate_better(
+        self, tensor_format: TensorFormat, modes: WeightModes
+    ) -> None:
+        weight = normal((modes.out_channels, modes.in_channels, modes.kernel))
+        ranks = tensor_format.expand(modes, 1), tensor_format.max_ranks(modes)
+        few, many = (
+            relative_error(tensor_format, tensor_format.start(weight, modes, each), weight, modes)
+            for each in ranks
+        )
+        assert few < 1
+        assert many < few or ranks[0] == ranks[1]
+
+    @pytest.mark.parametrize("weigh_outputs", [False, True])
+    def test_a_fit_gains_on_the_start_and_reports_its_true_error(
+        self, tensor_format: TensorFormat, modes: WeightModes, weigh_outputs: bool
+    ) -> None:
+        weight = normal((modes.out_channels, modes.in_channels, modes.kernel))
+        patches = normal((3 * modes.columns, modes.columns), seed=3) * torch.linspace(0.3, 1, modes.columns)
+        metric = patches.T @ patches / len(patches)
+        factor = normal((modes.out_channels, 2 * modes.out_channels), seed=4)
+        sensitivity = factor @ factor.T if weigh_outputs else None
+        raised = None if sensitivity is None else floored(sensitivity)
+        ranks = unequal_ranks(tensor_format, modes)
+        fit = fit_weight(tensor_format, weight, modes, ranks, metric, sensitivity=sensitivity)
+        start = tensor_format.start(weight, modes, ranks)
+        errors = [
+            relative_error(tensor_format, cores, weight, modes, metric, raised)
+            for cores in (fit.cores, start)
+        ]
+        assert fit.error == pytest.approx(errors[0], rel=1e-4, abs=1e-5)
+        assert fit.error <= errors[1] + 1e-6
+
+    def test_a_compressed_network_survives_plan_file_and_rounding(
+        self, tensor_format: TensorFormat, tmp_path: Path
+    ) -> None:
+        torch.manual_seed(0)
+        modules = nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 25, 6)
+        model, x = nn.Sequential(*modules).eval(), normal((64, 4, 5, 5), seed=5).float()
+        plan = make_plan(model, (4, 5, 5), tensor_format.name, ranks=2)
+        assert CompressionPlan.from_json(plan.to_json()) == plan
+        small = apply_plan(model, plan, calibration=x)
+        save_compressed(small, plan, tmp_path / "small.safetensors")
+        loaded, _ = load_compressed(model, tmp_path / "small.safetensors")
+        assert torch.equal(loaded(x), small(x))
+        specs = inspect_layers(model, (4, 5, 5))
+        for rounding, able in ((Quantise(), "in_integers"), (Quantise(8, "float32"), "stored")):
+            layers = tuple(
+                replace(layer, operations=(*layer.operations, rounding))
+                if getattr(form_of(layer, spec), able)
+                else layer
+                for layer, spec in zip(plan, specs, strict=True)
+            )
+            rounded = apply_plan(model, replace(plan, layers=layers), calibration=x)
+            with torch.no_grad():
+                assert (rounded(x) - small(x)).norm() < 0.1 * small(x).norm()
 
     def test_the_start_has_the_shapes_and_is_finite(
         self, tensor_format: TensorFormat, modes: WeightModes
@@ -163,8 +239,36 @@ class FormatContract:
     ) -> None:
         for layer, spec, ranks in layers_of(tensor_format, dense):
             bias = 0 if layer.bias is None else spec.out_channels
+            held = [part.parameters(recurse=False) for part in layer.weight_holders()]
+            weights = [weight for part in held for weight in part if weight is not layer.bias]
+            assert not weights or sum(map(len, weights)) == tensor_format.rows(spec, layer.modes, ranks)
             assert count_parameters(layer) == tensor_format.params(layer.modes, ranks) + bias
             assert count_macs(layer, input_shape(dense)) == tensor_format.macs(spec, layer.modes, ranks)
+
+
+def relative_error(
+    tensor_format: TensorFormat,
+    cores: Cores,
+    weight: torch.Tensor,
+    modes: WeightModes,
+    metric: torch.Tensor | None = None,
+    sensitivity: torch.Tensor | None = None,
+) -> float:
+    """Return the root of E|(W - V) x|^2 / E|W x|^2, |y|^2 = y' G y; by default that of the weights alone."""
+
+    def energy(rows: torch.Tensor) -> torch.Tensor:
+        weighed = rows if sensitivity is None else sensitivity @ rows
+        return (weighed * (rows if metric is None else rows @ metric)).sum()
+
+    rest = weight - tensor_format.reconstruct(cores, modes)
+    return float(energy(rest.flatten(1)) / energy(weight.flatten(1))) ** 0.5
+
+
+def form_of(layer: LayerPlan, spec: LayerSpec) -> LayerForm:
+    """Return the form of the layer that a plan's factorisation makes."""
+    operation = layer.operation(Factorise)
+    assert operation is not None
+    return operation.tensor_format.form(spec, operation.modes(spec), operation.ranks)
 
 
 def modes_name(modes: WeightModes) -> str:

@@ -36,9 +36,8 @@ from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
 from rankrl.networks.module import ScoredModule
 from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
-from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.option_types import checked_arguments
-from rankrl.options.decomposition import AUTO, AUTO_FORMATS, DecompositionOptions
+from rankrl.options.decomposition import AUTO, AUTO_FORMATS, FILE_FORMATS, DecompositionOptions
 from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.run import SearchResult
@@ -74,10 +73,10 @@ def _decomposition(
     of_file = isinstance(network, str | Path)
     if isinstance(names, DecompositionOptions):
         unlisted = of_file and names.format == AUTO and names.formats is None
-        return replace(names, formats=tuple(writable_formats())) if unlisted else names
+        return replace(names, formats=FILE_FORMATS) if unlisted else names
     precisions = None if names is None else ("float32",)
     if names is None:
-        names = writable_formats() if of_file else AUTO_FORMATS
+        names = FILE_FORMATS if of_file else AUTO_FORMATS
     names = [names] if isinstance(names, str) else list(names)
     formats = None if len(names) == 1 else tuple(names)
     return DecompositionOptions(format=AUTO if formats else names[0], formats=formats, precisions=precisions)

@@ -14,8 +14,8 @@ from real_files import RealFile
 from decomposition import Factorise, Quantise
 from rankrl import DecompositionOptions, compress
 from rankrl.networks.graph import fit_library
-from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.onnx.runtimes import open_session
+from rankrl.options.decomposition import FILE_FORMATS
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
@@ -63,7 +63,7 @@ def ours(
 
     decomposition = DecompositionOptions(
         format="auto",
-        formats=tuple(writable_formats()),
+        formats=FILE_FORMATS,
         precisions=("float32", "int8"),
         candidates=CANDIDATES,
         weigh_outputs=False,

@@ -7,9 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from rankrl import DecompositionOptions, SearchOptions
-from rankrl.onnx.graph.rewrite import writable_formats
 
-FILE_FORMATS = tuple(writable_formats())
 """The formats that an ONNX file's layers choose from by default."""
 _LAYERS = {field.name for field in fields(DecompositionOptions)} - {"format", "formats"}
 _SEARCH = {"episodes", "seconds", "patience", "finalists", "metric"} | {

@@ -298,7 +298,7 @@ def plan_by_heuristic(
 
 
 def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> float:
-    """Count the features between a layer's halves: all if it is dense, the mean if bonds have own ranks."""
+    """Count the features between a layer's halves, all if it is dense; else take the mean of its ranks."""
     if candidate.removed is not None:
         return 0
     operation = next((step for step in candidate.operations if isinstance(step, Factorise)), None)
@@ -306,9 +306,9 @@ def _features(library: FitLibrary, spec: LayerSpec, candidate: Candidate) -> flo
         read = spec.in_channels if candidate.inputs is None else candidate.inputs
         return min(spec.out_channels, read * spec.kernel_elements)
     tensor_format, ranks = operation.tensor_format, operation.ranks
-    if tensor_format.own_ranks:
-        return sum(ranks) / len(ranks)
     modes = library.modes(spec.name, tensor_format)
+    if tensor_format.own_ranks or (modes.plain and not tensor_format.free_output(modes)):
+        return sum(ranks) / len(ranks)
     cores = [torch.empty(shape) for shape in tensor_format.core_shapes(modes, ranks)]
     return tensor_format.halves(cores, modes)[0].shape[1]
 

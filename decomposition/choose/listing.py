@@ -246,12 +246,19 @@ class CandidateLister:
         if self._only_rounded(name):
             return []
         spec, formats = self.specs[name], list(self.formats)
+        modes = {each.name: self.modes(name, each) for each in formats}
         if spec.kind.startswith("conv_transpose"):
-            formats = [each for each in formats if not each.assembled]
+            ranks = {each.name: each.expand(modes[each.name], 1) for each in formats}
+            formats = [
+                each for each in formats if each.form(spec, modes[each.name], ranks[each.name]).spreads
+            ]
         if spec.kernel_elements > 1:
-            return [each for each in formats if not each.any_matrices] or formats
-        plain = [each for each in formats if each.two_matrices and self.modes(name, each).plain]
-        return [each for each in formats if each not in plain[1:]]
+            return [each for each in formats if not each.two_matrices(modes[each.name])] or formats
+        return [
+            each
+            for index, each in enumerate(formats)
+            if not any(each.same_matrices(other, modes[each.name]) for other in formats[:index])
+        ]
 
     def _choices(
         self, name: str, tensor_format: TensorFormat, limit: int, spectra: Sequence[np.ndarray]

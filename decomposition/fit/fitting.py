@@ -337,8 +337,7 @@ class Fitter:
         self._weight = weight.double()
         self._metric = None if metric is None else converted(metric, torch.float64)
         self._sensitivity = sensitivity
-        # Without a kernel every format is a product of two matrices.
-        self._direct = modes.plain and (modes.kernel == 1 or tensor_format.any_matrices)
+        self._direct = tensor_format.two_matrices(modes)
         self._matrices: _TwoMatrices = (
             like._matrices
             if like is not None and like._direct and self._direct

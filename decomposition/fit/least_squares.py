@@ -148,7 +148,7 @@ class LeastSquares:
     ) -> None:
         self.format, self.modes = tensor_format, modes
         self.original, self.original_metric = weight, metric
-        self.free_output = modes.plain
+        self.free_output = tensor_format.free_output(modes)
         # With a free output factor, L W with L' L = G is a problem without G, and A is transformed back
         # at the end. Other formats keep W and apply L in every step.
         self.root = None if sensitivity is None else symmetric_root(sensitivity)
@@ -372,7 +372,10 @@ class LeastSquares:
             2 * self._seen(fitted - products.cross + penalty * left),  # the root is symmetric
             2 * (products.slope(left) + penalty * right),
         )
-        (gradient,) = torch.autograd.grad((output, features), vector, slopes)
+        halves = [pair for pair in zip((output, features), slopes, strict=True) if pair[0].requires_grad]
+        (gradient,) = torch.autograd.grad(
+            [half for half, _ in halves], vector, [slope for _, slope in halves]
+        )
         return squared, size, gradient
 
 

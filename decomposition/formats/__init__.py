@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from decomposition.formats import chain, cp, matrices, tucker
+import importlib
+import pkgutil
+
 from decomposition.formats.tensor_format import (
     Cores,
     Ranks,
@@ -16,11 +18,10 @@ __all__ = [
     "Cores",
     "Ranks",
     "TensorFormat",
-    "chain",
-    "cp",
     "get_format",
     "list_formats",
-    "matrices",
     "register_format",
-    "tucker",
 ]
+
+for _module in pkgutil.iter_modules(__path__):  # each registers the formats it holds
+    importlib.import_module(f"{__name__}.{_module.name}")

@@ -106,17 +106,13 @@ class ChainFormat(TensorFormat):
         self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
     ) -> FactorisedLayer:
         """Make the cheapest execution of `stage_macs`, of plain layers if every core is a stage."""
-        kind = _ChainLayer if self.staged(spec, modes, ranks) else ContractedLayer
-        return kind(dense, self, modes, ranks, self.execution(spec, modes, ranks))
-
-    def staged(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> bool:
-        """Tell whether the layer executes every core as a stage."""
         execution = self.execution(spec, modes, ranks)
-        return modes.plain and (execution == "chain" or (modes.kernel == 1 and execution == "half"))
+        staged = modes.plain and (execution == "chain" or (modes.kernel == 1 and execution == "half"))
+        return (_ChainLayer if staged else ContractedLayer)(dense, self, modes, ranks, execution)
 
     def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
         """Count the output channels of the stages, or the first axes of the cores."""
-        if not self.staged(spec, modes, ranks):
+        if not self.form(spec, modes, ranks).in_integers:
             return super().rows(spec, modes, ranks)
         shapes = self.core_shapes(modes, ranks)
         a, b, c = shapes[0][0], shapes[0][2], shapes[1][2]

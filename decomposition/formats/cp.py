@@ -37,7 +37,6 @@ class CP(TensorFormat):
     name = "cp"
     description = "CP: 1x1, depthwise kernel, 1x1"
     cancels = True
-    two_matrices = True
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
         """Return the bound on the CP rank of a tensor: the product of all modes but the largest."""

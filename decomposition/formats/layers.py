@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -41,7 +41,11 @@ class FactorisedLayer(nn.Module):
         error: Relative output error of the fit; `None` when the cores were not fitted here.
         rounds_between: Whether what passes between its stages is rounded, so that the contracted weight does
             not compute the same.
+        pivoted: Whether the last of its plain layers has the rows of an identity, which are not stored, and
+            therefore no factor that a transposed convolution could spread over positions.
     """
+
+    pivoted: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -76,9 +80,9 @@ class FactorisedLayer(nn.Module):
 
     @property
     def staged(self) -> bool:
-        """Whether all parameters are in convolutions and linear layers, so that each can be rounded."""
+        """Whether all weights are in convolutions and linear layers, so that each can be rounded."""
         held = {id(each) for part in _plain_parts(self).values() for each in part.parameters()}
-        return all(id(parameter) in held for parameter in self.parameters())
+        return all(id(each) in held for each in self.parameters() if each is not self.bias)
 
     def weight_holders(self) -> list[nn.Module]:
         """Return the modules whose weights can be stored in integers; none if that is impossible."""
@@ -87,10 +91,21 @@ class FactorisedLayer(nn.Module):
     def plain_layers(self) -> dict[str, DecomposableModule]:
         """Return the convolutions and linear layers whose sequence equals this layer, by name.
 
-        Without any the layer cannot be nodes of an ONNX graph. By default they are its own modules, in the
-        order of assignment.
+        By default they are its own modules, in the order of assignment.
         """
         return _plain_parts(self) if self.staged else {}
+
+    def row(self) -> list[nn.Module]:
+        """List the modules whose sequence equals this layer: plain layers, with any `Reshape` between them.
+
+        Those of a linear layer may expect inputs of two axes. Without any the layer cannot be nodes of an
+        ONNX graph.
+        """
+        return list(self.plain_layers().values())
+
+    def contracted(self, dense: DecomposableModule) -> FactorisedLayer:
+        """Make the layer in place of `dense` that contracts the same cores in every pass, not yet set."""
+        return ContractedLayer(dense, self.tensor_format, self.modes, self.ranks, "dense")
 
     def two_layers(self, output: torch.Tensor, features: torch.Tensor) -> dict[str, DecomposableModule]:
         """Make two layers from Q (features, in * kernel) and A (out, features)."""
@@ -204,6 +219,23 @@ class FactorisedLayer(nn.Module):
             f"{self.tensor_format.name}, {g.in_channels} -> {g.out_channels}, kernel {g.kernel_size}, "
             f"ranks {self.ranks}, {self.execution}"
         )
+
+
+class Reshape(nn.Module):
+    """Reshapes between stages, one after the other, and a bias behind them.
+
+    In a shape, as in ONNX's, 0 keeps an axis and -1 takes what is left.
+    """
+
+    def __init__(self, *shapes: tuple[int, ...], bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.shapes, self.bias = shapes, bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Reshape, and add the bias to the channels."""
+        for shape in self.shapes:
+            x = x.reshape([size or x.shape[axis] for axis, size in enumerate(shape)])
+        return x if self.bias is None else x + self.bias.reshape(-1, *[1] * (x.ndim - 2))
 
 
 def plain_layers(module: nn.Module) -> dict[str, DecomposableModule]:

@@ -32,7 +32,6 @@ class SpatialSVD(TensorFormat):
     name = "spatial_svd"
     description = "spatial SVD: a vertical convolution, then a horizontal one"
     splits_kernel = True
-    two_matrices = True
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
         """Return the smaller side of the unfolding (out * width, in * height)."""
@@ -71,7 +70,7 @@ class SpatialSVD(TensorFormat):
         self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
     ) -> Cores:
         """Take A and Q as they are."""
-        return [output[:, :, None], features[:, :, None]]
+        return [output[:, :, None], features.reshape(len(features), modes.in_channels, -1)]
 
     def build(
         self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
@@ -159,8 +158,7 @@ class PivotingFactorisation(TensorFormat):
 
     name = "pifa"
     description = "pivoting factorisation: two matrices, one with the rows of an identity inside"
-    any_matrices = True
-    assembled = True
+    described_as = "tucker"  # its product of two matrices, stored in fewer numbers
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
         """Return the smaller side of the matrix (out, in * kernel)."""
@@ -212,6 +210,7 @@ class PivotingFactorisation(TensorFormat):
 class PivotedLayer(FactorisedLayer):
     """B as a layer of r outputs, and the rows of A that are not the identity's."""
 
+    pivoted = True
     order: torch.Tensor
 
     def __init__(
@@ -245,6 +244,10 @@ class PivotedLayer(FactorisedLayer):
         if self.execution == "dense":
             return self.apply_dense(x)
         return self.geometry.mix(self.features(x), self.output_half(), self.bias)
+
+    def contracted(self, dense: DecomposableModule) -> FactorisedLayer:
+        """Make the layer of the same stored numbers."""
+        return PivotedLayer(dense, self.tensor_format, self.modes, self.ranks, "dense")
 
     def plain_layers(self) -> dict[str, DecomposableModule]:
         """Return B and A as layers."""

@@ -13,7 +13,7 @@ import torch
 
 from decomposition.calibration.metric import Metric
 from decomposition.errors import DecompositionError
-from decomposition.formats.layers import FactorisedLayer
+from decomposition.formats.layers import FactorisedLayer, Reshape
 from decomposition.formats.tensorly_objects import TensorlyObject
 from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.modes import WeightModes, plain_modes, tensorised_modes
@@ -86,18 +86,28 @@ Ranks = tuple[int, ...]
 
 
 class LayerForm(NamedTuple):
-    """Whether a layer can compute in integers, store integers, and become nodes of an ONNX graph."""
+    """What a layer can do.
+
+    Attributes:
+        in_integers: Whether it can compute in integers.
+        stored: Whether its weights can be stored in integers.
+        as_nodes: Whether it can become nodes of an ONNX graph.
+        spreads: Whether its last factor can spread positions, as a transposed convolution does.
+    """
 
     in_integers: bool
     stored: bool
     as_nodes: bool
+    spreads: bool
 
 
 class TensorFormat(ABC):
     """A way to write a weight (out, in, kernel) as a product of small cores.
 
-    Every format factorises the weight's matrix as W = A(cores) Q(cores): `Q` maps the input patch to a few
-    features, `A` maps the features to the output channels. That shape is all the fitting needs.
+    The weight is linear in each core. A format defines `halves`, the weight's matrix as W = A Q: `Q` maps the
+    input patch to a few features, `A` maps the features to the output channels. Where A holds the numbers of
+    the first core and no others, `set_output` lets fits eliminate it. A format without such halves defines
+    `reconstruct` instead.
 
     Attributes:
         name: Name in the registry, in plans and on the command line.
@@ -108,12 +118,7 @@ class TensorFormat(ABC):
             two of them, as in a ring.
         starts_in_metric: Whether `starter` has a solution that knows the layer's inputs.
         cancels: Whether the terms of the best fit may grow and cancel one another.
-        two_matrices: Whether it is W = A B^T, in two stages, where there is no kernel: all such formats are
-            one there.
-        any_matrices: Whether A and Q are any two matrices, with a kernel too, so that the best fit of every
-            rank is known in closed form.
-        assembled: Whether A is put together from what is stored when it is used, so that it cannot be spread
-            over positions by a transposed convolution.
+        described_as: The format that policies learn to treat it as; its own name by default.
         splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
 
@@ -125,9 +130,7 @@ class TensorFormat(ABC):
     starts_in_metric: ClassVar[bool] = False
     splits_kernel: ClassVar[bool] = False
     cancels: ClassVar[bool] = False
-    two_matrices: ClassVar[bool] = False
-    any_matrices: ClassVar[bool] = False
-    assembled: ClassVar[bool] = False
+    described_as: ClassVar[str] = ""
 
     @abstractmethod
     def max_ranks(self, modes: WeightModes) -> Ranks:
@@ -137,13 +140,38 @@ class TensorFormat(ABC):
     def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
         """Return the shapes of the cores at `ranks`."""
 
-    @abstractmethod
     def halves(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Contract the cores to A (out, features) and Q (features, in * kernel), W = A Q."""
+        """Contract the cores to A (out, features) and Q (features, in * kernel), W = A Q.
 
-    @abstractmethod
+        By default A is the identity. Halves with structural zeros would make fits several times slower.
+        """
+        weight = self.reconstruct(cores, modes).flatten(1)
+        return torch.eye(len(weight), dtype=weight.dtype, device=weight.device), weight
+
     def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
-        """Return the cores with A replaced by `output` (out, features); only for plain modes."""
+        """Return the cores with A replaced by any `output` (out, features), and Q as it was.
+
+        A is in the first core, on which Q does not depend. Only for plain modes; a format whose A has a
+        structure leaves this out.
+        """
+        raise NotImplementedError
+
+    def free_output(self, modes: WeightModes) -> bool:
+        """Tell whether A may be any matrix (`set_output`), so that fits eliminate it."""
+        return modes.plain and type(self).set_output is not TensorFormat.set_output
+
+    def two_matrices(self, modes: WeightModes) -> bool:
+        """Tell whether its two cores are A and Q, any two matrices: their best fit has a closed form."""
+        shapes = self.core_shapes(modes, self.expand(modes, 1))
+        if len(shapes) != 2 or not self.free_output(modes):
+            return False
+        output, features = map(math.prod, shapes)
+        return output * modes.columns == features * modes.out_channels
+
+    def same_matrices(self, other: TensorFormat, modes: WeightModes) -> bool:
+        """Tell whether both are any two matrices in as many numbers: as a layer they are one."""
+        sizes = {each.params(modes, each.expand(modes, 2)) for each in (self, other)}
+        return self.two_matrices(modes) and other.two_matrices(modes) and len(sizes) == 1
 
     @abstractmethod
     def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
@@ -165,10 +193,7 @@ class TensorFormat(ABC):
     def from_halves(
         self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
     ) -> Cores:
-        """Return cores whose halves are A (out, features) and Q (features, in * kernel).
-
-        Only without a kernel, or where these may be any matrices.
-        """
+        """Return cores whose halves are A (out, features) and Q (features, in * kernel); of two matrices."""
         weight = (output @ features).reshape(modes.out_channels, modes.in_channels, modes.kernel)
         return self.start(weight, modes, ranks)
 
@@ -297,9 +322,9 @@ class TensorFormat(ABC):
             sliding = spec.kernel_size, spec.stride, (0,) * axes, (1,) * axes
             geometry = Geometry(modes.out_channels, modes.in_channels, *sliding, bias=spec.bias)
             layer = self.build(geometry.dense(device="meta"), spec, modes, ranks)
-            self._forms[key] = LayerForm(
-                layer.staged, bool(layer.weight_holders()), bool(layer.plain_layers())
-            )
+            row = layer.row()
+            spreads = not (layer.pivoted or (row and isinstance(row[-1], Reshape)))
+            self._forms[key] = LayerForm(layer.staged, bool(layer.weight_holders()), bool(row), spreads)
         return self._forms[key]
 
     @cached_property
@@ -359,7 +384,15 @@ _Class = TypeVar("_Class", bound=type[TensorFormat])
 
 
 def register_format(cls: _Class) -> _Class:
-    """Class decorator: add a format to the registry under its `name`."""
+    """Class decorator: add a format to the registry under its `name`.
+
+    Raises:
+        DecompositionError: If the name is taken, or the class does not say what its cores stand for.
+    """
+    if cls.halves is TensorFormat.halves and cls.reconstruct is TensorFormat.reconstruct:
+        raise DecompositionError(
+            f"format {cls.name!r} does not say what its cores stand for; define halves or reconstruct"
+        )
     _FORMATS.add(cls.name, cls(), cls.description)
     return cls
 

@@ -49,7 +49,6 @@ class Tucker(TensorFormat):
     description = "Tucker-2 on the channel modes: 1x1, small kernel, 1x1"
     own_ranks = True
     starts_in_metric = True
-    two_matrices = True
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
         """Return (out rank, in rank) limits, or the one matrix rank where there is no kernel."""

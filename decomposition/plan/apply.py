@@ -16,8 +16,7 @@ from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FitOptions
 from decomposition.fit.refit import Refit, RefitProblem, Solved, absorbs_mean, refit_in_lockstep
-from decomposition.formats.layers import ContractedLayer, FactorisedLayer
-from decomposition.formats.matrices import PivotedLayer
+from decomposition.formats.layers import FactorisedLayer
 from decomposition.network.cost import count_parameters
 from decomposition.network.inputs import Inputs, joined, split
 from decomposition.network.layers import (
@@ -59,9 +58,7 @@ def contracted(model: nn.Module, only: Collection[str] | None = None) -> nn.Modu
         if layer.rounds_between or (only is not None and name not in only):
             continue
         dense = layer.geometry.dense(device="meta", dtype=layer.cores()[0].dtype)
-        kind = PivotedLayer if isinstance(layer, PivotedLayer) else ContractedLayer
-        form = kind(dense, layer.tensor_format, layer.modes, layer.ranks, "dense")
-        form = form.to_empty(device=layer.cores()[0].device)
+        form = layer.contracted(dense).to_empty(device=layer.cores()[0].device)
         cores = [core.detach() for core in layer.cores()]
         form.load(cores, None if layer.bias is None else layer.bias.detach(), layer.error)
         form.freeze_like(layer.cores()[0], layer.bias)

@@ -13,6 +13,8 @@ from rankrl.options.search import BudgetOptions
 AUTO = "auto"
 AUTO_FORMATS = ("cp", "tucker", "tensor_ring", "pifa")
 """Formats that layers choose from with format `AUTO` where nothing is listed."""
+FILE_FORMATS = ("cp", "pifa", "spatial_svd", "tucker")
+"""The same for nodes of an ONNX file: those that become plain nodes, one behind the other."""
 PRECISIONS = ("float32", "int8", "int7", "int8_weights", "int4_weights")
 """Names of what layers may compute with or be stored in (`decomposition.operations.quantise`)."""
 
@@ -59,7 +61,7 @@ class DecompositionOptions(FittingOptions):
     Attributes:
         format: The tensor format; auto for the best of `formats` in every layer.
         formats: What every layer chooses from, with format auto; None for cp, tucker, tensor_ring and pifa,
-            in a file for those that become plain nodes. Budgets in time or macs leave pifa out.
+            in a file cp, pifa, spatial_svd and tucker. Budgets in time or macs leave pifa out.
         precisions: What every layer may compute with or be stored in: float32, int8 (weights and
             activations; int7, with weights of 7 bits, takes its place where export.reduce_range has it so),
             int8_weights, int4_weights. None takes float32 and int8 for budget.latency and budget.bytes,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import decomposition
 
 
 def option_fields(section: Any) -> list[Field[Any]]:
@@ -13,15 +16,15 @@ def option_fields(section: Any) -> list[Field[Any]]:
     return [each for each in fields(section) if each.name not in getattr(section, "PYTHON_ONLY", ())]
 
 
-FORMATS = {
-    "cp": False,
-    "pifa": False,
-    "spatial_svd": False,
-    "tensor_ring": True,
-    "tensor_train": True,
-    "tucker": False,
-}
-"""The formats by name; whether they can split channel counts."""
+def _formats() -> Iterator[str]:
+    """Read the names of the formats off their source: importing them would import torch."""
+    for path in (Path(decomposition.__file__).parent / "formats").glob("*.py"):
+        for definition in path.read_text(encoding="utf-8").split("\n@register_format\n")[1:]:
+            yield from re.findall(r'^    name = "(\w+)"$', definition, re.MULTILINE)[:1]
+
+
+FORMATS = tuple(sorted(_formats()))
+"""The names of the formats."""
 
 
 OPTIMIZERS = ("onnx_adagrad", "onnx_adam", "sgd")

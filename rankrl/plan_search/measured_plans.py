@@ -13,6 +13,7 @@ import numpy as np
 from decomposition import CandidateSet, CompressionPlan, get_format, list_formats
 from decomposition.cache import Cache, digest
 from decomposition.choose.candidates import Candidate
+from decomposition.network.modes import plain_modes
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.timing.latency import RelativeTime
 
@@ -233,8 +234,9 @@ def _of_format(site: CandidateSet, name: str, wanted: str) -> bool:
     """Whether a site's candidates of format `name` count as `wanted`: 1x1 layers share matrix formats."""
     if name == wanted or site.spec.kernel_elements > 1:
         return name == wanted
-    matrices = [each for each in list_formats() if get_format(each).two_matrices]
-    return name in matrices and wanted in matrices  # a name may also be a precision of dense weights
+    if not {name, wanted} <= set(list_formats()):  # it may also be a precision of dense weights
+        return False
+    return get_format(name).same_matrices(get_format(wanted), plain_modes(site.spec))
 
 
 def _factorised(candidate: Candidate) -> bool:

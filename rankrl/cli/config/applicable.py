@@ -63,9 +63,10 @@ def _one_format(config: Config) -> bool:
 
 def _cannot_split(config: Config) -> bool:
     options = config["decomposition"]
-    names = options["formats"] or [options["format"]]
-    known = formats()
-    return any(not known.get(name, True) for name in names)
+    names = set(options["formats"] or [options["format"]]) & set(formats())
+    from decomposition import get_format  # late, as it imports torch
+
+    return any(not get_format(name).tensorisable for name in names)
 
 
 def _prunes_alone(config: Config) -> bool:

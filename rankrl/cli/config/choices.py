@@ -146,14 +146,9 @@ def heuristics() -> frozenset[str]:
     return frozenset((*HEURISTICS, *registered("heuristic")))
 
 
-def formats() -> dict[str, bool]:
-    """Return the tensor formats by name, and whether each can split channel counts."""
-    names = [name for name in registered("format") if name not in FORMATS]
-    if not names:
-        return dict(FORMATS)
-    from decomposition import get_format  # late, as it imports torch; a user's own format has done so already
-
-    return dict(sorted({**FORMATS, **{name: get_format(name).tensorisable for name in names}}.items()))
+def formats() -> list[str]:
+    """List the names of the tensor formats."""
+    return sorted({*FORMATS, *registered("format")})
 
 
 # Groups whose types and defaults are in the schema, and whose choices are files.

@@ -27,7 +27,6 @@ from decomposition.calibration.metric import labels_or_single
 from decomposition.calibration.moments import PATCHES_PER_LAYER, UNREACHED
 from decomposition.fit.refit import Refit, RefitProblem, Solved, refit_to_patches
 from decomposition.formats.layers import FactorisedLayer
-from decomposition.formats.matrices import PivotedLayer
 from decomposition.network.layers import DecomposableModule, weight_of
 from decomposition.network.rounding import REDUCED_BITS
 from decomposition.operations.operation import FINAL
@@ -135,7 +134,7 @@ class CompressedGraph:
             kinds = {name: site.narrow.get(key.split()[-1]) for key, name in names.items()}
             self.narrow |= {name: kind for name, kind in kinds.items() if kind is not None}
         self.replaced += site.nodes
-        if isinstance(layer, PivotedLayer):
+        if isinstance(layer, FactorisedLayer) and layer.pivoted:
             self.pivoted += weights[-1:]
         for operation in plan:
             if isinstance(operation, Quantise):
@@ -187,7 +186,7 @@ def check_plan(plan: CompressionPlan, sites: Sequence[Site], source: str) -> Non
                         "and matrix products here, so that it cannot become nodes; choose other ranks or "
                         "another format"
                     )
-                if operation.tensor_format.assembled and layer.name in spreading:
+                if not form.spreads and layer.name in spreading:
                     raise PlanError(
                         f"the plan factorises {layer.name!r}, a transposed convolution, as "
                         f"{operation.format}, which has no last factor to spread; choose tucker, the same "

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from decomposition import TensorFormat, compressible_layers, get_format, list_formats
-from decomposition.formats.layers import FactorisedLayer, plain_layers
+from decomposition.formats.layers import FactorisedLayer, Reshape, plain_layers
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.node_layers import Site, absorbing
 from rankrl.onnx.graph.precisions import constant
@@ -36,13 +36,13 @@ MARKED = 1
 
 
 def writable_formats() -> list[str]:
-    """List the formats whose layers, or some of them, are plain convolutions and products in a row."""
+    """List the formats whose layers, or some of them, are convolutions, products and reshapes in a row."""
     return [name for name in list_formats() if _runs_in_a_row(get_format(name))]
 
 
 @cache
 def _runs_in_a_row(tensor_format: TensorFormat) -> bool:
-    """Try whether the `plain_layers` of a format's layers, with and without a kernel, compute the same."""
+    """Try whether the `row` of a format's layers, with and without a kernel, computes the same."""
     found = False
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -53,7 +53,7 @@ def _runs_in_a_row(tensor_format: TensorFormat) -> bool:
             for parameter in layer.parameters():
                 parameter.normal_()
             x = torch.randn(2, *shape, dtype=torch.float64)
-            expected, stages = layer.to_dense()(x), list(layer.plain_layers().values())
+            expected, stages = layer.to_dense()(x), layer.row()
             if not stages:
                 continue  # layers of this kind are left out
             found = True
@@ -97,9 +97,10 @@ def _replace_one(
 ) -> None:
     """Replace one node by a layer; `constants` are those of earlier nodes that share the weight."""
     node = next(node for node in graph if node.name == site.name)
-    stages = list(plain_layers(layer).values())
-    x, old = node.inputs[0], node.outputs[0]
-    assert x is not None
+    stages = layer.row() if isinstance(layer, FactorisedLayer) else list(plain_layers(layer).values())
+    given, old = node.inputs[0], node.outputs[0]
+    assert given is not None
+    x = given
     if shift is not None and site.absorber in ("add", "batch_norm"):
         constants["shifted"] = _shift_behind(graph, old, site, shift)
     nodes: list[ir.Node] = []
@@ -108,13 +109,16 @@ def _replace_one(
         name = site.name
         if len(stages) > 1:
             name = free_name(graph, f"{site.name}/{_format_name(layer)}_{number}")
-        bias = stage.bias
+        bias: torch.Tensor | None = stage.bias  # type: ignore[assignment]
         if last and bias is not None and shift is not None and site.absorber == "bias":
             bias = bias.detach() + shift.to(bias)
-        spreading = node if last and site.spread else None
-        written = _stage_node(graph, site, stage, bias, x, name, constants, f"stage {number}", spreading)
-        x = written.outputs[0]
-        nodes.append(written)
+        key = f"stage {number}"
+        if isinstance(stage, Reshape):
+            nodes += _reshapes(graph, site, stage, bias, x, given if last else None, name, constants, key)
+        else:
+            spreading = node if last and site.spread else None
+            nodes.append(_stage_node(graph, site, stage, bias, x, name, constants, key, spreading))
+        x = nodes[-1].outputs[0]
     put_in_place(graph, [node], nodes)
 
 
@@ -206,9 +210,10 @@ def _stage_node(
             "group": stage.groups,
         }
         marked = [padding == MARKED for padding in stage.padding]
-        if site.pads is None:
-            if any(marked):
-                attributes["auto_pad"] = site.auto_pad
+        if not any(marked):
+            attributes["pads"] = [0] * 2 * len(marked)
+        elif site.pads is None:
+            attributes["auto_pad"] = site.auto_pad
         else:
             pairs = [pair if here else (0, 0) for pair, here in zip(site.pads, marked, strict=True)]
             attributes["pads"] = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
@@ -225,6 +230,39 @@ def _stage_node(
     node.outputs[0].name = free_name(graph, f"{name}_output")
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     return node
+
+
+def _reshapes(
+    graph: ir.Graph,
+    site: Site,
+    stage: Reshape,
+    bias: torch.Tensor | None,
+    x: ir.Value,
+    given: ir.Value | None,
+    name: str,
+    constants: dict[str, ir.Value],
+    key: str,
+) -> list[ir.Node]:
+    """Return the nodes of a reshape; the last one restores the axes of the site's input, if it is given."""
+    nodes: list[ir.Node] = []
+
+    def append(op_type: str, *inputs: ir.Value | None, **attributes: int) -> ir.Value:
+        nodes.append(node_of(op_type, inputs, free_name(graph, f"{name}/{op_type}_{len(nodes)}"), attributes))
+        return nodes[-1].outputs[0]
+
+    for shape in stage.shapes:
+        x = append("Reshape", x, new_constant(graph, f"{name}.shape", np.array(shape)))
+    if bias is not None:
+        if f"{key} bias" not in constants:
+            held = bias.detach().reshape(-1, *[1] * len(site.spec.kernel_size))
+            constants[f"{key} bias"] = new_constant(graph, f"{name}.bias", held)
+        x = append("Add", x, constants[f"{key} bias"])
+    rank = None if given is None or given.shape is None else len(given.shape)
+    if given is not None and site.op_type == "MatMul" and rank != 2:
+        first, last = (new_constant(graph, f"{name}.axis", np.array([axis])) for axis in (0, -1))
+        axes = append("Slice", append("Shape", given), first, last)
+        x = append("Reshape", x, append("Concat", axes, last, axis=0))
+    return nodes
 
 
 def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Tensor) -> ir.Value:

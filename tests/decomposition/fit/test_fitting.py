@@ -24,6 +24,7 @@ from decomposition.fit.fitting import LARGEST_AMPLIFICATION, Fit, fit_weight
 from decomposition.fit.least_squares import LeastSquares
 from decomposition.formats import Cores, Ranks, TensorFormat, get_format, list_formats
 from decomposition.network.modes import WeightModes
+from decomposition.testing import random_cores
 
 SMALL = WeightModes((8,), (6,), 9)
 TENSORISED = WeightModes((4, 2), (3, 2), 9)
@@ -276,10 +277,8 @@ def test_a_weight_of_zeros_becomes_zeros(name: str, modes: WeightModes) -> None:
 @pytest.mark.parametrize(("name", "modes"), CASES)
 def test_a_weight_of_lower_rank_than_asked_for_is_met(name: str, modes: WeightModes) -> None:
     tensor_format = get_format(name)
-    weight = normal(modes.out_channels, 1, 1) * normal(1, modes.in_channels, 1, seed=1)
-    weight = weight * normal(1, 1, modes.kernel, seed=2)
-    if not modes.plain:
-        weight = torch.ones_like(weight)
+    cores = random_cores(tensor_format, modes, tensor_format.expand(modes, 1))
+    weight = tensor_format.reconstruct(cores, modes)
     fit = fit_weight(tensor_format, weight, modes, middle_ranks(tensor_format, modes))
     assert fit.error < 1e-5
     assert all(bool(torch.isfinite(core).all()) for core in fit.cores)

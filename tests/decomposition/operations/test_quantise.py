@@ -123,7 +123,7 @@ def test_weights_alone_are_rounded_in_every_form_of_a_layer() -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 3)).eval()
     (spec,) = inspect_layers(model, (8, 6, 6))
     ring = Factorise("tensor_ring", (4, 4, 4))  # contracted while it runs
-    assert not ring.tensor_format.staged(spec, ring.modes(spec), ring.ranks)
+    assert not ring.tensor_format.form(spec, ring.modes(spec), ring.ranks).in_integers
     for operations in ((WEIGHTS,), (ring, WEIGHTS), (Factorise("cp", (4,)), Quantise(4, "float32"))):
         plan = CompressionPlan((LayerPlan("0", operations),), fingerprint([spec]), (8, 6, 6))
         network = apply_plan(model, plan, torch.randn(64, 8, 6, 6))

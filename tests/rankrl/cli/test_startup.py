@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from decomposition import get_format, list_formats
+from decomposition import list_formats
 from rankrl.cli.config.choices import TABLES, TASKS, formats
 from rankrl.cli.config.groups import GROUPS
 from rankrl.cli.config.schema import AppConfig
 from rankrl.onnx.runtimes import list_runtimes
+from rankrl.options.names import FORMATS
 from rankrl.options.timing import RUNTIMES
 
 HEAVY = ("torch", "sklearn", "scipy", "stable_baselines3", "torchvision", "onnx", "onnxruntime", "matplotlib")
@@ -144,8 +145,8 @@ def test_the_tables_name_every_runtime() -> None:
     assert sorted(RUNTIMES) == list_runtimes()
 
 
-def test_the_tables_say_which_formats_can_split_channel_counts() -> None:
-    assert formats() == {name: get_format(name).tensorisable for name in list_formats()}
+def test_every_format_is_listed_before_torch_is_imported() -> None:
+    assert list(FORMATS) == formats() == list_formats()
 
 
 @pytest.mark.parametrize("task", TASKS)

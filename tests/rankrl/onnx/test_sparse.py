@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from call_options import FILE_FORMATS, layer_options
+from call_options import layer_options
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -18,6 +18,7 @@ import rankrl
 from rankrl.errors import ExportError
 from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.protobuf import dense, store_densely
+from rankrl.options.decomposition import FILE_FORMATS
 
 DRAWN = np.random.default_rng(0)
 X = DRAWN.standard_normal((48, 6, 5, 5)).astype(np.float32)

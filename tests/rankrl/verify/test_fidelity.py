@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from call_options import FILE_FORMATS, layer_options
+from call_options import layer_options
 from onnx import TensorProto, helper, numpy_helper
 from several_inputs import TwoInputs
 from small_graphs import (
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 import rankrl
 from decomposition import DecompositionError
 from rankrl.onnx.graph import OnnxGraphError, PreparedFile, network
+from rankrl.options.decomposition import FILE_FORMATS
 from rankrl.verify.fidelity import COARSE_FLOOR, check_as_read, check_rewritten, departure, relative_error
 
 CASES: dict[str, tuple[Callable[[], onnx.ModelProto], Any]] = {

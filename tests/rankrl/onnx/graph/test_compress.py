@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from call_options import FILE_FORMATS, grouped
+from call_options import grouped
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from small_graphs import OPSETS, Array, convolutions, images, model_of, sentences, tokens
@@ -23,6 +23,7 @@ from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.networks import graph
 from rankrl.onnx.export.network_file import INT4_OPSET
 from rankrl.onnx.graph import OnnxGraphError
+from rankrl.options.decomposition import FILE_FORMATS
 from rankrl.options.timing import LatencyOptions
 from rankrl.result import Compression
 

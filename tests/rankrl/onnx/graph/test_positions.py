@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from call_options import FILE_FORMATS, grouped, layer_options
+from call_options import grouped, layer_options
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
@@ -30,6 +30,7 @@ from rankrl.onnx.graph.positions import (
 from rankrl.onnx.graph.prepared_file import PreparedFile
 from rankrl.onnx.graph.sites import find_sites
 from rankrl.onnx.protobuf import to_proto
+from rankrl.options.decomposition import FILE_FORMATS
 from rankrl.options.timing import LatencyOptions
 from rankrl.timing import form as positions
 from rankrl.timing.form import faster_positions

@@ -11,13 +11,14 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from call_options import FILE_FORMATS, grouped
+from call_options import grouped
 from small_graphs import MAPS, OPSETS, Array, network_of, upsampling
 
 import rankrl
 from decomposition import Factorise, LayerPlan, PlanError, Quantise
 from rankrl.onnx.graph import find_sites, sensitivity
 from rankrl.onnx.graph.node_layers import Site
+from rankrl.options.decomposition import FILE_FORMATS
 from rankrl.options.timing import LatencyOptions
 from rankrl.result import Compression
 
