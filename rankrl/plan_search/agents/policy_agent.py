@@ -131,6 +131,7 @@ class PolicyAgent:
             action=options.action,
             features=options.features,
             importance_scale=self._scale,
+            descriptors=None if policy is None else policy.card.descriptors,
         )
         self._seed = seed
         with seeded(seed):

@@ -19,7 +19,13 @@ from rankrl.errors import CheckpointError, ConfigError
 from rankrl.files import write_atomically
 from rankrl.options.decomposition import AUTO
 from rankrl.options.selectors import ActionKind, AgentOptions
-from rankrl.plan_search.envs.observations import DESCRIBING, DESCRIPTOR_NAMES, Feature, ObservationEncoder
+from rankrl.plan_search.envs.observations import (
+    DESCRIBING,
+    Feature,
+    ObservationEncoder,
+    descriptor_names,
+    unknown_descriptors,
+)
 from rankrl.plan_search.space.problem import SearchProblem
 
 if TYPE_CHECKING:
@@ -119,7 +125,7 @@ class PolicyCard:
     importance_scale: float
     hidden: tuple[int, ...]
     tasks: tuple[PolicyTask, ...]
-    descriptors: tuple[str, ...] = DESCRIPTOR_NAMES
+    descriptors: tuple[str, ...] = field(default_factory=descriptor_names)
     action: ActionKind = "importance"
     trained: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -178,7 +184,7 @@ class PolicyFile:
 
     def actions_for(self, problem: SearchProblem) -> np.ndarray:
         """Roll out the policy without noise over a problem's layers; return its actions (layers,)."""
-        encoder = ObservationEncoder(problem, self.card.features)
+        encoder = ObservationEncoder(problem, self.card.features, self.card.descriptors)
         self.check_observed(encoder.size)
         actions = np.zeros((1, len(problem.sites)))
         for layer in range(len(problem.sites)):
@@ -237,11 +243,10 @@ class PolicyFile:
     def _check(self, path: Path) -> None:
         if self.card.action not in get_args(ActionKind):
             raise CheckpointError(f"{path} has actions of an unknown kind, {self.card.action!r}")
-        if self.card.descriptors != DESCRIPTOR_NAMES:
-            changed = sorted(set(self.card.descriptors) ^ set(DESCRIPTOR_NAMES)) or ["their order"]
+        if unknown := unknown_descriptors(self.card.descriptors):
             raise CheckpointError(
-                f"{path} was trained on other descriptors than this version of rankrl has "
-                f"({', '.join(changed[:5])}); train it anew with task=pretrain"
+                f"{path} was trained on descriptors that this version of rankrl does not have "
+                f"({', '.join(unknown[:5])}); train it anew with task=pretrain"
             )
         sizes = [self.observed, *self.card.hidden, 1]
         for number, (weight, bias) in enumerate(self.layers):

@@ -9,6 +9,7 @@ from typing import get_args
 import numpy as np
 
 from decomposition.choose.candidates import MEASURES, CandidateSet
+from decomposition.formats import get_format, list_formats
 from decomposition.operations import Factorise, Quantise
 from rankrl.errors import ConfigError
 from rankrl.options.selectors import Feature
@@ -16,8 +17,6 @@ from rankrl.plan_search.space.problem import SearchProblem
 
 CURVE_POINTS = 6
 
-# One descriptor each; pretrained policies depend on their number and order.
-_KNOWN_FORMATS = ("cp", "spatial_svd", "tensor_ring", "tensor_train", "tucker")
 # Logarithms of ratios are clipped to plus or minus this before they are scaled to [0, 1].
 _RANGE = 4.0
 # Scales of the descriptors of a network's depth and size; larger networks are clipped to 1.
@@ -46,26 +45,35 @@ _OF_A_LAYER = (
     *(f"error_at_{point}" for point in range(CURVE_POINTS)),
 )
 _OF_NEIGHBOURS = ("place_in_block", "cost_share", "importance", "loss_share", "preset_kept", "preset_error")
-OF_THE_TASK = (
-    *(f"format_{name}" for name in _KNOWN_FORMATS),
+_OF_THE_TASK = (
     "rounded",
     *(f"budget_{measure}" for measure in MEASURES),
     "layers",
     "params",
     "mean_error",
 )
-"""Names of the descriptors that are the same for all layers, except for layers that stay dense."""
-
-DESCRIPTOR_NAMES = (
-    *_OF_A_LAYER,
-    *(f"previous_{name}" for name in _OF_NEIGHBOURS),
-    *(f"next_{name}" for name in _OF_NEIGHBOURS),
-    *OF_THE_TASK,
-)
-"""Names of the descriptors, in order."""
+_FORMAT = "format_"
 
 
-def layer_descriptors(problem: SearchProblem) -> np.ndarray:
+def descriptor_names() -> tuple[str, ...]:
+    """List the names of the descriptors, in order; one for each format that policies tell apart."""
+    formats = {get_format(name).described_as or name for name in list_formats()}
+    return (
+        *_OF_A_LAYER,
+        *(f"previous_{name}" for name in _OF_NEIGHBOURS),
+        *(f"next_{name}" for name in _OF_NEIGHBOURS),
+        *(f"{_FORMAT}{name}" for name in sorted(formats)),
+        *_OF_THE_TASK,
+    )
+
+
+def unknown_descriptors(names: Sequence[str]) -> list[str]:
+    """List the names that are no descriptors; a format that is not registered here is one, always 0."""
+    known = descriptor_names()
+    return sorted(name for name in names if name not in known and not name.startswith(_FORMAT))
+
+
+def layer_descriptors(problem: SearchProblem, names: Sequence[str] | None = None) -> np.ndarray:
     """Return the descriptors of every layer, in [0, 1], shape (layers, descriptors).
 
     Those of the layer: its position in the network and among the layers of its module (its block); the ratio
@@ -74,19 +82,17 @@ def layer_descriptors(problem: SearchProblem) -> np.ndarray:
     output); the share of its cost that greedy keeps, and the slopes of its loss by cost there; its error at
     equal steps of log-cost. Some of these are repeated for the layers before and after it. Those of the task:
     format and rounding of greedy's candidate, the fraction to keep by each measure (1 without a budget), and
-    the network's size.
+    the network's size. Those of `names` alone, in that order, where they are given.
     """
+    names = descriptor_names() if names is None else names
     own = _own(problem)
-    neighbours = np.stack([own[name] for name in _OF_NEIGHBOURS], axis=1)
-    nobody = np.full((1, len(_OF_NEIGHBOURS)), 0.5)
-    task = _task(problem)
-    columns = [
-        np.stack([own[name] for name in _OF_A_LAYER], axis=1),
-        np.concatenate([nobody, neighbours[:-1]]),
-        np.concatenate([neighbours[1:], nobody]),
-        np.stack([task[name] for name in OF_THE_TASK], axis=1),
-    ]
-    return np.concatenate(columns, axis=1).clip(0.0, 1.0)
+    columns = {
+        **own,
+        **{f"previous_{name}": np.array([0.5, *own[name][:-1]]) for name in _OF_NEIGHBOURS},
+        **{f"next_{name}": np.array([*own[name][1:], 0.5]) for name in _OF_NEIGHBOURS},
+        **_task(problem, [name for name in names if name.startswith(_FORMAT)]),
+    }
+    return np.stack([columns[name] for name in names], axis=1).clip(0.0, 1.0)
 
 
 def _own(problem: SearchProblem) -> dict[str, np.ndarray]:
@@ -121,23 +127,24 @@ def _own(problem: SearchProblem) -> dict[str, np.ndarray]:
     }
 
 
-def _task(problem: SearchProblem) -> dict[str, np.ndarray]:
+def _task(problem: SearchProblem, of_formats: Sequence[str]) -> dict[str, np.ndarray]:
     count = len(problem.sites)
     operations = [
         site.candidates[choice].operations for site, choice in zip(problem.sites, problem.preset, strict=True)
     ]
-    # pifa stores tucker's product of two matrices in fewer numbers, so both share one descriptor.
     formats = [
-        {"tucker" if one.format == "pifa" else one.format for one in of_layer if isinstance(one, Factorise)}
+        {
+            _FORMAT + (one.tensor_format.described_as or one.format)
+            for one in of_layer
+            if isinstance(one, Factorise)
+        }
         for of_layer in operations
     ]
     limits = () if problem.budget is None else problem.budget.limits
     fractions = {limit.measure: limit.fraction for limit in limits}
     errors = [site.errors[choice] for site, choice in zip(problem.sites, problem.preset, strict=True)]
     return {
-        **{
-            f"format_{name}": np.array([float(name in names) for names in formats]) for name in _KNOWN_FORMATS
-        },
+        **{name: np.array([float(name in names) for names in formats]) for name in of_formats},
         "rounded": np.array(
             [float(any(isinstance(one, Quantise) for one in of_layer)) for of_layer in operations]
         ),
@@ -213,14 +220,16 @@ class ObservationEncoder:
     features asked for; then the previous layer's action; then the changing features asked for.
     """
 
-    def __init__(self, problem: SearchProblem, features: Sequence[Feature]) -> None:
+    def __init__(
+        self, problem: SearchProblem, features: Sequence[Feature], descriptors: Sequence[str] | None = None
+    ) -> None:
         for name in features:
             if name not in get_args(Feature):
                 known = ", ".join(get_args(Feature))
                 raise ConfigError(f"selector.features may hold {known}; got {name!r}")
         self.features = tuple(features)
         self.layers = len(problem.sites)
-        self.static = _static_features(problem, self.features)
+        self.static = _static_features(problem, self.features, descriptors)
         changing = {"budget_left": 1, "last_reward": 1, "plan": self.layers}
         self.size = self.static.shape[1] + 1 + sum(changing.get(name, 0) for name in features)
 
@@ -248,7 +257,9 @@ class ObservationEncoder:
         return np.concatenate(parts, axis=1).astype(np.float32)
 
 
-def _static_features(problem: SearchProblem, features: Sequence[Feature]) -> np.ndarray:
+def _static_features(
+    problem: SearchProblem, features: Sequence[Feature], descriptors: Sequence[str] | None
+) -> np.ndarray:
     """Return the features that no action changes, shape (layers, features)."""
     specs = [site.spec for site in problem.sites]
     count = len(specs)
@@ -267,7 +278,7 @@ def _static_features(problem: SearchProblem, features: Sequence[Feature]) -> np.
     if "curve" in features:
         columns.extend(np.array([_resampled(site) for site in problem.sites]).T)
     if "descriptors" in features:
-        columns.extend(layer_descriptors(problem).T)
+        columns.extend(layer_descriptors(problem, descriptors).T)
     if "identity" in features:
         columns.extend(np.eye(count))
     return np.stack(columns, axis=1)

@@ -45,6 +45,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         action: `importance` or `rank`; None for `importance` with a budget and `rank` without.
         features: Features beyond the layer's own and the previous action (`ObservationEncoder`).
         importance_scale: Log-importance of action 1, with `action="importance"`.
+        descriptors: Names of the descriptors that the feature of that name holds; None for all there are.
 
     Raises:
         ConfigError: There is no problem, or options are unknown or contradict one another.
@@ -58,6 +59,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         action: ActionKind | None = None,
         features: Sequence[Feature] = (),
         importance_scale: float = IMPORTANCE_SCALE,
+        descriptors: Sequence[str] | None = None,
     ) -> None:
         if not isinstance(problem, SearchProblem):
             raise ConfigError(
@@ -70,7 +72,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         self.problem = problem
         self.reward = reward
         self.map = create_action_map(problem, action, scale=importance_scale)
-        self.encoder = ObservationEncoder(problem, features)
+        self.encoder = ObservationEncoder(problem, features, descriptors)
         self.layers = len(problem.sites)
         self._actions = np.zeros((1, self.layers), dtype=np.float32)
         self._layer = self.layers

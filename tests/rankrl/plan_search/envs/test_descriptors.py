@@ -13,14 +13,14 @@ from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 
 from decomposition.formats import list_formats
 from rankrl.plan_search.envs import ENVIRONMENT_ID, RankSelectionEnv
-from rankrl.plan_search.envs.observations import DESCRIBING, DESCRIPTOR_NAMES, layer_descriptors
+from rankrl.plan_search.envs.observations import DESCRIBING, descriptor_names, layer_descriptors
 from rankrl.plan_search.space.problem import SearchProblem
 
 SHAPE = (1, 8, 8)
 
 
 def column(problem: SearchProblem, name: str) -> np.ndarray:
-    return layer_descriptors(problem)[:, DESCRIPTOR_NAMES.index(name)]
+    return layer_descriptors(problem, [name])[:, 0]
 
 
 @pytest.mark.parametrize("measure", ["params", "macs", "bytes", None])
@@ -31,7 +31,7 @@ def test_they_are_as_many_and_in_range_whatever_is_searched(small_network, libra
         sites = library.all_candidates(limit=4)
         problem = SearchProblem.from_model(small_network, sites, SHAPE, **budget, library=library)
         found = layer_descriptors(problem)
-        assert found.shape == (len(sites), len(DESCRIPTOR_NAMES))
+        assert found.shape == (len(sites), len(descriptor_names()))
         assert np.isfinite(found).all()
         assert found.min() >= 0
         assert found.max() <= 1

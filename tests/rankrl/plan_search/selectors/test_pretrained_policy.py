@@ -23,7 +23,7 @@ from rankrl.plan_search.agents.policy_file import (
     resolved_policy,
 )
 from rankrl.plan_search.envs.actions import ImportanceMap
-from rankrl.plan_search.envs.observations import DESCRIBING, DESCRIPTOR_NAMES, ObservationEncoder
+from rankrl.plan_search.envs.observations import DESCRIBING, ObservationEncoder, descriptor_names
 from rankrl.plan_search.selectors import Selector, check_selector, create_selector
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
@@ -36,7 +36,7 @@ TASK = PolicyTask("small", "0123456789abcdef", "noise", ("cp", "tucker"), {"para
 @pytest.fixture
 def policy(small_problem) -> PolicyFile:
     observed = ObservationEncoder(small_problem, DESCRIBING).size
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
     sizes = [observed, 12, 6, 1]
     layers = tuple(
         (
@@ -163,8 +163,8 @@ def test_files_that_do_not_fit_are_refused(policy, path, tmp_path) -> None:
     other.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="damaged"):
         PolicyFile.load(other)
-    replace(policy, card=replace(policy.card, descriptors=DESCRIPTOR_NAMES[1:])).save(other)
-    with pytest.raises(CheckpointError, match=f"other descriptors .*{DESCRIPTOR_NAMES[0]}"):
+    replace(policy, card=replace(policy.card, descriptors=("depth", "colour"))).save(other)
+    with pytest.raises(CheckpointError, match=r"does not have \(colour\)"):
         PolicyFile.load(other)
     replace(policy, card=replace(policy.card, hidden=(12, 7))).save(other)
     with pytest.raises(CheckpointError, match="its layer 1 has the shape"):
@@ -198,7 +198,7 @@ def test_a_policy_for_every_network_sees_nothing_that_depends_on_one() -> None:
 
 def test_the_policy_that_comes_with_rankrl_proposes_a_plan_for_any_network(small_problem) -> None:
     policy = read_policy(PRETRAINED_REFITTED)
-    assert policy.card.descriptors == DESCRIPTOR_NAMES
+    assert set(policy.card.descriptors) <= set(descriptor_names())  # formats may have been added since
     assert {task.model for task in policy.card.tasks} == {"resnet20"}
     (first,) = make("ddpg", small_problem, Path(PRETRAINED_REFITTED)).propose()
     assert first.phase == "pretrained"
