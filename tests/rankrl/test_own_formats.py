@@ -23,6 +23,7 @@ from decomposition.testing import FormatContract
 from rankrl.errors import ConfigError
 from rankrl.onnx.export.network_file import export_network
 from rankrl.onnx.graph.rewrite import writable_formats
+from rankrl.options.decomposition import FILE_FORMATS
 
 
 class TwoMatrices(TensorFormat):
@@ -128,11 +129,11 @@ class _RowsOfParameters(FactorisedLayer):
         self.b.copy_(cores[1])
 
 
-class Kronecker(TensorFormat):
+class SharedRows(TensorFormat):
     """W = sum over r of A_r kron b_r, of matrices (out, in / p) and rows (p * kernel)."""
 
-    name = "kronecker"
-    description = "a sum of Kronecker products"
+    name = "shared_rows"
+    description = "one matrix a row that all groups of inputs share"
 
     def max_ranks(self, modes: Any) -> Any:
         return (min(modes.out_channels * _blocks(modes), modes.columns // _blocks(modes)),)
@@ -165,7 +166,7 @@ def _blocks(modes: Any) -> int:
     return int(modes.in_channels // math.gcd(modes.in_channels, 4))
 
 
-FORMATS = (TwoMatrices, Branches, Kronecker)
+FORMATS = (TwoMatrices, Branches, SharedRows)
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +195,7 @@ def options(name: str, *precisions: str) -> rankrl.DecompositionOptions:
 
 
 class TestContract(FormatContract):
-    names = ("two_matrices", "kronecker")
+    names = ("two_matrices", "shared_rows")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         with _FORMATS.restored():
@@ -213,12 +214,13 @@ def test_what_a_format_can_do_is_found_from_its_layers(model: nn.Module) -> None
         modes = tensor_format.modes(spec)
         return tuple(tensor_format.form(spec, modes, tensor_format.expand(modes, 2)))
 
-    assert form(TwoMatrices()) == (False, True, True)
-    assert form(Kronecker()) == (False, False, False)
+    assert form(TwoMatrices()) == (False, True, True, True)
+    assert form(SharedRows()) == (False, False, False, True)
     assert form(Branches())[:2] == (True, True)
-    assert form(_FORMATS["cp"]) == form(_FORMATS["tucker"]) == form(_FORMATS["spatial_svd"]) == (True,) * 3
-    assert form(_FORMATS["pifa"]) == (False, False, True)
-    assert set(writable_formats()) == {"cp", "pifa", "spatial_svd", "tucker", "two_matrices"}
+    assert form(_FORMATS["cp"]) == form(_FORMATS["tucker"]) == form(_FORMATS["spatial_svd"]) == (True,) * 4
+    assert form(_FORMATS["pifa"]) == (False, False, True, False)
+    assert form(_FORMATS["kronecker"]) == (True, True, True, False)
+    assert set(writable_formats()) == {*FILE_FORMATS, "kronecker", "two_matrices"}
 
 
 @pytest.mark.slow
@@ -272,7 +274,7 @@ def test_a_product_of_two_matrices_becomes_nodes_of_a_file(
     assert (tmp_path / "small.onnx").stat().st_size < 0.8 * (tmp_path / "net.onnx").stat().st_size
 
 
-@pytest.mark.parametrize("name", ["branches", "kronecker"])
+@pytest.mark.parametrize("name", ["branches", "shared_rows"])
 def test_a_format_that_is_no_row_of_layers_is_refused_by_a_file_at_once(
     name: str, model: nn.Module, images: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -285,10 +287,10 @@ def test_a_format_that_is_no_row_of_layers_is_refused_by_a_file_at_once(
 
 def test_integers_of_a_format_that_holds_none_are_refused_by_name(model: nn.Module) -> None:
     spec = inspect_layers(model, (4, 6, 6))[0]
-    tensor_format = Kronecker()
+    tensor_format = SharedRows()
     layer = tensor_format.build(model[0], spec, tensor_format.modes(spec), (2,))  # type: ignore[index]
     for rounding in (Quantise(), Quantise(8, "float32")):
         with pytest.raises(
-            DecompositionError, match=r"'0': kronecker of ranks \[2\] has no form in integers"
+            DecompositionError, match=r"'0': shared_rows of ranks \[2\] has no form in integers"
         ):
             rounding.structure(layer, spec)
