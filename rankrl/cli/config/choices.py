@@ -270,13 +270,13 @@ _ALL = (
     Task("search", "compression", "choose ranks and write plan.json"),
     Task(
         "timing_kit",
-        "kits",
+        "overviews",
         "write what a budget in time needs to be timed on another device",
         on_file="timing_kit",
     ),
     Task(
         "verify_kit",
-        "kits",
+        "overviews",
         "write the finished networks below runs=FOLDER to be timed and compared on another device",
         on_file="verify_kit",
     ),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from decomposition import DecompositionError, apply_plan, count_macs, count_parameters
 from pruning import PruningError, list_pruners
-from rankrl.data import ImageData, Images, load_dataset
+from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
@@ -132,12 +132,12 @@ def test_held_out_images_decide_between_trained_and_dense_weights(
 ) -> None:
     measured: list[nn.Module] = []
 
-    def accuracy(network: nn.Module, images: Images, **_: Any) -> float:
-        assert images is data.heldout
+    def heldout_accuracy(network: nn.Module, its_data: ImageData) -> float:
+        assert its_data is data
         measured.append(network)
         return float(better) if len(measured) == 2 else 0.5
 
-    monkeypatch.setattr("rankrl.pruners.prune.accuracy", accuracy)
+    monkeypatch.setattr("rankrl.pruners.prune._heldout_accuracy", heldout_accuracy)
     model = network(data)
     chosen = prune_network(model, data, quick("group_lasso", macs=0.6), calibration)
     assert chosen.rewound == better
