@@ -5,7 +5,8 @@ when it came, how many different plans were scored, the mean reward of all episo
 change of how searches are written must not change them. They were first recorded by commit 46c4ed3, where a
 plan was a tuple of ranks, and were equal when searches came to choose among candidates; they were recorded
 anew when the fits changed, last by commit 06c4a99 with algebraic fits, so that they are the same on every
-processor, and when greedy came to exchange cost between layers. The learning selectors are not among them.
+processor, when greedy came to exchange cost between layers, and when each step came to draw from a generator
+of its own. The learning selectors are not among them.
 """
 
 from __future__ import annotations

@@ -159,12 +159,13 @@ def test_a_search_killed_while_it_writes_a_step_goes_on_exactly(
 def test_the_plans_of_another_processor_are_kept_with_one_warning(
     small_problem, synthetic_evaluator, tmp_path, caplog
 ) -> None:
-    other = search(small_problem, synthetic_evaluator, "local", tmp_path / "other", seed=6, patience=4)
-    mine = search(small_problem, synthetic_evaluator, "local", tmp_path / "mine", patience=1)
+    other = search(small_problem, synthetic_evaluator, "random", tmp_path / "other", seed=6, patience=4)
+    synthetic_evaluator.restore({})
+    mine = search(small_problem, synthetic_evaluator, "random", tmp_path / "mine", patience=1)
     assert len(other.rows) > len(mine.rows)
     shutil.copy(tmp_path / "other" / EPISODES_FILE, tmp_path / "mine" / EPISODES_FILE)
     synthetic_evaluator.restore({})
-    found = search(small_problem, synthetic_evaluator, "local", tmp_path / "mine", resume=True)
+    found = search(small_problem, synthetic_evaluator, "random", tmp_path / "mine", resume=True)
     assert lasting(found)[: len(other.rows)] == lasting(other)
     assert len(found.rows) == EPISODES
     (message,) = caplog.messages
