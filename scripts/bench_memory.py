@@ -56,7 +56,7 @@ from rankrl.training.accuracy import predict_logits
 
 _CLASSES = 10
 _WARM_UP = 3
-_LONGEST = 400
+_LONGEST = 720
 """Seconds of processor time that a stage may take."""
 _QUICK = {"candidates": 3, "iterations": 8, "final_iterations": 8}
 
@@ -246,7 +246,7 @@ def _stage_of_file(path: Path, x: np.ndarray, stage: str) -> None:
             for site in file.sites
         ]
         plan = decomposition.CompressionPlan(
-            tuple(layers), x.shape[1:], fingerprint([site.spec for site in file.sites])
+            tuple(layers), fingerprint([site.spec for site in file.sites]), x.shape[1:]
         )
         options = FitOptions(iterations=_QUICK["final_iterations"])
         refitted_graph(

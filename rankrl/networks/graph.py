@@ -19,6 +19,7 @@ from decomposition.calibration.moments import (
     PATCHES_PER_LAYER,
     UNREACHED,
     InputMoments,
+    fit_sizes,
     settled,
     warn_unreached,
 )
@@ -34,7 +35,7 @@ from rankrl.networks.network import CandidateOptions, WrittenFile, once_per_netw
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.onnx_file import write_checked
 from rankrl.onnx.export.static_quantiser import RangeChoice
-from rankrl.onnx.graph.capture import FINAL_ELEMENTS, collect_moments, most_patches
+from rankrl.onnx.graph.capture import collect_moments
 from rankrl.onnx.graph.file import check_contracted, write_graph
 from rankrl.onnx.graph.network import Feed, OnnxNetwork, open_session
 from rankrl.onnx.graph.node_layers import Site, SiteModules
@@ -375,11 +376,8 @@ def fit_library(
     bytes for each node, exist once.
     """
     usable, changing, batches = file.usable, file.changing, file.split.calibration
-    sizes = {
-        site.name: (len(site.weight), site.weight[0].numel(), most_patches(site, FINAL_ELEMENTS))
-        for site in usable
-    }
-    dense, unreached = without_room(sizes), list[str]()
+    inputs = sum(map(file.network.axes.size, batches))
+    dense, unreached = without_room({site.name: fit_sizes(site.spec, inputs) for site in usable}), list[str]()
     fitted = [site for site in usable if site.name not in dense]
     moments = settled(collect_moments(file.network, fitted, batches, seed=seed, unreached=unreached))
     warn_unreached(unreached)

@@ -131,6 +131,7 @@ def test_killed_search_goes_on(
         "params": 0.5,
         "selector": "random",
         "episodes": 6,
+        "seed": 1,
         "candidates": 8,
     }
     options["score"] = fidelity(copy.deepcopy(model), images)

@@ -73,8 +73,10 @@ class TPESelector(Selector):
             actions = np.zeros(len(self._ranges))
             if number:
                 self._study.sampler = self._sampler(number)
-                trial = self._study.ask()  # stays unfinished in the study, where the sampler ignores it
+                trial = self._study.ask()
                 actions = np.array([trial.suggest_float(name, *ends) for name, ends in self._ranges.items()])
+                # The sampler ignores it so; `observe` adds the scored one, of this process or another.
+                self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
             choices = tuple(self._allocate(actions).tolist())
             proposals.append(Proposal(choices, self.name if number else "preset", tuple(actions.tolist())))
         return proposals

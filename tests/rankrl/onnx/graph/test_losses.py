@@ -12,7 +12,8 @@ import pytest
 import torch
 from small_graphs import FRAMES, MAPS, classifier, convolutions, images, sentences, shared, tokens, upsampling
 
-from decomposition import CandidateSet, Factorise
+from decomposition import CandidateSet, Factorise, memory
+from decomposition.calibration.moments import fit_sizes
 from decomposition.network.rounding import REDUCED_BITS, largest_integer
 from rankrl.networks.graph import fit_library
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses, NodeTail
@@ -179,3 +180,17 @@ def test_losses_are_measured_without_weights_of_channels_too(tmp_path: Path) -> 
         weights = [library.weight(site.name, each.operations) for each in site.candidates[:-1]]
         measured = losses.of(library, site.name, weights, [False] * len(weights))
         assert any(np.isclose(measured, site.losses[:-1], rtol=1e-3))
+
+
+def test_a_node_whose_fit_would_take_too_much_stays_dense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = prepared("convolutions", tmp_path)
+    inputs = sum(map(file.network.axes.size, file.split.calibration))
+    sizes = {site.name: memory.fit_bytes(*fit_sizes(site.spec, inputs)) for site in file.usable}
+    monkeypatch.setattr(memory, "free_memory", lambda: 2 * sizes["second"])  # without what is held
+    sites = {site.name: site for site in fit_library(file, OPTIONS).all_candidates(limit=3)}
+    assert len(sites["second"]) == 1
+    assert "its fit takes 0.0 GB, more than half of the" in str(sites["second"].candidates[0].reason)
+    assert "second: its fit takes" in caplog.text
+    assert all(len(sites[name]) > 1 for name in ("first", "last"))
