@@ -165,7 +165,7 @@ def with_row(
 
 def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:
     """Return the rows of the `count` best different plans, best first, the earlier first among equals."""
-    different = [row for row in rows if not row.cached]
+    different = {row.key: row for row in reversed(rows)}.values()  # the first of equal plans
     return sorted(different, key=lambda row: (-row.reward, row.episode))[:count]
 
 

@@ -53,6 +53,13 @@ def test_patience_stops_a_search_that_no_longer_improves(small_problem, syntheti
     assert len(result.rows) == result.best.episode + 5
 
 
+def test_plans_that_were_scored_before_can_be_the_best(small_problem, synthetic_evaluator) -> None:
+    first, again = (search(small_problem, synthetic_evaluator, episodes=20, patience=9) for _ in range(2))
+    assert again.rows[0].cached
+    assert again.best.key == first.best.key
+    assert again.stopped_by == first.stopped_by
+
+
 def test_time_stops_a_search(small_problem, synthetic_evaluator) -> None:
     result = search(small_problem, synthetic_evaluator, episodes=100_000, seconds=0.1)
     assert result.stopped_by == "seconds"
