@@ -162,8 +162,17 @@ def least_fraction(sites: Sequence[CandidateSet], budget: Budget) -> float:
     return budget.spent(sites, cheapest_choices(sites, alone)) / budget.total
 
 
+def _largest(single: Sequence[CandidateSet], measure: str) -> str:
+    """Name the largest of the sites that have no choice, and the reason, as the end of a message."""
+    if not single:
+        return ""
+    site = max(single, key=lambda site: float(site.cost(measure)[0]))
+    return f". The largest layer that stays dense is {site.name!r}: {site.candidates[0].reason}"
+
+
 def check_reachable(sites: Sequence[CandidateSet], budget: Budget) -> None:
     """Refuse a budget that no plan can reach."""
+    single = [site for site in sites if len(site) == 1 and site.candidates[0].reason]
     for limit in budget.limits:
         least = least_fraction(sites, limit)
         if least > limit.fraction:
@@ -171,7 +180,7 @@ def check_reachable(sites: Sequence[CandidateSet], budget: Budget) -> None:
                 f"budget.{limit.measure}={limit.fraction} cannot be reached: with the cheapest ranks "
                 f"everywhere {least * limit.total:.10g} of {limit.total:.10g} {limit.measure} remain "
                 f"({limit.fixed:.10g} of them in what stays as it is); the least is "
-                f"{np.ceil(least * 1e4) / 1e4:.4f}"
+                f"{np.ceil(least * 1e4) / 1e4:.4f}{_largest(single, limit.measure)}"
             )
     if budget.also is None:
         return

@@ -68,6 +68,8 @@ def test_a_layer_whose_fit_would_take_too_much_stays_dense_and_the_plan_says_why
     assert "its fit takes 0.0 GB, more than half of the" in plan["2"].reason
     assert "2: its fit takes" in caplog.text
     assert any(layer.operations for layer in plan)
+    with pytest.raises(DecompositionError, match=r"cannot be reached.* stays dense is '2': its fit takes"):
+        plan_by_heuristic(model, (20,), "tucker", "greedy", 0.5, calibration=x)
     library = FitLibrary.calibrated(model, (20,), "tucker", x)
     assert len(library.candidates("2")) == 1
     assert len(library.candidates("0")) > 1
