@@ -85,8 +85,8 @@ def onnx_case(draw: random.Random, folder: Path) -> tuple[str, tuple[str, ...]]:
     for name in draw.sample(sorted(_CHANGES), k=draw.choice((1, 1, 1, 2))):
         try:
             done.append(f"{name}: {_CHANGES[name](draw, model, path)}")
-        except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError):
-            done.append(f"{name}: not possible")  # onnxruntime's tools do not take what the first change made
+        except Exception:  # the errors of onnxruntime's tools, assertions too, have no base of their own
+            done.append(f"{name}: not possible")  # they do not take what the first change made
     if not path.exists():
         path.write_bytes(model.SerializeToString())
     if draw.random() < 0.15:
