@@ -210,9 +210,7 @@ def test_networks_that_decide_by_values_and_wrong_inputs_are_refused(
     build: Build, images: torch.Tensor
 ) -> None:
     branching = Forward(lambda m, x: m.first(x) if x.sum() > 0 else x)
-    with pytest.raises(
-        PruningError, match=r"reads the values of a tensor by bool in .*\(test_selection"
-    ):
+    with pytest.raises(PruningError, match=r"reads the values of a tensor by bool in .*\(test_selection"):
         channel_groups(branching, images)
     with pytest.raises(PruningError, match=r"fails on an example input of shape \(3, 1, 16, 16\)"):
         channel_groups(build("plain_chain"), images[:, :1])
