@@ -16,7 +16,13 @@ from rankrl.plan_search.selectors.selector import _SELECTORS
 
 Command = Callable[..., None]
 PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
-OPTION = ("episodes):", 'episodes, stride: int = 1):\n        """Args:\n            stride: Steps."""')
+OPTION = '''
+    def __init__(self, problem, *, seed, episodes, stride: int = 1):
+        """Args:
+        stride: Steps."""
+        super().__init__(problem, seed=seed, episodes=episodes)
+
+    def propose(self):'''
 ENTRY_POINTS = "fresh_selector-1.0.dist-info/entry_points.txt"
 
 
@@ -29,7 +35,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert definition is not None
     folder = tmp_path / "site"
     (folder / ENTRY_POINTS).parent.mkdir(parents=True)
-    (folder / "fresh_selector.py").write_text(definition[1].replace(*OPTION))
+    (folder / "fresh_selector.py").write_text(definition[1].replace("\n    def propose(self):", OPTION))
     (folder / ENTRY_POINTS).with_name("METADATA").write_text("Name: fresh-selector\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(folder)
     with _SELECTORS.restored():
