@@ -13,10 +13,11 @@ import onnxruntime
 import pytest
 import torch
 from torch import nn
+from two_matrices import TwoMatrices
 
 import rankrl
 from decomposition import DecompositionError, TensorFormat, inspect_layers, register_format
-from decomposition.formats.layers import ContractedLayer, FactorisedLayer
+from decomposition.formats.layers import FactorisedLayer
 from decomposition.formats.tensor_format import _FORMATS
 from decomposition.operations.quantise import Quantise
 from decomposition.testing import FormatContract
@@ -24,35 +25,6 @@ from rankrl.errors import ConfigError
 from rankrl.onnx.export.network_file import export_network
 from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.options.decomposition import FILE_FORMATS
-
-
-class TwoMatrices(TensorFormat):
-    """W = U V in a layer that contracts its cores."""
-
-    name = "two_matrices"
-    description = "the weight's matrix as a product of two"
-
-    def max_ranks(self, modes: Any) -> Any:
-        return (min(modes.out_channels, modes.columns),)
-
-    def core_shapes(self, modes: Any, ranks: Any) -> Any:
-        return [(modes.out_channels, ranks[0]), (ranks[0], modes.columns)]
-
-    def halves(self, cores: Any, modes: Any) -> Any:
-        return cores[0], cores[1]
-
-    def set_output(self, cores: Any, modes: Any, output: Any) -> Any:
-        return [output, cores[1]]
-
-    def start(self, weight: Any, modes: Any, ranks: Any) -> Any:
-        u, s, v = torch.linalg.svd(weight.flatten(1), full_matrices=False)
-        return [u[:, : ranks[0]] * s[: ranks[0]], v[: ranks[0]]]
-
-    def stage_macs(self, spec: Any, modes: Any, ranks: Any) -> Any:
-        return {"half": spec.output_positions * ranks[0] * (modes.columns + modes.out_channels)}
-
-    def build(self, dense: Any, spec: Any, modes: Any, ranks: Any) -> Any:
-        return ContractedLayer(dense, self, modes, ranks, self.execution(spec, modes, ranks))
 
 
 class _InBranches(FactorisedLayer):

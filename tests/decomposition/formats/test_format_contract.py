@@ -6,41 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from two_matrices import TwoMatrices
 
 from decomposition import DecompositionError, TensorFormat, fit_weight, register_format
-from decomposition.formats.layers import ContractedLayer
 from decomposition.network.modes import WeightModes
 from decomposition.testing import FormatContract, normal, relative_error
 
 MATRIX = WeightModes((6,), (5,), 1)
 
 
-class OfOnes(TensorFormat):
+class OfOnes(TwoMatrices):
     """W = A Q, whose start has an A of ones."""
 
     name = "of_ones"
-    description = "two matrices"
-
-    def max_ranks(self, modes: Any) -> Any:
-        return (min(modes.out_channels, modes.columns),)
-
-    def core_shapes(self, modes: Any, ranks: Any) -> Any:
-        return [(modes.out_channels, ranks[0]), (ranks[0], modes.columns)]
-
-    def halves(self, cores: Any, modes: Any) -> Any:
-        return cores[0], cores[1]
-
-    def set_output(self, cores: Any, modes: Any, output: Any) -> Any:
-        return [output, cores[1]]
 
     def start(self, weight: Any, modes: Any, ranks: Any) -> Any:
         return [weight.new_ones(len(weight), ranks[0]), weight.flatten(1)[: ranks[0]]]
-
-    def stage_macs(self, spec: Any, modes: Any, ranks: Any) -> Any:
-        return {"half": spec.output_positions * ranks[0] * (modes.columns + modes.out_channels)}
-
-    def build(self, dense: Any, spec: Any, modes: Any, ranks: Any) -> Any:
-        return ContractedLayer(dense, self, modes, ranks, self.execution(spec, modes, ranks))
 
 
 class Claimed(OfOnes):
