@@ -78,7 +78,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> dict[str, Any]:
-        """What it measured.
+        """Its measurements.
 
         Raises:
             SystemExit: If it has not finished.
@@ -102,7 +102,7 @@ class Run:
 
     @property
     def network(self) -> tuple[str, str, str]:
-        """What runs that share a dense network have in common: its name, checkpoint and data."""
+        """Name, checkpoint and data of the dense network, which runs may share."""
         return self.metrics["model"], str(self.metrics["checkpoint"]), self.metrics["dataset"]
 
     @property
@@ -113,7 +113,7 @@ class Run:
 
     @property
     def choices(self) -> str:
-        """What the plan was chosen from, for the table."""
+        """The candidates that the plan was chosen from, for the table."""
         decomposition, budget = self.settings["decomposition"], self.settings["budget"]
         formats = decomposition["formats"] or [decomposition["format"]]
         kinds = (

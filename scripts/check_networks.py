@@ -73,7 +73,7 @@ class Star(nn.Module):
         self.inner = inner
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return what the network inside returns."""
+        """Call the network inside."""
         outputs: torch.Tensor = self.inner(*inputs)
         return outputs
 

@@ -86,7 +86,7 @@ Ranks = tuple[int, ...]
 
 
 class LayerForm(NamedTuple):
-    """What a layer can do.
+    """Abilities of a layer.
 
     Attributes:
         in_integers: Whether it can compute in integers.

@@ -36,6 +36,8 @@ from rankrl.plan_search.selectors.selector import Proposal, Selector
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.state_file import damaged_state
 
+log = logging.getLogger(__name__)
+
 
 class FinishOnInterrupt:
     """While the block runs, the first Ctrl-C only sets `requested`; the second interrupts at once.
@@ -102,11 +104,9 @@ def as_numbers(layers: Sequence[LayerCost]) -> dict[str, Any]:
 
 
 SETUP_FILE = "search.json"
-"""What a folder's search was called with, written once; `episodes.csv` is all that it has done since."""
+"""Name of the file with the settings of a folder's search, written once; `episodes.csv` has its steps."""
 _VERSION = 1
 
-
-log = logging.getLogger(__name__)
 
 StoppedBy = Literal["episodes", "seconds", "patience", "interrupt", "selector"]
 
@@ -233,10 +233,10 @@ def run_search(
             rewards = [reward(evaluation) for evaluation in evaluations]
             selector.observe(proposals, rewards)
             first, elapsed = len(rows), time.perf_counter() - start
-            for proposal, evaluation, value in zip(proposals, evaluations, rewards, strict=True):
+            scored = zip(proposals, evaluations, rewards, strict=True)
+            for number, (proposal, evaluation, value) in enumerate(scored, 1):
                 row = make_row(rows, proposal.choices, proposal.phase, evaluation, value, proposal.actions)
-                ends = len(rows) + 1 == first + len(proposals)
-                rows.append(replace(row, elapsed=elapsed, ends_step=ends))
+                rows.append(replace(row, elapsed=elapsed, ends_step=number == len(proposals)))
             if table is not None:
                 table.append(rows[first:])
             for row in rows[first:]:

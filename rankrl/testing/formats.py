@@ -64,6 +64,6 @@ def network() -> tuple[nn.Module, torch.Tensor]:
 
 
 def outputs(path: Path, x: torch.Tensor) -> torch.Tensor:
-    """Return what onnxruntime computes."""
+    """Run a file in onnxruntime, and return its output."""
     session = onnxruntime.InferenceSession(path)
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])

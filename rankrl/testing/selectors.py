@@ -143,7 +143,7 @@ def rewards_of(proposals: Sequence[Proposal]) -> list[float]:
 
 
 def proposals_of(selector: Selector, steps: int) -> list[Proposal]:
-    """Return what a selector proposes in `steps` steps, with a reward for larger candidates."""
+    """Run a selector for `steps` steps, with a reward for larger candidates, and list its proposals."""
     proposed = []
     for _ in range(steps):
         proposals = selector.propose()
