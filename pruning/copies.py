@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from pruning.errors import PruningError
 
+log = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -67,7 +69,6 @@ def check_values(network: nn.Module) -> None:
 
 Module = TypeVar("Module", bound=nn.Module)
 
-log = logging.getLogger(__name__)
 
 _WRAPPERS: tuple[type[nn.Module], ...] = (
     nn.DataParallel,

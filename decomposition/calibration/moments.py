@@ -33,6 +33,8 @@ from decomposition.network.patches import labels_of_batch, sample_labelled_patch
 from decomposition.network.surgery import unwrapped
 from decomposition.public_calls import public_call
 
+log = logging.getLogger(__name__)
+
 
 def tracked_batch_norms(model: nn.Module) -> list[BatchNorm]:
     """Return the batch norms of `model` that keep running statistics."""
@@ -80,8 +82,6 @@ def _weighing(norm: BatchNorm) -> Callable[[nn.Module, tuple[Tensor, ...]], None
 
     return weigh
 
-
-log = logging.getLogger(__name__)
 
 PATCHES_PER_LAYER = 65_536
 

@@ -17,6 +17,8 @@ from rankrl.data.datasets import SourceFiles, register_dataset, stratified_split
 from rankrl.data.images import Augmentation, Images
 from rankrl.errors import ConfigError, DataError
 
+log = logging.getLogger(__name__)
+
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 """The four arrays of a dataset file: uint8 images (N, H, W, C) or (N, H, W), integer labels (N,)."""
 CLASS_NAMES = "class_names"
@@ -99,9 +101,6 @@ def _names(names: NDArray[np.generic], path: Path) -> tuple[str, ...]:
             f"{path}: {CLASS_NAMES} must be text of shape (classes,), got {names.dtype} {names.shape}"
         )
     return tuple(str(name) for name in names)
-
-
-log = logging.getLogger(__name__)
 
 
 @register_dataset(

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from rankrl.errors import CheckpointError
 from rankrl.files import write_atomically
 
+log = logging.getLogger(__name__)
+
 _DEPTH = 3
 # Name parts that wrapper modules add: data parallelism and averages, torch.compile, FSDP, activation
 # checkpointing.
@@ -170,8 +172,6 @@ def _tied(expected: Mapping[str, Tensor]) -> dict[str, frozenset[str]]:
 
 _NOTES = "rankrl"  # one metadata entry for all notes: safetensors writes several in any order
 _PLAN = "rankrl.plan"  # the metadata entry of `decomposition.save_compressed`
-
-log = logging.getLogger(__name__)
 
 
 def load_checkpoint(model: nn.Module, path: str | Path) -> None:

@@ -76,6 +76,8 @@ from rankrl.verify.measure import (
 )
 from rankrl.verify.runtimes import ComparedFiles, image_runtimes, runtime_numbers
 
+log = logging.getLogger(__name__)
+
 
 def block_removals(model: nn.Module, input_shape: InputShape) -> dict[str, Removal]:
     """Return the operation that removes a layer with its residual block, by the layer's name."""
@@ -406,9 +408,6 @@ class OwnModule(ScoredModule):
         """Return a message if outputs on held-out inputs are no better than a constant; see `Network`."""
         del score
         return self.heldout.collapsed(compressed)
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -39,6 +39,8 @@ from rankrl.timing.correction import Trial, corrected, correction
 from rankrl.timing.latency import SMALLEST_CHANGE, RelativeTime
 from rankrl.timing.network_timer import NetworkTimer, operations_of
 
+log = logging.getLogger(__name__)
+
 _SHARES = (0.05, 0.15, 0.35, 0.6)
 """Where mixed plans are tried on the way from the smallest network to the dense one, in bytes."""
 _UNIFORM = 0.5
@@ -148,8 +150,6 @@ class DeviceKit:
             choices[f"mixed {number + 1}"] = spend_at_random(self.sites, budget, generator).tolist()
         return choices
 
-
-log = logging.getLogger(__name__)
 
 _TRIED_SHARES = (0.15, 0.35, 0.6, 0.85)
 """Where plans are tried on the way from the fastest plan to the dense network."""

@@ -17,6 +17,8 @@ from decomposition.network.modes import plain_modes
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.timing.latency import RelativeTime
 
+log = logging.getLogger(__name__)
+
 SMALLEST_GAIN = 0.01
 """Share of its cost by which a plan has to be cheaper to count as cheaper: two timings of one file differ."""
 
@@ -69,9 +71,6 @@ def as_rows(plans: Iterable[MeasuredPlan], taken: Choices) -> list[dict[str, Any
         {name: value for name, value in asdict(plan).items() if name != "key"} | {"taken": plan.key == taken}
         for plan in ordered
     ]
-
-
-log = logging.getLogger(__name__)
 
 
 class PlanMeter:

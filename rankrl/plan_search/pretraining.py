@@ -27,6 +27,8 @@ from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.state_file import read_state, write_state
 
+log = logging.getLogger(__name__)
+
 _VERSION = 1
 
 
@@ -245,8 +247,6 @@ def _network(observed: int, hidden: Sequence[int]) -> nn.Sequential:
         last.bias.zero_()
     return nn.Sequential(*layers, last, nn.Tanh())
 
-
-log = logging.getLogger(__name__)
 
 _PACKAGES = ("rankrl", "torch", "stable-baselines3")  # whose versions a policy's card records
 

@@ -36,6 +36,8 @@ from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 from rankrl.workers.processes import WorkerCluster, Workers
 from rankrl.workers.ray_cluster import open_cluster
 
+log = logging.getLogger(__name__)
+
 DEFAULT_KEPT_PARAMS = 0.4
 
 
@@ -70,9 +72,6 @@ class SearchGoal:
     def counted(self) -> dict[str, float | None]:
         """Fractions of counted costs to keep; a reward that ignores size gets a default budget."""
         return {**self.budget.counted, **({"params": DEFAULT_KEPT_PARAMS} if self.needs_budget else {})}
-
-
-log = logging.getLogger(__name__)
 
 
 def problem_of(

@@ -35,6 +35,8 @@ from rankrl.files import (
 )
 from rankrl.runs.tracking import NOT_TRACKED, Tracking
 
+log = logging.getLogger(__name__)
+
 _MISSING = "not set"
 _NETWORK = "network"  # recorded as a hash, which is not shown to readers
 _LONGEST_SHOWN = 60
@@ -93,8 +95,6 @@ def _brief(value: Any) -> str:
     text = str(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
-
-log = logging.getLogger(__name__)
 
 COMPRESS = "rankrl.compress"
 """The task in the record of a call of it."""

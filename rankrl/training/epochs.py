@@ -24,6 +24,8 @@ from rankrl.errors import NonFiniteError
 from rankrl.training.recipe import TrainingRecipe, learning_rate_factor
 from rankrl.training.state import EpochRow, TrainingState
 
+log = logging.getLogger(__name__)
+
 # Beside the largest weight of a tensor, these vanish in any float32 sum: its resolution is 6e-8.
 _NEGLIGIBLE = 1e-10
 
@@ -150,8 +152,6 @@ def _host_randomness() -> tuple[Any, ...]:
     """Return the states of the host's random generators, in comparable form."""
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())
 
-
-log = logging.getLogger(__name__)
 
 _ADVICE = "Lower the learning rate, lengthen the warm-up, or set gradient_clip."
 # Reading a loss makes the host wait for a GPU; doing so rarely keeps the GPU busy.

@@ -33,6 +33,8 @@ from rankrl.training import (
 )
 from rankrl.training.recipe import build_optimizer
 
+log = logging.getLogger(__name__)
+
 DISTILLATION = 0.9
 """Share of a teacher in the loss, where one is named and no share: that of `finetune=short`."""
 
@@ -127,8 +129,6 @@ def write_training_step(network: nn.Module, recipe: TrainingRecipe, path: Path) 
         group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
     write_atomically(path, build_step_model(optimizer).SerializeToString())
 
-
-log = logging.getLogger(__name__)
 
 JUDGED_IMAGES = 1000
 """Held-out images that tell whether a network has learned anything."""

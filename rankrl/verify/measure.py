@@ -63,6 +63,8 @@ from rankrl.verify.certificate import accuracy_collapse, collapse
 from rankrl.verify.fidelity import network_outputs
 from rankrl.verify.file_export import FileInputs, allowed_error, rival_numbers
 
+log = logging.getLogger(__name__)
+
 
 def stored_bytes(plan: CompressionPlan, dense: nn.Module, network: nn.Module) -> int:
     """Return the bytes of a compressed network's parameters as its plan stores them."""
@@ -116,8 +118,6 @@ def _error(layer: LayerPlan, module: FactorisedLayer | None, *, pruning: bool) -
         return None if pruning else 0.0
     return None if module is None else module.error
 
-
-log = logging.getLogger(__name__)
 
 ONNX_TEST_BATCH = 500
 COMPARED_BATCH = 250

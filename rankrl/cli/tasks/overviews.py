@@ -47,6 +47,8 @@ from rankrl.verify.measure import (
     with_preprocessing,
 )
 
+log = logging.getLogger(__name__)
+
 _FITTED_RANKS = 3  # of each layer, as examples
 _WIDTH = 160  # characters of a line in a file or a pipe
 
@@ -220,9 +222,6 @@ def show(kit: WrittenKit, then: str = "Then search with timing.table=times.json"
         f"and run `python measure.py` there, or open index.html in its browser (docs/devices.md). {then}",
         soft_wrap=True,
     )
-
-
-log = logging.getLogger(__name__)
 
 
 def verify_kit(config: AppConfig, folder: RunFolder) -> None:

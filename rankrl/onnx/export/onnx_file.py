@@ -48,6 +48,8 @@ from rankrl.onnx.runtimes.onnx_runtime import inference_session
 from rankrl.options.timing import LatencyOptions
 from rankrl.verbs import verb
 
+log = logging.getLogger(__name__)
+
 
 def write_checked(
     model: ir.Model | onnx.ModelProto, path: str | Path, what: str, *, full_check: bool = False
@@ -77,8 +79,6 @@ def write_checked(
     write_atomically(path, data)
     return len(data)
 
-
-log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 

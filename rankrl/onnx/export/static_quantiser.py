@@ -42,6 +42,8 @@ from rankrl.onnx.protobuf import save_model, to_proto
 from rankrl.onnx.runtimes import open_session
 from rankrl.onnx.runtimes.onnx_runtime import inference_session
 
+log = logging.getLogger(__name__)
+
 Array = np.ndarray[Any, Any]
 Feed = Mapping[str, Array]
 Cut = Callable[[Feed, int], Iterable[Feed]]
@@ -202,8 +204,6 @@ class RangeChoice:
 
 
 _OPSET = 13  # of the file by which overflow is tested
-
-log = logging.getLogger(__name__)
 
 
 @cache

@@ -31,6 +31,8 @@ from rankrl.onnx.graph_edits import (
     without_unused,
 )
 
+log = logging.getLogger(__name__)
+
 MOVING = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
 """Operators behind which a constant is the same one, turned or reshaped."""
 
@@ -127,8 +129,6 @@ def is_rounded(value: ir.Value | None) -> bool:
         producer = producer.inputs[0].producer()
     return producer is not None and dequantises(producer)
 
-
-log = logging.getLogger(__name__)
 
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 HALF_BYTES = 2

@@ -29,6 +29,8 @@ from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph_edits import Array, depending, part_of, set_types, used_by
 from rankrl.onnx.output_scores import OutputScore, output_score
 
+log = logging.getLogger(__name__)
+
 SKETCHED = 256
 """Numbers that are kept of the outputs for one input."""
 
@@ -152,8 +154,6 @@ def shared_passes(efforts: Sequence[float], wanted: int, effort: float) -> list[
         effort -= shares[index] * efforts[index]
     return shares
 
-
-log = logging.getLogger(__name__)
 
 _SECONDS = 180
 """Seconds of processor time after which no further node is measured, where a network has much that is not

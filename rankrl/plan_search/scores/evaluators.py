@@ -30,6 +30,8 @@ from rankrl.plan_search.scores.evaluation import RememberingEvaluator
 from rankrl.plan_search.scores.scoring_network import RefittingNetwork, ScoringNetwork
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
+log = logging.getLogger(__name__)
+
 _MEASURED = 0.75
 """Share of the measured losses in the logarithm of `weighed` ones."""
 _LARGEST_RATIO = 1e3
@@ -323,9 +325,6 @@ def accuracy_metric(metric: ScoreMetric, logits: Tensor, labels: Tensor, dense_l
         return float(overlap.mean(dtype=torch.float64))
     classes = dense_logits.argmax(1) if metric == "agreement" else labels
     return int((logits.argmax(1) == classes).sum()) / len(logits)
-
-
-log = logging.getLogger(__name__)
 
 
 def score_identity(score: Callable[..., Any]) -> str:

@@ -45,6 +45,8 @@ from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.training import predict_logits
 from rankrl.workers.processes import WorkerCluster, WorkerPool, Workers
 
+log = logging.getLogger(__name__)
+
 
 class FixedFits(FitLibrary):
     """The fits of another library without its large moments, for workers that fit nothing."""
@@ -252,8 +254,6 @@ class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
     def _values(self, plans: Sequence[Choices]) -> dict[Choices, tuple[float, float]]:
         return dict(zip(plans, self._pool.map([_Task(plan) for plan in plans]), strict=True))
 
-
-log = logging.getLogger(__name__)
 
 _WEIGHING_IMAGES = 250
 """Held-out images that single layers are measured on at most."""

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import Kernel
 
+log = logging.getLogger(__name__)
+
 
 # Plans between two fits of the kernel's hyper-parameters, and most plans remembered: the cost of a fit grows
 # with their third power.
@@ -165,8 +167,6 @@ def _kernel(layers: int) -> Kernel:
     linear = ConstantKernel(0.3 / layers, (1e-4 / layers, 1e2 / layers)) * DotProduct(0.0, "fixed")
     return smooth + linear + WhiteKernel(0.03, (1e-3, 1.0))
 
-
-log = logging.getLogger(__name__)
 
 # Attempts to find a plan that was not proposed before.
 _ATTEMPTS = 8

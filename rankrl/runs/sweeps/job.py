@@ -19,6 +19,8 @@ from rankrl.errors import RunStoppedError
 from rankrl.runs.run_folder import LOCK_FILE, RunFolder, digest, locked
 from rankrl.runs.sweeps.progress import JobProgress, sweep_identifier, write_failure
 
+log = logging.getLogger(__name__)
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -51,9 +53,6 @@ def take_one_gpu(job: int, environment: MutableMapping[str, str] = os.environ) -
         devices = [name for name in visible.split(",") if name.strip()]
     if len(devices) > 1:
         environment[VISIBLE] = devices[worker_number(job) % len(devices)]
-
-
-log = logging.getLogger(__name__)
 
 
 def job_folder(folder: RunFolder, config: Mapping[str, Any], sweep_folder: Path) -> RunFolder:

@@ -23,6 +23,8 @@ from rankrl.errors import ConfigError, RankrlError, counted
 from rankrl.runs.sweeps.progress import sweep_identifier, write_failure
 from rankrl.workers.ray_cluster import connect
 
+log = logging.getLogger(__name__)
+
 _CONFIGURING = threading.Lock()  # Hydra's configuration is global to all threads
 
 
@@ -101,9 +103,6 @@ def refuse(error: RankrlError) -> NoReturn:
     """Exit with one paragraph; Hydra would print a traceback of its own code."""
     print(f"rankrl: {' '.join(str(error).split())}", file=sys.stderr)
     raise SystemExit(2) from error
-
-
-log = logging.getLogger(__name__)
 
 
 def run_on_ray(

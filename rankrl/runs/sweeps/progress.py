@@ -21,6 +21,8 @@ from rankrl.errors import StorageError, counted
 from rankrl.files import write_json
 from rankrl.runs.run_folder import RunFolder
 
+log = logging.getLogger(__name__)
+
 ERROR_FILE = "error.json"
 SWEEP_FILE = "sweep.json"
 
@@ -79,8 +81,6 @@ def failures(sweep_folder: Path) -> list[Failure]:
             failed.append(Failure(path.parent, read_failure(path.parent) or ""))
     return failed
 
-
-log = logging.getLogger(__name__)
 
 _TOLD_EVERY = 2.0  # seconds; file systems of clusters are slow
 _SHOWN_EVERY = 2.0  # seconds; jobs report no more often

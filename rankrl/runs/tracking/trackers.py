@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rankrl.plan_search.scores.evaluation import EpisodeRow
     from rankrl.training import EpochRow
 
+log = logging.getLogger(__name__)
+
 
 class Tracker(ABC):
     """Writes the numbers of one run somewhere; subclasses are registered with `@register_tracker`.
@@ -108,9 +110,6 @@ def import_optional(module: str, extra: str) -> ModuleType:
             f"tracking={extra} needs the package {module.partition('.')[0]} ({error}); install it with "
             f"`pip install 'rankrl[{extra}]'`, or choose tracking=csv"
         ) from error
-
-
-log = logging.getLogger(__name__)
 
 
 class Tracking:
