@@ -36,7 +36,7 @@ from rankrl.kits.kit import WrittenKit
 from rankrl.models.classifiers import network_digest
 from rankrl.networks.graph import GraphNetwork, measured_sensitivities
 from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
-from rankrl.networks.module import ModuleNetwork, OwnModule
+from rankrl.networks.module import FileModule, ModuleNetwork
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
@@ -49,6 +49,7 @@ from rankrl.onnx.runtimes import check_runtimes
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.plan_search.scores.evaluators import Score
+from rankrl.plan_search.scores.scoring import FunctionScoring
 from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.report.run_tables import HELDOUT_ACCURACY
 from rankrl.request import Request, opened_session, write_kit
@@ -61,7 +62,7 @@ from rankrl.training.loop import check_outputs, steps_of_an_epoch
 from rankrl.training.networks import DISTILLATION, together
 from rankrl.verify.agreement import agreement_score
 from rankrl.verify.fidelity import check_as_read, check_rewritten
-from rankrl.verify.measure import HeldoutScore, OwnInputs
+from rankrl.verify.measure import HeldoutScore, OwnInputs, OwnMeasure
 
 log = logging.getLogger(__name__)
 
@@ -172,19 +173,19 @@ def compress_module(
     run.prepare()
     run.claim(record, (), resume=True)
     batches = calibration_batches(fitted.inputs, dense)
-    network = OwnModule(
+    judge = measure if score is None else score
+    network = FileModule(
         dense,
         input_shape_of(batches[0]),
         batches,
-        judge=measure if score is None else score,
+        scoring=FunctionScoring(dense, judge, batches),
+        measure=OwnMeasure(judge, measure, unseen),
+        files=OwnInputs(dense, fitted, held, timing),
         options=request.decomposition,
+        export=timing,
+        folder=run.state,
         seed=request.seed,
         progress=request.progress,
-        heldout=measure,
-        unseen=unseen,
-        files=OwnInputs(dense, fitted, held, timing.batch),
-        timing=timing,
-        folder=run.state,
     )
     _ = network.baseline  # a network that cannot be exported is refused before anything takes time
     check_reachable(network, candidates, request.goal)
@@ -203,7 +204,7 @@ def compress_module(
     tuned: nn.Module | None = None
     epochs: Sequence[EpochRow] = ()
     if tuner.strategy is not None:
-        tuned, epochs = _tuned(copied(compressed), dense, tuner, fitted, network.judge, request.progress)
+        tuned, epochs = _tuned(copied(compressed), dense, tuner, fitted, judge, request.progress)
     last = compressed if tuned is None else tuned
     run.remove_results()  # of an earlier same call, so that files of two calls never mix
     search.plan.save(run.plan)

@@ -41,7 +41,7 @@ from rankrl.data import ImageData, Images, TestImages, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.errors import RankrlError
 from rankrl.models import create_model, list_models, load_checkpoint
-from rankrl.networks.module import ImageModule
+from rankrl.networks.module import FileModule, image_network
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME
@@ -49,6 +49,7 @@ from rankrl.options.decomposition import DecompositionOptions, default_precision
 from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions
+from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.plan_search.session import SearchGoal, SearchSession
 from rankrl.report.run_folder import hardware_line, read_metrics, shown_command, write_section
@@ -57,7 +58,8 @@ from rankrl.timing import fast_multiple
 from rankrl.timing.latency import TimedTurns, time_in_turns
 from rankrl.training import TrainingRecipe
 from rankrl.training.networks import run_training
-from rankrl.verify.measure import cost_ratios, export_dense, int8_numbers, network_numbers, range_batches
+from rankrl.verify.file_export import export_dense, int8_numbers
+from rankrl.verify.measure import ImageInputs, cost_ratios, network_numbers, range_batches
 
 HEAD = [
     "| network | chosen from | asked | time | of the integers' | ms | before | after | in the file | epochs "
@@ -328,7 +330,8 @@ def integer_row(name: str, model: nn.Module, data: ImageData, asked: argparse.Na
     start = time.perf_counter()
     export = ExportOptions(**_timing(data, asked))
     with tempfile.TemporaryDirectory() as scratch:
-        int8 = int8_numbers(export_dense(model, data, Path(scratch), export), data, export, Path(scratch))
+        inputs, folder = ImageInputs(data, export), Path(scratch)
+        int8 = int8_numbers(export_dense(model, inputs, folder), inputs, folder)
     if int8 is None:
         return f"| {name} | dense | int8 | | | onnxruntime cannot | | | | | | | | | |"
     accuracies = (network_numbers(model, data)["accuracy"], int8["accuracy"])
@@ -408,13 +411,12 @@ def predictions_row(name: str, model: nn.Module, data: ImageData, asked: argpars
     return f"| {name} | {asked.predictions} | {np.mean(off):.1%} | {np.median(off):.1%} | {max(off):.1%} |"
 
 
-class TimedModule(ImageModule):
-    """A classifier whose layers are refitted to data where its weights are worth it."""
+class Unfitted(FileModule):
+    """A network of random weights: they are worth no fit to data, and time does not depend on them."""
 
     def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
         """Return the compressed network."""
-        # Random weights are not worth a refit to data; the time does not depend on them.
-        return apply_plan(self.model, plan, None if _is_large(self.data) else self.images)
+        return apply_plan(self.model, plan)
 
 
 def _session(
@@ -437,18 +439,10 @@ def _session(
     )
     cache = cache_folder()
     timing = ExportOptions(**_timing(data, asked), folder=cache / "latencies")
-    network = TimedModule(
-        model,
-        data.input_shape,
-        images.split(32),
-        data=data,
-        images=images,
-        scores=EvaluatorOptions(augmented=True),
-        scored_images=1000,
-        options=DecompositionOptions(),
-        export=timing,
-        folder=scratch,
-    )
+    scoring = ImageScoring(model, data, EvaluatorOptions(augmented=True), 1000)
+    network = image_network(model, data, images, scoring, DecompositionOptions(), timing, scratch)
+    if _is_large(data):
+        network = Unfitted(**{each.name: getattr(network, each.name) for each in dataclasses.fields(network)})
     return SearchSession(
         network,
         network.library(candidates, cache=cache / "fits", seed=0),

@@ -21,16 +21,17 @@ from made_inputs import MissingFileError
 from decomposition.operations.quantise import PRECISIONS
 from rankrl import DecompositionOptions, SearchOptions
 from rankrl.data import ImageData, load_dataset
-from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
+from rankrl.data.calibration import calibration_images
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
 from rankrl.network_compression import FileSearch, FileSource
 from rankrl.networks.graph import GraphNetwork
-from rankrl.networks.module import ImageModule
+from rankrl.networks.module import image_network
 from rankrl.options.search import BudgetOptions
 from rankrl.options.timing import ExportOptions, LatencyOptions
 from rankrl.plan_search.agents.policy_file import PolicyFile, PolicyTask
 from rankrl.plan_search.pretraining import task_of
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions
+from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.session import SearchGoal, SearchSession
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.request import Request, opened_session
@@ -243,23 +244,14 @@ def _of_images(task: Task, folder: Path, images: int) -> tuple[SearchSession, Ju
     request = task.request()
     inputs = calibration_images(data, 768 if len(data.train) >= 768 else len(data.train) // 128 * 128, seed=0)
     searched = min(images, 2 * len(data.heldout) // 5)
-    network = ImageModule(
-        model,
-        data.input_shape,
-        inputs.split(CALIBRATION_BATCH),
-        data=data,
-        images=inputs,
-        scores=EvaluatorOptions(metric="soft_agreement", statistics="refitted"),
-        scored_images=searched,
-        options=request.decomposition,
-        export=ExportOptions(),
-        folder=folder,
-    )
+    how = EvaluatorOptions(metric="soft_agreement", statistics="refitted")
+    searching = ImageScoring(model, data, how, searched)
+    network = image_network(model, data, inputs, searching, request.decomposition, ExportOptions(), folder)
     candidates = request.timed_candidates()
     judges = replace(data, heldout=data.heldout.subset(torch.arange(searched, len(data.heldout))))
 
     def judging(session: SearchSession) -> tuple[Judge, Tune | None]:
-        scoring = replace(network.scoring, data=judges, images=images * 2)
+        scoring = replace(searching, data=judges, images=images * 2)
         evaluator = scoring.plan_evaluator(session.library, session.problem)
 
         def judge(plan: Choices) -> tuple[float, float | None]:

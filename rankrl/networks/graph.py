@@ -31,7 +31,7 @@ from decomposition.operations.quantise import computes_in_integers
 from decomposition.progress import progress_bar
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
-from rankrl.networks.network import CandidateOptions, WrittenFile, once_per_network
+from rankrl.networks.network import CandidateOptions, WrittenFile
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.onnx_file import write_checked
 from rankrl.onnx.export.static_quantiser import RangeChoice
@@ -55,7 +55,7 @@ from rankrl.timing.network_timer import GraphFiles, NetworkTimer, compared_with_
 from rankrl.verify.agreement import OutputAgreement, agreement_score, agreement_values
 from rankrl.verify.certificate import OWN_SCORE, Basis, collapse
 from rankrl.verify.file_export import rival_numbers
-from rankrl.verify.measure import layer_row
+from rankrl.verify.measure import layer_row, once_per_network
 from rankrl.verify.runtimes import ComparedFiles, runtime_numbers
 
 

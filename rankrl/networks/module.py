@@ -1,4 +1,4 @@
-"""Implement the protocol of networks for PyTorch modules: own modules, and classifiers of data sets."""
+"""Implement the protocols of networks for PyTorch modules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,51 +30,35 @@ from decomposition.cache import Cache
 from decomposition.calibration.metric import WIDEST, Narrowing
 from decomposition.choose.listing import CandidateLister, Removal
 from decomposition.fit.fit_options import CHOOSING
-from decomposition.network.inputs import InputShape, example_tensor, split
+from decomposition.network.inputs import InputShape, example_tensor
 from decomposition.network.layers import FLOAT_BYTES
 from decomposition.network.rewriting import Rewrite, rewrites_of
 from decomposition.operations.quantise import computes_in_integers
 from decomposition.progress import Progress
 from pruning import PruningError, channel_groups, residual_blocks
 from rankrl.data import ImageData, Preprocessing
-from rankrl.data.calibration import calibration_images
+from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.errors import ConfigError, ExportError
-from rankrl.networks.network import CandidateOptions, WrittenFile, once_per_network
-from rankrl.onnx.export import export_onnx, quantise_onnx, verify_onnx
+from rankrl.networks.network import CandidateOptions, WrittenFile
 from rankrl.onnx.export.onnx_file import check_names, name_file
-from rankrl.onnx.export.tracing import BATCH_SIZES
 from rankrl.operations import RemoveBlock
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import ExportOptions, LatencyOptions
-from rankrl.plan_search.scores.evaluators import (
-    EvaluatorOptions,
-    Score,
-    answer,
-    checked_score,
-    values_of_inputs,
-)
-from rankrl.plan_search.scores.scoring import FunctionScoring, ImageScoring
+from rankrl.plan_search.scores.evaluators import Score, checked_score
+from rankrl.plan_search.scores.scoring import FunctionScoring, Scoring
 from rankrl.report import LayerRow
-from rankrl.timing import compare_latency
-from rankrl.timing.latency import LatencyComparison
 from rankrl.timing.network_timer import ModuleFiles, NetworkTimer
-from rankrl.training.accuracy import guessing_share, share
-from rankrl.verify.agreement import agreement_score
-from rankrl.verify.certificate import OWN_SCORE, Basis, accuracy_collapse
-from rankrl.verify.file_export import export_file, rival_numbers, unlike_file
-from rankrl.verify.measure import (
+from rankrl.verify.certificate import Basis
+from rankrl.verify.file_export import (
     NO_CACHE,
-    HeldoutScore,
-    ImageInputs,
-    OwnInputs,
-    correct_tests,
+    FileInputs,
     export_dense,
+    export_file,
     int8_numbers,
-    kept_correct_tests,
-    layer_rows,
-    stored_bytes,
+    unlike_file,
 )
-from rankrl.verify.runtimes import ComparedFiles, image_runtimes, runtime_numbers
+from rankrl.verify.measure import ImageInputs, Measure, TestAccuracy, layer_rows, stored_bytes
+from rankrl.verify.runtimes import module_runtimes
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +211,27 @@ class ModuleNetwork:
         files = ModuleFiles(self.model, self.input_shape, options.batch, options.channel_block, preprocessing)
         return NetworkTimer(files, self.specs, self.input_shape, options)
 
+    def refitted(
+        self,
+        plan: CompressionPlan,
+        options: DecompositionOptions,
+        seed: int,
+        progress: Progress,
+        statistics: Inputs | None = None,
+    ) -> nn.Module:
+        """Apply a plan, its layers refitted one after the other; see `decomposition.apply_plan`."""
+        return apply_plan(
+            self.model,
+            plan,
+            self.inputs,
+            sequential=options.sequential,
+            weigh_outputs=options.weigh_outputs,
+            options=options.final_fit(),
+            seed=seed,
+            statistics=statistics,
+            progress=progress,
+        )
+
     def costs_after(self, plan: CompressionPlan, compressed: nn.Module) -> dict[str, int]:
         """Return the costs of a compressed network."""
         return {
@@ -267,190 +272,38 @@ class ScoredModule(ModuleNetwork):
 
     def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
         """Return the compressed module, its layers refitted one after the other."""
-        options = self.options
-        return apply_plan(
-            self.model,
-            plan,
-            self.inputs,
-            sequential=options.sequential,
-            weigh_outputs=options.weigh_outputs,
-            options=options.final_fit(),
-            seed=self.seed,
-            progress=self.progress,
-        )
+        return self.refitted(plan, self.options, self.seed, self.progress)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class OwnModule(ScoredModule):
-    """A module that is compressed to a file; a `rankrl.networks.network.Network`."""
+class FileModule(ModuleNetwork):
+    """A module that is compressed to a file; a `rankrl.networks.network.Network`.
 
-    heldout: HeldoutScore
-    files: OwnInputs
-    timing: LatencyOptions
-    folder: Path
-    unseen: HeldoutScore | None = None
-
-    @cached_property
-    def baseline(self) -> Path:
-        """ONNX file of the dense network, compared with it on held-out inputs."""
-        path = self.folder / "dense.onnx"
-        timing = self.timing
-        export_onnx(
-            self.model,
-            path,
-            self.input_shape,
-            channel_block=timing.channel_block,
-            dynamic_axes=timing.dynamic_axes,
-            progress=False,
-        )
-        check_names(path, timing)
-        verify_onnx(self.model, path, split(self.heldout.sample.inputs, max(BATCH_SIZES))[0])
-        return path
-
-    def floating(self, candidates: CandidateOptions) -> Collection[str]:
-        """Return the layers whose integers PyTorch does not simulate as the file has them (`unlike_file`)."""
-        return self._unlike_file if computes_in_integers(candidates.precisions) else ()
-
-    @cached_property
-    def _unlike_file(self) -> list[str]:
-        return unlike_file(
-            self.model,
-            self.specs,
-            self.input_shape,
-            self.baseline,
-            self.files,
-            self.timing.reduce_range,
-        )
-
-    def write(self, compressed: nn.Module, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
-        """Export a compressed network, verify the file on real inputs and time it; see `Network`."""
-        timing = self.timing
-        numbers, times = export_file(
-            compressed,
-            self.baseline,
-            self.files,
-            path,
-            opset=None,
-            channel_block=timing.channel_block,
-            reduce_range=timing.reduce_range,
-            timing=timing.timing,
-            metadata=metadata,
-            scratch=self.folder,
-            dynamic_axes=timing.dynamic_axes,
-        )
-        outputs = tuple(self.files.agreement(self.baseline, path))
-        runtimes = None
-        if len(timing.compared_runtimes) > 1:
-            files, score = self.files, self.files.score(self.baseline)
-            compared = ComparedFiles(self.baseline, path, timing, files.feeds, score, files.timed)
-            runtimes = runtime_numbers(compared, self.folder)
-        name_file(path, timing)
-        if timing.output_names:
-            named = zip(outputs, timing.output_names, strict=True)
-            outputs = tuple(replace(output, name=name) for output, name in named)
-        return WrittenFile(numbers["max_abs_difference"], times, outputs, numbers, runtimes)
-
-    def dense_int8(self) -> dict[str, Any] | None:
-        """Return the section `dense_int8` of metrics.json; None if it is not asked for or cannot be made."""
-        timing, files = self.timing, self.files
-        if not timing.int8:
-            return None
-
-        def measured(path: Path) -> tuple[dict[str, Any], LatencyComparison]:
-            quantise_onnx(self.baseline, path, files.feeds(), reduce_range=timing.reduce_range)
-            worth = {"agreement": agreement_score(files.agreement(self.baseline, path))}
-            if self._by_class:
-                worth["score"] = files.accuracy(path)
-            return worth, compare_latency(self.baseline, path, inputs=files.timed, **timing.timing)
-
-        return rival_numbers(self.folder / "dense-int8.onnx", measured)
-
-    @property
-    def _by_class(self) -> bool:
-        return self.judge is self.heldout and self.heldout.by_class
-
-    @property
-    def compared_inputs(self) -> int:
-        """Number of inputs that `score` uses: the held-out ones."""
-        return len(self.heldout.sample)
-
-    def costs_before(self) -> dict[str, int]:
-        """Return the costs of the dense network."""
-        return {**self.costs, "file_bytes": self.baseline.stat().st_size}
-
-    def score(self, compressed: nn.Module | None) -> float:
-        """Return the function's score of a compressed network, or of the dense one."""
-        if compressed is None:
-            return checked_score(self._answer(self.model), "the dense network")
-        return checked_score(self._answer(compressed), "the compressed network")
-
-    @cached_property
-    def _answer(self) -> Callable[[nn.Module], Any]:
-        """The function's score of a network, computed once per network."""
-        return once_per_network(partial(answer, self.judge))
-
-    @property
-    def basis(self) -> Basis:
-        """The held-out inputs, which choose no plan, or those of the user's own score."""
-        if self.judge is not self.heldout:
-            return OWN_SCORE
-        measure = self.heldout if self.unseen is None else self.unseen
-        return Basis(measure.unit, f"{measure.what} inputs")
-
-    def values(self, compressed: nn.Module | None) -> np.ndarray | None:
-        """Return the score of every input; see `Network`."""
-        network = self.model if compressed is None else compressed
-        if self.judge is self.heldout:
-            return None if self.unseen is None else self.unseen.values(network)
-        return values_of_inputs(self._answer(network))
-
-    def collapsed(self, compressed: nn.Module, score: float) -> str | None:
-        """Return a message if outputs on held-out inputs are no better than a constant; see `Network`."""
-        del score
-        return self.heldout.collapsed(compressed)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ImageModule(ModuleNetwork):
-    """A classifier of a data set's images; a `rankrl.networks.network.Network`.
-
-    Plans are scored on images held out of the training set; test images choose nothing and are read for the
-    report alone.
+    A classifier of a data set and a user's own network differ in `scoring` (of plans), `measure` (of finished
+    networks) and `files` (the inputs of files) alone.
     """
 
-    data: ImageData
-    images: Tensor
-    scores: EvaluatorOptions
-    scored_images: int
+    scoring: Scoring
+    measure: Measure
+    files: FileInputs
     options: DecompositionOptions
-    export: ExportOptions
+    export: LatencyOptions
     folder: Path
+    without_file: bool = False
     seed: int = 0
     cache: Cache = NO_CACHE
-
-    @property
-    def scoring(self) -> ImageScoring:
-        """Held-out images."""
-        return ImageScoring(self.model, self.data, self.scores, self.scored_images)
+    statistics: Callable[[], Inputs] | None = field(default=None, repr=False)
+    progress: Progress = field(default=None, repr=False)
 
     def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
-        """Return the compressed network, its layers refitted one after the other."""
-        log.info("applying the plan, layer by layer")
-        return apply_plan(
-            self.model,
-            plan,
-            self.images,
-            sequential=self.options.sequential,
-            weigh_outputs=self.options.weigh_outputs,
-            options=self.options.final_fit(),
-            seed=self.seed,
-            statistics=calibration_images(self.data, len(self.images), seed=self.seed, augmented=True),
-        )
+        """Return the compressed module, its layers refitted one after the other."""
+        statistics = None if self.statistics is None else self.statistics()
+        return self.refitted(plan, self.options, self.seed, self.progress, statistics)
 
     @cached_property
     def baseline(self) -> Path:
-        """ONNX file of the dense network."""
-        path = export_dense(self.model, self.data, self.folder, self.export, cache=self.cache)
+        """ONNX file of the dense network, compared with it on real inputs."""
+        path = export_dense(self.model, self.files, self.folder, self.cache)
         check_names(path, self.export)
         return path
 
@@ -460,85 +313,96 @@ class ImageModule(ModuleNetwork):
 
     @cached_property
     def _unlike_file(self) -> list[str]:
-        if self.export.skip:
+        if self.without_file:
             return []
-        inputs = ImageInputs(self.data, self.export)
-        return unlike_file(
-            self.model, self.specs, self.input_shape, self.baseline, inputs, self.export.reduce_range
-        )
+        return unlike_file(self.model, self.specs, self.baseline, self.files)
 
-    @cached_property
-    def accuracy(self) -> float:
-        """Accuracy of the dense network on the test images."""
-        return share(self._correct(self.model))
+    def write(self, compressed: nn.Module, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
+        """Export a compressed network, verify the file on real inputs and time it; see `Network`.
 
-    @cached_property
-    def _correct(self) -> Callable[[nn.Module], Tensor]:
-        """Mask of the test images that a network classifies right, computed once per network."""
-        data, dense, cache = self.data, self.model, self.cache
-        return once_per_network(
-            lambda network: (
-                kept_correct_tests(dense, data, cache) if network is dense else correct_tests(network, data)
-            )
-        )
+        The file's metadata holds the description of images under `preprocessing`.
+        """
+        files, options = self.files, self.export
+        if self.preprocessing is not None:
+            metadata = {"preprocessing": json.dumps(self.preprocessing.to_dict()), **metadata}
+        numbers, times = export_file(compressed, self.baseline, files, path, metadata, self.folder)
+        outputs = tuple(files.agreement(self.baseline, path))
+        runtimes = module_runtimes(compressed, self.baseline, path, files, known=numbers, scratch=self.folder)
+        name_file(path, options)
+        if options.output_names:
+            named = zip(outputs, options.output_names, strict=False)
+            outputs = tuple(replace(output, name=name) for output, name in named)
+        return WrittenFile(numbers["max_abs_difference"], times, outputs, numbers, runtimes)
 
     def dense_int8(self) -> dict[str, Any] | None:
         """Return the section `dense_int8` of metrics.json; None if it is not asked for or cannot be made."""
-        if not self.export.int8 or self.export.skip:
+        if not self.export.int8 or self.without_file:
             return None
         try:
             baseline = self.baseline
         except ExportError as error:  # of a comparison of plans, which exports nothing else
             log.warning("the dense network in 8-bit integers is not measured: %s", error)
             return None
-        return int8_numbers(baseline, self.data, self.export, self.folder, cache=self.cache)
-
-    def write(self, compressed: nn.Module, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
-        """Export a compressed network, verify the file on held-out images and time it; see `Network`.
-
-        The file's metadata holds the description of its inputs under `preprocessing`.
-        """
-        options = self.export
-        numbers, times = export_file(
-            compressed,
-            self.baseline,
-            ImageInputs(self.data, options),
-            path,
-            opset=options.opset,
-            channel_block=options.channel_block,
-            reduce_range=options.reduce_range,
-            timing=options.timing,
-            metadata={"preprocessing": json.dumps(self.data.preprocessing.to_dict()), **metadata},
-            scratch=self.folder,
-        )
-        runtimes = image_runtimes(
-            compressed, self.baseline, path, self.data, options, known=numbers, scratch=self.folder
-        )
-        name_file(path, options)
-        return WrittenFile(numbers["max_abs_difference"], times, numbers=numbers, runtimes=runtimes)
+        return int8_numbers(baseline, self.files, self.folder, self.cache)
 
     @property
     def compared_inputs(self) -> int:
-        """Number of inputs that `score` uses: the test images."""
-        return len(self.data.test)
+        """Number of inputs that `score` uses."""
+        return len(self.measure)
 
     def costs_before(self) -> dict[str, int]:
         """Return the costs of the dense network."""
-        return self.costs if self.export.skip else {**self.costs, "file_bytes": self.baseline.stat().st_size}
+        return self.costs if self.without_file else {**self.costs, "file_bytes": self.baseline.stat().st_size}
 
     def score(self, compressed: nn.Module | None) -> float:
-        """Return the accuracy on the test images, for the report."""
-        return self.accuracy if compressed is None else share(self._correct(compressed))
+        """Return the score of a compressed network, or of the dense one."""
+        if compressed is None:
+            return checked_score(self.measure.score(self.model), "the dense network")
+        return checked_score(self.measure.score(compressed), "the compressed network")
 
-    basis = Basis("accuracy", "test images")
+    @property
+    def basis(self) -> Basis:
+        """Kind and inputs of the scores that `values` returns."""
+        return self.measure.basis
 
-    def values(self, compressed: nn.Module | None) -> np.ndarray:
-        """Return the mask of the test images that are classified right; see `Network`."""
-        correct = self._correct(self.model if compressed is None else compressed)
-        return correct.numpy().astype(np.float64)
+    def values(self, compressed: nn.Module | None) -> np.ndarray | None:
+        """Return the score of every input; see `Network`."""
+        return self.measure.values(self.model if compressed is None else compressed)
 
     def collapsed(self, compressed: nn.Module, score: float) -> str | None:
-        """Return a message if accuracy on the test images is that of guessing; see `Network`."""
-        del compressed
-        share = guessing_share(self.data.heldout.y)
-        return accuracy_collapse(score, self.accuracy, share, len(self.data.test))
+        """Return a message if a compressed network is no better than a constant; see `Network`."""
+        return self.measure.collapsed(compressed, score)
+
+
+def image_network(
+    model: nn.Module,
+    data: ImageData,
+    images: Tensor,
+    scoring: Scoring,
+    options: DecompositionOptions,
+    export: ExportOptions,
+    folder: Path,
+    *,
+    seed: int = 0,
+    cache: Cache = NO_CACHE,
+) -> FileModule:
+    """Return a classifier of a data set: fitted to training images, reported on test images.
+
+    Running statistics are re-estimated on augmented images, as those that the network was trained on.
+    """
+    return FileModule(
+        model,
+        data.input_shape,
+        images.split(CALIBRATION_BATCH),
+        data.preprocessing,
+        scoring=scoring,
+        measure=TestAccuracy(model, data, cache),
+        files=ImageInputs(data, export),
+        options=options,
+        export=export,
+        folder=folder,
+        without_file=export.skip,
+        seed=seed,
+        cache=cache,
+        statistics=lambda: calibration_images(data, len(images), seed=seed, augmented=True),
+    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -62,25 +61,6 @@ class CandidateOptions(FittingOptions):
             options.rank_multiple or multiple or 1,
             **{each.name: getattr(options, each.name) for each in fields(FittingOptions)},
         )
-
-
-_Network = TypeVar("_Network")
-_Answer = TypeVar("_Answer")
-
-
-def once_per_network(function: Callable[[_Network], _Answer]) -> Callable[[_Network], _Answer]:
-    """Memoise a function per network.
-
-    Networks are compared by identity and not kept alive. A network must not change between calls.
-    """
-    answers: WeakKeyDictionary[_Network, _Answer] = WeakKeyDictionary()
-
-    def answer(network: _Network) -> _Answer:
-        if network not in answers:
-            answers[network] = function(network)
-        return answers[network]
-
-    return answer
 
 
 class PricedNetwork(Protocol):

@@ -65,6 +65,7 @@ class LatencyOptions:
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()
     dynamic_axes: Mapping[str, Mapping[int, str]] | None = field(default=None, hash=False)
+    opset: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -126,12 +127,10 @@ class ExportOptions(LatencyOptions):
     """The ONNX file and how its latency is measured; one thread of the CPU is timed in processor time.
 
     Attributes:
-        opset: ONNX operator set; None for the exporter's default.
         training: Write the optimizer's step (optim, an ONNX operator) as optimizer_step.onnx too.
         skip: Leave out model.onnx and its measurements, as in a sweep that compares what PyTorch measures;
             task=export writes it later. `export=false` is short for it.
     """
 
-    opset: int | None = None
     training: bool = False
     skip: bool = False

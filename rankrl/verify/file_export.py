@@ -1,4 +1,4 @@
-"""Compare the integers that PyTorch simulates with those of the ONNX file."""
+"""Export networks to files that are verified and timed, and compare their integers with PyTorch's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import torch
 from torch import nn
 
@@ -24,26 +25,33 @@ from decomposition import (
     calibrate_ranges,
     fingerprint,
 )
+from decomposition.cache import Cache, digest
 from decomposition.network.cost import evaluation_mode
-from decomposition.network.inputs import InputShape, rows, run_model, tensors_in
+from decomposition.network.inputs import InputShape, random_batch, rows, run_model, tensors_in
 from decomposition.network.layers import OPAQUE_KINDS
 from decomposition.network.rounding import REDUCED_BITS
 from decomposition.progress import logged_seconds
 from rankrl.data import Preprocessing
+from rankrl.device import processor_name
 from rankrl.errors import DefectError, ExportError, NonFiniteError
 from rankrl.files import write_atomically
-from rankrl.onnx.export import export_network, quantise_onnx
-from rankrl.onnx.export.onnx_file import AxisNames
+from rankrl.models.classifiers import behaviour_digest
+from rankrl.onnx.export import export_network, export_onnx, quantise_onnx
 from rankrl.onnx.export.static_quantiser import as_in_file, reduces
 from rankrl.onnx.graph.prepared_file import failing_names
 from rankrl.onnx.graph_edits import Array, opset_of
 from rankrl.onnx.protobuf import load_model, save_model
-from rankrl.onnx.runtimes import Batch, open_session
+from rankrl.onnx.runtimes import Batch, Session, open_session
+from rankrl.options.timing import DEFAULT_RUNTIME, LatencyOptions
 from rankrl.timing import compare_latency
 from rankrl.timing.form import fastest_form
 from rankrl.timing.latency import LatencyComparison
+from rankrl.verify.agreement import OutputAgreement
 
 _INPUTS = 8
+NO_CACHE = Cache(None)
+_METHOD = 2
+"""Version of the way the dense network is exported; files of another version are not taken up."""
 _LARGEST_ERROR, _SLACK, _TIMES = 0.05, 0.02, 3  # relative errors, and their ratio in `allowed_error`
 
 log = logging.getLogger(__name__)
@@ -59,28 +67,21 @@ def allowed_error(simulated: float, file: float) -> float:
     return max(_LARGEST_ERROR, _TIMES * min(simulated, file) + _SLACK)
 
 
-def unlike_file(
-    model: nn.Module,
-    specs: Sequence[LayerSpec],
-    input_shape: InputShape,
-    baseline: Path,
-    inputs: FileInputs,
-    reduce_range: bool | None,
-) -> list[str]:
+def unlike_file(model: nn.Module, specs: Sequence[LayerSpec], baseline: Path, files: FileInputs) -> list[str]:
     """Return the layers whose integers PyTorch does not simulate as the file has them.
 
     The dense network in integers, with all of its layers or, where that fails, with as many as agree
     together, is compared with its file on real inputs. A warning names every other layer, and the reason.
     """
     usable = [spec.name for spec in specs if spec.refusal is None and spec.kind not in OPAQUE_KINDS]
-    bits = REDUCED_BITS if reduces(reduce_range) else 8
-    batch, feed = _first(next(iter(inputs.ranges()))), _first_arrays(inputs.feeds())
+    bits = REDUCED_BITS if reduces(files.options.reduce_range) else 8
+    batch, feed = _first(next(iter(files.ranges()))), _first_arrays(files.feeds())
     exact = _answers(model, batch)
     reason = ""
 
     def in_integers(names: Sequence[str]) -> CompressionPlan:
         layers = [LayerPlan(spec.name, (Quantise(bits),) if spec.name in names else ()) for spec in specs]
-        return CompressionPlan(tuple(layers), fingerprint(specs), input_shape)
+        return CompressionPlan(tuple(layers), fingerprint(specs), files.shape)
 
     def fails(names: Sequence[str]) -> bool:
         nonlocal reason
@@ -151,9 +152,10 @@ def _first_arrays(feeds: Iterable[Batch]) -> Batch:
 
 
 class FileInputs(ABC):
-    """Input shape of a network's file, and the inputs with which it is calibrated, verified and timed."""
+    """Inputs of a network's file: they calibrate, verify, time and score it. Also how it is exported."""
 
     shape: InputShape
+    options: LatencyOptions
     preprocessing: Preprocessing | None = None
 
     @abstractmethod
@@ -165,63 +167,119 @@ class FileInputs(ABC):
         """Yield the same inputs as the file takes them."""
 
     @abstractmethod
-    def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
-        """Compare a file with its network."""
+    def verified(
+        self, network: nn.Module, path: Path, scratch: Path, runtime: str = DEFAULT_RUNTIME
+    ) -> tuple[float, float | None]:
+        """Compare a file with its network; return the largest difference, and the agreement of integers."""
+
+    @abstractmethod
+    def score(self, baseline: Path) -> Callable[[Session], float]:
+        """Return the score of an open file in any runtime, on held-out inputs."""
+
+    @abstractmethod
+    def worth(self, baseline: Path, path: Path) -> dict[str, float]:
+        """Return the scores of the dense network in integers, by their names in metrics.json."""
+
+    def agreement(self, baseline: Path, path: Path) -> list[OutputAgreement]:
+        """Return the agreement of each output with the original's; empty where labels score a network."""
+        return []
 
     def scores(self, path: Path) -> dict[str, float]:
         """Return further measurements of a finished file, by their names in metrics.json."""
         return {}
 
     @property
+    def identity(self) -> object:
+        """Everything about the inputs on which scores depend, for keys of a cache."""
+        return None
+
+    @property
     def timed(self) -> Batch | None:
         """The batch that files are timed on; `None` for random numbers."""
         return None
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """How files are exported, as arguments of `export_onnx`."""
+        options = self.options
+        return {
+            "opset": options.opset,
+            "channel_block": options.channel_block,
+            "preprocessing": self.preprocessing,
+            "dynamic_axes": options.dynamic_axes,
+        }
+
+
+def export_dense(dense: nn.Module, files: FileInputs, folder: Path, cache: Cache = NO_CACHE) -> Path:
+    """Export the dense network, compare the file with it, and return the file.
+
+    Before a search, this refuses early a network that cannot be exported.
+    """
+    path, key = folder / "dense.onnx", ""
+    if cache.folder is not None:
+        key = digest(behaviour_digest(dense, random_batch(dense, files.shape, 2)), files.form, _METHOD)
+
+    def write(path: Path) -> None:
+        export_onnx(dense, path, files.shape, progress=False, **files.form)
+        files.verified(dense, path, folder)
+
+    with logged_seconds(log, "export of the dense network"):
+        cache.file("dense", key, path, write)
+    return path
+
+
+def int8_numbers(
+    baseline: Path, files: FileInputs, scratch: Path, cache: Cache = NO_CACHE
+) -> dict[str, Any] | None:
+    """Quantise the dense network to 8-bit integers and measure it against the float32 file."""
+    options, key = files.options, ""
+    if cache.folder is not None:
+        here = [processor_name(), onnxruntime.__version__]
+        key = digest(baseline.read_bytes(), files.identity, options.reduce_range, options.batch, here)
+
+    def measured(path: Path) -> tuple[dict[str, Any], LatencyComparison]:
+        def write(path: Path) -> None:
+            quantise_onnx(baseline, path, files.feeds(), reduce_range=options.reduce_range)
+
+        cache.file("dense-int8", key, path, write)
+        worth = cache.value("dense-int8", key, lambda: files.worth(baseline, path))
+        return worth, compare_latency(baseline, path, inputs=files.timed, **options.timing)
+
+    return rival_numbers(scratch / "dense-int8.onnx", measured)
 
 
 def export_file(
     network: nn.Module,
     baseline: Path,
-    inputs: FileInputs,
+    files: FileInputs,
     path: Path,
-    *,
-    opset: int | None,
-    channel_block: int,
-    reduce_range: bool | None,
-    timing: Mapping[str, Any],
     metadata: Mapping[str, str],
     scratch: Path,
-    dynamic_axes: AxisNames | None = None,
 ) -> tuple[dict[str, Any], LatencyComparison]:
     """Export a network, verify the file on real inputs, and time it along with the dense network.
 
     The file takes its name only after it was verified.
     """
-    calibrate_ranges(network, inputs.ranges())
-    in_file = as_in_file(network, reduce_range, inputs.ranges())
-    options: dict[str, Any] = {
-        "opset": opset,
-        "channel_block": channel_block,
-        "preprocessing": inputs.preprocessing,
-        "dynamic_axes": dynamic_axes,
-    }
+    options, timing, form = files.options, files.options.timing, files.form
+    calibrate_ranges(network, files.ranges())
+    in_file = as_in_file(network, options.reduce_range, files.ranges())
     fastest, execution, timed = fastest_form(
-        in_file, inputs.shape, scratch, timing=timing, timed=inputs.timed, **options
+        in_file, files.shape, scratch, timing=timing, timed=files.timed, **form
     )
     unverified = scratch / "unverified.onnx"
     if timed is None:
-        feeds = inputs.feeds()
-        options |= {"metadata": metadata, "reduce_range": reduce_range}
-        version = export_network(fastest, unverified, inputs.shape, feeds, **options).opset
+        form |= {"metadata": metadata, "reduce_range": options.reduce_range}
+        version = export_network(fastest, unverified, files.shape, files.feeds(), **form).opset
     else:
         model = load_model(timed)
         model.metadata_props.update({**metadata, **model.metadata_props})
         save_model(model, unverified)
         version = opset_of(model)
-    difference, agreement = inputs.verified(in_file, unverified, scratch)
+    difference, agreement = files.verified(in_file, unverified, scratch)
     write_atomically(path, unverified.read_bytes())
     unverified.unlink()
-    scores = inputs.scores(path)
-    latency = compare_latency(baseline, path, inputs=inputs.timed, **timing)
+    scores = files.scores(path)
+    latency = compare_latency(baseline, path, inputs=files.timed, **timing)
     warn_if_busy(latency.busy)
     section = {
         "max_abs_difference": difference,
@@ -244,7 +302,7 @@ def export_file(
         "file_bytes": path.stat().st_size,
         "baseline_file_bytes": baseline.stat().st_size,
         "opset": version,
-        "preprocess": inputs.preprocessing is not None,
+        "preprocess": files.preprocessing is not None,
     }
     return section, latency
 

@@ -6,11 +6,12 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
-import onnxruntime
 import torch
 from torch import nn
 
@@ -33,22 +34,20 @@ from decomposition.network.inputs import input_shape_of, mapped, random_batch, r
 from decomposition.network.layers import FLOAT_BYTES
 from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import copied
-from decomposition.progress import logged_seconds
 from rankrl.data import ImageData, Images, Preprocessing, batches
 from rankrl.data.sample import UNLABELLED, Sample
-from rankrl.device import model_device, processor_name, select_device
+from rankrl.device import model_device, select_device
 from rankrl.errors import DataError, ExportError
 from rankrl.models.classifiers import behaviour_digest
-from rankrl.onnx.export import class_agreement, export_onnx, onnx_accuracy, quantise_onnx, verify_onnx
+from rankrl.onnx.export import class_agreement, export_onnx, onnx_accuracy, verify_onnx
 from rankrl.onnx.export.onnx_file import output_names
 from rankrl.onnx.export.tracing import feed_of
-from rankrl.onnx.graph.network import OnnxNetwork
 from rankrl.onnx.graph_edits import Array
-from rankrl.onnx.runtimes import Batch, Session
-from rankrl.options.timing import DEFAULT_RUNTIME, ExportOptions, LatencyOptions
+from rankrl.onnx.protobuf import load_model
+from rankrl.onnx.runtimes import Batch, Session, open_session
+from rankrl.options.timing import DEFAULT_RUNTIME, LatencyOptions
+from rankrl.plan_search.scores.evaluators import Score, answer, values_of_inputs
 from rankrl.report import LayerRow
-from rankrl.timing import compare_latency
-from rankrl.timing.latency import LatencyComparison
 from rankrl.training.accuracy import correct_test_images, guessing_share, share
 from rankrl.training.networks import images_for_ranges, range_images
 from rankrl.verify.agreement import (
@@ -59,11 +58,29 @@ from rankrl.verify.agreement import (
     constant_agreement,
     output_scores,
 )
-from rankrl.verify.certificate import accuracy_collapse, collapse
+from rankrl.verify.certificate import OWN_SCORE, Basis, accuracy_collapse, collapse
 from rankrl.verify.fidelity import network_outputs
-from rankrl.verify.file_export import FileInputs, allowed_error, rival_numbers
+from rankrl.verify.file_export import NO_CACHE, FileInputs, allowed_error
 
 log = logging.getLogger(__name__)
+
+_Network = TypeVar("_Network")
+_Answer = TypeVar("_Answer")
+
+
+def once_per_network(function: Callable[[_Network], _Answer]) -> Callable[[_Network], _Answer]:
+    """Memoise a function per network.
+
+    Networks are compared by identity and not kept alive. A network must not change between calls.
+    """
+    answers: WeakKeyDictionary[_Network, _Answer] = WeakKeyDictionary()
+
+    def known(network: _Network) -> _Answer:
+        if network not in answers:
+            answers[network] = function(network)
+        return answers[network]
+
+    return known
 
 
 def stored_bytes(plan: CompressionPlan, dense: nn.Module, network: nn.Module) -> int:
@@ -121,18 +138,10 @@ def _error(layer: LayerPlan, module: FactorisedLayer | None, *, pruning: bool) -
 
 ONNX_TEST_BATCH = 500
 COMPARED_BATCH = 250
-_VERIFIED_IMAGES = 64
+_VERIFIED = 64
 _COMPARED_IMAGES = 1000
 _LEAST_AGREEMENT = 0.99
 _SLACK = 0.02  # of the images
-NO_CACHE = Cache(None)
-_METHOD = 1
-"""Version of the way the dense network is exported; files of another version are not taken up."""
-
-
-def _inside(options: LatencyOptions, data: ImageData) -> Preprocessing | None:
-    """Return the preprocessing that the graph does itself, None without it."""
-    return data.preprocessing if options.preprocess else None
 
 
 def network_numbers(network: nn.Module, data: ImageData) -> dict[str, Any]:
@@ -154,17 +163,13 @@ def test_accuracy(network: nn.Module, data: ImageData) -> float:
     return share(correct_tests(network, data))
 
 
-def behaviour_of(network: nn.Module, data: ImageData) -> str:
-    """Return the hash of a network and of its outputs on two random images."""
-    return behaviour_digest(network, random_batch(network, data.input_shape, 2))
-
-
 def kept_correct_tests(dense: nn.Module, data: ImageData, cache: Cache) -> torch.Tensor:
     """Return `correct_tests` of a dense network, cached for other runs of it."""
     if cache.folder is None:
         return correct_tests(dense, data)
     images = [data.test.for_report().digest(), data.preprocessing.to_dict()]
-    key = digest(behaviour_of(dense, data), images, str(select_device()))
+    behaviour = behaviour_digest(dense, random_batch(dense, data.input_shape, 2))
+    key = digest(behaviour, images, str(select_device()))
     return cache.tensors("dense-tests", key, lambda: {"correct": correct_tests(dense, data)})["correct"]
 
 
@@ -180,45 +185,66 @@ def correct_tests(network: nn.Module, data: ImageData) -> torch.Tensor:
         network.to("cpu")
 
 
-def export_dense(
-    dense: nn.Module,
-    data: ImageData,
-    folder: Path,
-    options: ExportOptions,
-    *,
-    cache: Cache = NO_CACHE,
-) -> Path:
-    """Export the dense network, and return the file.
+class Measure(Protocol):
+    """The score of finished networks, on inputs that chose nothing."""
 
-    Before a search, this refuses early a network that cannot be exported.
-    """
-    path = folder / "dense.onnx"
-    key = ""
-    if cache.folder is not None:
-        how = [options.opset, options.preprocess, options.channel_block, _METHOD]
-        key = digest(behaviour_of(dense, data), _inside(options, data), how)
+    @property
+    def basis(self) -> Basis:
+        """Kind and inputs of the scores that `values` returns."""
 
-    def write(path: Path) -> None:
-        export_onnx(
-            dense,
-            path,
-            data.input_shape,
-            opset=options.opset,
-            preprocessing=_inside(options, data),
-            channel_block=options.channel_block,
-        )
+    def __len__(self) -> int:
+        """Return the number of inputs that `score` uses."""
 
-    with logged_seconds(log, "export of the dense network"):
-        cache.file("dense", key, path, write)
-    return path
+    def score(self, network: nn.Module) -> Any:
+        """Return the score of a network, a number or one for each input."""
+
+    def values(self, network: nn.Module) -> Array | None:
+        """Return the score of every input, shape (N,), by which a loss is certified."""
+
+    def collapsed(self, network: nn.Module, score: float) -> str | None:
+        """Return a message if a network's answers are no better than a constant, else None."""
+
+
+class TestAccuracy:
+    """Accuracy on the test images, which choose nothing and are read for the report alone; a `Measure`."""
+
+    basis = Basis("accuracy", "test images")
+
+    def __init__(self, dense: nn.Module, data: ImageData, cache: Cache = NO_CACHE) -> None:
+        self.dense, self.data = dense, data
+
+        def correct(network: nn.Module) -> torch.Tensor:
+            known = network is dense
+            return kept_correct_tests(dense, data, cache) if known else correct_tests(network, data)
+
+        self._correct = once_per_network(correct)
+
+    def __len__(self) -> int:
+        return len(self.data.test)
+
+    def score(self, network: nn.Module) -> float:
+        """Return the accuracy, a fraction."""
+        return share(self._correct(network))
+
+    def values(self, network: nn.Module) -> Array:
+        """Return the mask of the images that are classified right, (N,)."""
+        right: Array = self._correct(network).numpy().astype(np.float64)
+        return right
+
+    def collapsed(self, network: nn.Module, score: float) -> str | None:
+        """Return a message if the accuracy is that of guessing; see `Measure`."""
+        del network
+        guessing = guessing_share(self.data.heldout.y)
+        return accuracy_collapse(score, self.score(self.dense), guessing, len(self))
 
 
 class ImageInputs(FileInputs):
     """Images of a dataset: held-out ones verify a file, test images score it."""
 
-    def __init__(self, data: ImageData, options: ExportOptions) -> None:
+    def __init__(self, data: ImageData, options: LatencyOptions) -> None:
         self.data, self.options = data, options
-        self.shape, self.preprocessing = data.input_shape, _inside(options, data)
+        self.shape = data.input_shape
+        self.preprocessing = data.preprocessing if options.preprocess else None
 
     def ranges(self) -> Iterator[Inputs]:
         """Yield the held-out images that set ranges of activations."""
@@ -228,92 +254,66 @@ class ImageInputs(FileInputs):
         """Yield the same images as the file takes them."""
         return range_batches(self.data, self.options)
 
-    def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
-        """Compare a file with its network on held-out images; see `verified`."""
-        return verified(network, path, self.data, scratch, self.options)
+    @property
+    def identity(self) -> object:
+        """The held-out images, the test images, and how the file takes them."""
+        data = self.data
+        images = [data.heldout.digest(), data.test.for_report().digest(), data.preprocessing.to_dict()]
+        return [*images, self.options.preprocess]
 
     def scores(self, path: Path) -> dict[str, float]:
         """Return the accuracy of a file on the test set."""
         walk = file_batches(self.data.test.for_report(), ONNX_TEST_BATCH, self.data, self.options)
         return {"accuracy": onnx_accuracy(path, walk)}
 
+    def worth(self, baseline: Path, path: Path) -> dict[str, float]:
+        """Return the accuracy of the dense network in integers on the test set."""
+        del baseline
+        return self.scores(path)
 
-def int8_numbers(
-    baseline: Path,
-    data: ImageData,
-    options: ExportOptions,
-    scratch: Path,
-    *,
-    cache: Cache = NO_CACHE,
-) -> dict[str, Any] | None:
-    """Quantise the dense network to 8-bit integers and measure it against the float32 file.
+    def score(self, baseline: Path) -> Callable[[Session], float]:
+        """Return the accuracy of an open file on held-out images."""
+        del baseline
 
-    Ranges come from held-out images.
-    """
-    if not options.int8:
-        return None
-    key = ""
-    if cache.folder is not None:
-        how = [
-            options.preprocess,
-            options.reduce_range,
-            options.batch,
-            processor_name(),
-            onnxruntime.__version__,
-        ]
-        images = [data.heldout.digest(), data.test.for_report().digest(), data.preprocessing.to_dict()]
-        key = digest(baseline.read_bytes(), images, how)
+        def accuracy(session: Session) -> float:
+            right = [session.run(x.numpy())[0].argmax(1) == y.numpy() for x, y in self._compared()]
+            return float(np.concatenate(right).mean())
 
-    def write(path: Path) -> None:
-        quantise_onnx(baseline, path, range_batches(data, options), reduce_range=options.reduce_range)
+        return accuracy
 
-    def measured(path: Path) -> tuple[dict[str, Any], LatencyComparison]:
-        def accuracy() -> float:
-            return onnx_accuracy(path, file_batches(data.test.for_report(), ONNX_TEST_BATCH, data, options))
+    def verified(
+        self, network: nn.Module, path: Path, scratch: Path, runtime: str = DEFAULT_RUNTIME
+    ) -> tuple[float, float | None]:
+        """Compare a file with its network on held-out images."""
+        data, options, inside = self.data, self.options, self.preprocessing
+        images = data.heldout.first(_VERIFIED)
+        (inputs, _), *_ = file_batches(images, len(images), data, options)
+        if not is_rounded(network):
+            return verify_onnx(network, path, inputs, preprocessing=inside, runtime=runtime), None
+        plain, floats = without_rounding(copied(network)), scratch / "floats.onnx"
+        export_onnx(plain, floats, self.shape, opset=options.opset, preprocessing=inside)
+        difference = verify_onnx(plain, floats, inputs, preprocessing=inside, runtime=runtime)
 
-        cache.file("dense-int8", key, path, write)
-        worth = {"accuracy": cache.value("dense-int8", key, accuracy)}
-        return worth, compare_latency(baseline, path, **options.timing)
+        def agreement_with(file: Path) -> float:
+            as_read = (x for x, _ in self._compared())
+            few = compared_images(data)
+            normalised = (x for x, _ in batches(few, COMPARED_BATCH, mean=data.mean, std=data.std))
+            return class_agreement(network, file, zip(normalised, as_read, strict=True), runtime=runtime)
 
-    return rival_numbers(scratch / "dense-int8.onnx", measured)
+        # Two roundings of one network drift apart, step by step, as far as rounding moves it at all.
+        agreement, unrounded = agreement_with(path), agreement_with(floats)
+        floats.unlink()
+        if agreement < min(_LEAST_AGREEMENT, unrounded - _SLACK):
+            raise ExportError(
+                f"in {runtime}, the file in integers gives the class of its simulation in PyTorch on "
+                f"{100 * agreement:.1f} % of {len(compared_images(data))} held-out images, the network "
+                f"without rounding on {100 * unrounded:.1f} %. Do not use the file there; leave out the "
+                "precision (decomposition.precisions=[float32])"
+            )
+        return difference, agreement
 
-
-def verified(
-    network: nn.Module,
-    path: Path,
-    data: ImageData,
-    scratch: Path,
-    options: ExportOptions,
-    *,
-    runtime: str = DEFAULT_RUNTIME,
-) -> tuple[float, float | None]:
-    """Compare a file with its network on held-out images."""
-    inside = _inside(options, data)
-    images = data.heldout.first(_VERIFIED_IMAGES)
-    (inputs, _), *_ = file_batches(images, len(images), data, options)
-    if not is_rounded(network):
-        return verify_onnx(network, path, inputs, preprocessing=inside, runtime=runtime), None
-    plain, floats = without_rounding(copied(network)), scratch / "floats.onnx"
-    export_onnx(plain, floats, data.input_shape, opset=options.opset, preprocessing=inside)
-    difference = verify_onnx(plain, floats, inputs, preprocessing=inside, runtime=runtime)
-    compared = compared_images(data)
-
-    def agreement_with(file: Path) -> float:
-        as_read = (x for x, _ in file_batches(compared, COMPARED_BATCH, data, options))
-        normalised = (x for x, _ in batches(compared, COMPARED_BATCH, mean=data.mean, std=data.std))
-        return class_agreement(network, file, zip(normalised, as_read, strict=True), runtime=runtime)
-
-    # Two roundings of one network drift apart, step by step, as far as rounding moves it at all.
-    agreement, unrounded = agreement_with(path), agreement_with(floats)
-    floats.unlink()
-    if agreement < min(_LEAST_AGREEMENT, unrounded - _SLACK):
-        raise ExportError(
-            f"in {runtime}, the file in integers gives the class of its simulation in PyTorch on "
-            f"{100 * agreement:.1f} % of {len(compared)} held-out images, the network without rounding on "
-            f"{100 * unrounded:.1f} %. "
-            "Do not use the file there; leave out the precision (decomposition.precisions=[float32])"
-        )
-    return difference, agreement
+    def _compared(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return file_batches(compared_images(self.data), COMPARED_BATCH, self.data, self.options)
 
 
 def compared_images(data: ImageData) -> Images:
@@ -321,14 +321,14 @@ def compared_images(data: ImageData) -> Images:
     return data.heldout.first(_COMPARED_IMAGES)
 
 
-def range_batches(data: ImageData, options: ExportOptions) -> Iterator[np.ndarray]:
+def range_batches(data: ImageData, options: LatencyOptions) -> Iterator[np.ndarray]:
     """Yield the held-out images that set ranges of activations, as the file takes them."""
     images = images_for_ranges(data)
     return (x.numpy() for x, _ in file_batches(images, min(options.batch, len(images)), data, options))
 
 
 def file_batches(
-    images: Images, batch_size: int, data: ImageData, options: ExportOptions
+    images: Images, batch_size: int, data: ImageData, options: LatencyOptions
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield images as the file takes them, normalised or as bytes with channels last, and their labels."""
     if not options.preprocess:
@@ -339,14 +339,13 @@ def file_batches(
         yield some.x.permute(0, 2, 3, 1), some.y
 
 
-def with_preprocessing(plan: CompressionPlan, data: ImageData) -> CompressionPlan:
+def with_preprocessing(plan: CompressionPlan, preprocessing: Preprocessing) -> CompressionPlan:
     """Return the plan with the preprocessing of the network's images in its metadata (`preprocessing`)."""
-    noted = {**plan.metadata, "preprocessing": data.preprocessing.to_dict()}
+    noted = {**plan.metadata, "preprocessing": preprocessing.to_dict()}
     return dataclasses.replace(plan, metadata=noted)
 
 
 BATCH = 64
-_VERIFIED_INPUTS = 64
 _LARGEST_ERROR, _ERROR_SLACK = 0.05, 0.02
 
 
@@ -411,13 +410,51 @@ class HeldoutScore:
         return collapse(self.agreement(network), constant, len(self.sample))
 
 
+class OwnMeasure:
+    """The score of a user's network: their own function, or on held-out inputs; a `Measure`.
+
+    Args:
+        judge: The function, or `heldout` itself without one.
+        heldout: The held-out inputs.
+        unseen: Those that chose no plan, on which a loss is certified; None where there are none.
+    """
+
+    def __init__(self, judge: Score, heldout: HeldoutScore, unseen: HeldoutScore | None = None) -> None:
+        self.judge, self.heldout, self.unseen = judge, heldout, unseen
+        self.score = once_per_network(partial(answer, judge))
+
+    def __len__(self) -> int:
+        return len(self.heldout.sample)
+
+    @property
+    def basis(self) -> Basis:
+        """The held-out inputs, which choose no plan, or those of the user's own score."""
+        if self.judge is not self.heldout:
+            return OWN_SCORE
+        measure = self.heldout if self.unseen is None else self.unseen
+        return Basis(measure.unit, f"{measure.what} inputs")
+
+    def values(self, network: nn.Module) -> Array | None:
+        """Return the score of every input; see `Measure`."""
+        if self.judge is self.heldout:
+            return None if self.unseen is None else self.unseen.values(network)
+        return values_of_inputs(self.score(network))
+
+    def collapsed(self, network: nn.Module, score: float) -> str | None:
+        """Return a message if outputs on held-out inputs are no better than a constant; see `Measure`."""
+        del score
+        return self.heldout.collapsed(network)
+
+
 class OwnInputs(FileInputs):
     """A user's inputs, for the file of a network."""
 
-    def __init__(self, model: nn.Module, calibration: Sample, heldout: Sample, batch: int) -> None:
-        self.shape = input_shape_of(heldout.inputs)
+    def __init__(
+        self, model: nn.Module, calibration: Sample, heldout: Sample, options: LatencyOptions
+    ) -> None:
+        self.shape, self.options = input_shape_of(heldout.inputs), options
         self.model, self.calibration, self.heldout = model, calibration, heldout
-        wanted = torch.arange(batch) % len(calibration)
+        wanted = torch.arange(options.batch) % len(calibration)
         self._timed = feed_of(model, rows(calibration.inputs, wanted))
         self._by_class = heldout.scores_classes(model)
 
@@ -450,24 +487,30 @@ class OwnInputs(FileInputs):
 
         return agreeing
 
-    def accuracy(self, path: Path) -> float:
-        """Return a file's accuracy on the labelled held-out inputs, a fraction."""
-        classes = np.concatenate([scores.argmax(1) for (scores,) in self._answers(path).answers])
-        labels = self.heldout.labels.numpy()
-        known = labels != UNLABELLED
-        return float((classes == labels)[known].mean())
+    def worth(self, baseline: Path, path: Path) -> dict[str, float]:
+        """Return the agreement of the dense network in integers and, with labels of classes, its accuracy."""
+        found = self._answers(path)
+        worth = {"agreement": agreement_score(self._agreement(self._answers(baseline), found))}
+        if self._by_class:
+            labels = self.heldout.labels.numpy()
+            known = labels != UNLABELLED
+            classes = np.concatenate([scores.argmax(1) for (scores,) in found.answers])
+            worth["score"] = float((classes == labels)[known].mean())
+        return worth
 
-    def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
+    def verified(
+        self, network: nn.Module, path: Path, scratch: Path, runtime: str = DEFAULT_RUNTIME
+    ) -> tuple[float, float | None]:
         """Compare a file with its network on held-out inputs."""
-        some = rows(self.heldout.inputs, slice(_VERIFIED_INPUTS))
+        some = rows(self.heldout.inputs, slice(_VERIFIED))
         if not is_rounded(network):
-            return verify_onnx(network, path, some), None
+            return verify_onnx(network, path, some, runtime=runtime), None
         plain, floats = without_rounding(copied(network)), scratch / "floats.onnx"
         export_onnx(plain, floats, self.shape)
-        difference = verify_onnx(plain, floats, some)
+        difference = verify_onnx(plain, floats, some, runtime=runtime)
         simulated = _Answers.of(network, split(self.heldout.inputs, BATCH))
         # Errors, not classes: on few inputs a single near tie would decide.
-        file, exact = self._answers(path), self._answers(floats)
+        file, exact = self._answers(path, runtime), self._answers(floats, runtime)
         error, unrounded, moved = (
             max(each.largest_error for each in self._agreement(known, found))
             for known, found in ((simulated, file), (simulated, exact), (exact, file))
@@ -476,9 +519,9 @@ class OwnInputs(FileInputs):
         allowed = min(max(_LARGEST_ERROR, unrounded + _ERROR_SLACK), allowed_error(unrounded, moved))
         if not error <= allowed:  # also true of NaN
             raise ExportError(
-                f"the file in integers differs from its simulation in PyTorch by {error:.3f} of the outputs "
-                f"on the held-out inputs, the network without rounding by {unrounded:.3f}. Do not use the "
-                "file; leave out the precision (precisions=('float32',))"
+                f"in {runtime}, the file in integers differs from its simulation in PyTorch by {error:.3f} "
+                f"of the outputs on the held-out inputs, the network without rounding by {unrounded:.3f}. "
+                "Do not use the file; leave out the precision (precisions=('float32',))"
             )
         return difference, 1 - error
 
@@ -486,13 +529,11 @@ class OwnInputs(FileInputs):
         batches = range(len(known.answers))
         return agreement(known, found, batches, output_scores(known, batches, self._by_class))
 
-    def _answers(self, path: Path) -> _Answers:
+    def _answers(self, path: Path, runtime: str = DEFAULT_RUNTIME) -> _Answers:
         """Return a file's outputs on the held-out inputs."""
-        session = OnnxNetwork.load(path).session()
+        session, names = open_session(path, runtime=runtime), load_model(path).graph.outputs
         feeds = (feed_of(self.model, each) for each in split(self.heldout.inputs, BATCH))
-        (first, *_) = session.input_names
-        named = ({first: feed} if isinstance(feed, np.ndarray) else feed for feed in feeds)
-        return _Answers(session.output_names, [session.run(feed) for feed in named])
+        return _Answers([str(each.name) for each in names], [list(session.run(feed)) for feed in feeds])
 
 
 @dataclass(frozen=True)

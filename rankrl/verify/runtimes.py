@@ -9,20 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
-from rankrl.data import ImageData
 from rankrl.errors import ExportError
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.int8 import nncf_obstacle, quantise_with_nncf
 from rankrl.onnx.export.static_quantiser import as_in_file
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Batch, Session, get_runtime, open_session
-from rankrl.options.timing import ExportOptions, LatencyOptions
+from rankrl.options.timing import LatencyOptions
 from rankrl.timing import TimedTurns, time_in_turns
-from rankrl.training.networks import range_images
-from rankrl.verify.file_export import warn_if_busy
-from rankrl.verify.measure import COMPARED_BATCH, compared_images, file_batches, range_batches, verified
+from rankrl.verify.file_export import FileInputs, warn_if_busy
 
 log = logging.getLogger(__name__)
 
@@ -88,33 +84,28 @@ def runtime_numbers(
     return section
 
 
-def image_runtimes(
+def module_runtimes(
     network: nn.Module,
     baseline: Path,
     path: Path,
-    data: ImageData,
-    options: ExportOptions,
+    inputs: FileInputs,
     *,
     known: Mapping[str, Any],
     scratch: Path,
 ) -> dict[str, dict[str, Any]] | None:
-    """Return `runtime_numbers` of a classifier of images; scores are accuracies on held-out images."""
+    """Return `runtime_numbers` of a module's file, which is verified in every runtime."""
+    options = inputs.options
     if len(options.compared_runtimes) == 1:
         return None
-    in_file = as_in_file(network, options.reduce_range, range_images(data))
+    in_file = as_in_file(network, options.reduce_range, inputs.ranges())
 
     def verify(runtime: str) -> dict[str, Any]:
         if runtime == DEFAULT_RUNTIME:
             return {name: known[name] for name in ("max_abs_difference", "agreement")}
-        difference, agreement = verified(in_file, path, data, scratch, options, runtime=runtime)
+        difference, agreement = inputs.verified(in_file, path, scratch, runtime)
         return {"max_abs_difference": difference, "agreement": agreement}
 
-    def accuracy(session: Session) -> float:
-        walk = file_batches(compared_images(data), COMPARED_BATCH, data, options)
-        right = [session.run(x.numpy())[0].argmax(1) == y.numpy() for x, y in walk]
-        return float(np.concatenate(right).mean())
-
-    files = ComparedFiles(baseline, path, options, lambda: range_batches(data, options), accuracy)
+    files = ComparedFiles(baseline, path, options, inputs.feeds, inputs.score(baseline), inputs.timed)
     return runtime_numbers(files, scratch, verify, integers=options.int8)
 
 

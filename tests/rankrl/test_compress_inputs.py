@@ -216,7 +216,7 @@ def test_data_that_cannot_work_is_refused_first(
     def export(*_: object, **__: object) -> None:
         raise AssertionError("a file was written")
 
-    monkeypatch.setattr("rankrl.networks.module.export_onnx", export)
+    monkeypatch.setattr("rankrl.verify.file_export.export_onnx", export)
     with pytest.raises(error, match=message):
         rankrl.compress(
             **grouped(

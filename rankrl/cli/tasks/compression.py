@@ -131,16 +131,18 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     teacher = steps.teacher(config, data)
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
-    if not network.export.skip:
+    if not network.without_file:
         _ = network.baseline  # refuses a network that cannot be exported, before the search
-    _, result = steps.chosen_plan(config, network, folder)
+    _, result = steps.chosen_plan(config, data, network, folder)
     compressed = network.applied(result.plan)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),
         "search": search_numbers(result),
         **as_numbers(result.layers),
     }
-    steps.finish_compressed(config, network, result.plan, compressed, metrics, folder, taught_by=teacher)
+    steps.finish_compressed(
+        config, data, network, result.plan, compressed, metrics, folder, taught_by=teacher
+    )
 
 
 def search(config: AppConfig, folder: RunFolder) -> None:
@@ -150,7 +152,7 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     steps.check_budget(config, data)
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
-    problem, result = steps.chosen_plan(config, network, folder)
+    problem, result = steps.chosen_plan(config, data, network, folder)
     cost = problem.cost(result.row.key)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),
@@ -167,7 +169,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     plan = CompressionPlan.load(config.plan)
     data = options.dataset(config)
     check_plan(config, data, plan)
-    plan = with_preprocessing(plan, data)
+    plan = with_preprocessing(plan, data.preprocessing)
     dense = steps.dense_network(config, data, folder)
     compressed = steps.searched_network(config, data, dense, folder).applied(plan)
     save_compressed(compressed, plan, folder.model, dense=dense)
@@ -190,7 +192,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     recipe = options.finetuning_recipe(config)
     data = options.dataset(config)
     network, dense, plan = compressed_from(config, data)
-    plan = with_preprocessing(plan, data)
+    plan = with_preprocessing(plan, data.preprocessing)
     teacher = steps.teacher(config, data)
     if recipe.distillation > 0 and teacher is None and not config.model.get("checkpoint"):
         raise ConfigError(

@@ -39,8 +39,9 @@ from rankrl.report.run_tables import rival_note
 from rankrl.request import write_kit
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training.networks import build_network, model_title
+from rankrl.verify.file_export import export_dense
 from rankrl.verify.measure import (
-    export_dense,
+    ImageInputs,
     file_batches,
     network_numbers,
     range_batches,
@@ -140,7 +141,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     network = steps.searched_network(config, data, dense, folder)
     with steps.search_session(config, network) as session:
         results = search_all(session, entered, folder.searches, folder.warn)
-    with_preprocessing(winner(results).plan, data).save(folder.plan)
+    with_preprocessing(winner(results).plan, data.preprocessing).save(folder.plan)
     source = dense if teacher is None else teacher.network
     final = FinalTest(data, source, session.applied, recipe, folder.state / "plans")
     rows = tested(session.problem, results, final)
@@ -230,7 +231,9 @@ def verify_kit(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     export = dataclasses.replace(options.export_options(config), pad_channels=False)
     network = steps.dense_network(config, data, folder)
-    dense = FinishedFile("dense", export_dense(network, data, folder.state, export), numbers["dense"])
+    dense = FinishedFile(
+        "dense", export_dense(network, ImageInputs(data, export), folder.state), numbers["dense"]
+    )
     files = [dense]
     try:
         path = folder.state / "dense-int8.onnx"

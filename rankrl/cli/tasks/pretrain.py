@@ -112,7 +112,8 @@ def _fitted(
     dense = build_network(config.model, data, seed=config.seed)
     network = steps.searched_network(config, data, dense, folder)
     limit, title = options.candidate_options(config).candidates, model_title(config.model, dense)
-    yield FittedNetwork(title, dense, steps.candidate_fits(config, network), limit, data), network.scoring
+    fitted = FittedNetwork(title, dense, steps.candidate_fits(config, network), limit, data)
+    yield fitted, steps.image_scoring(config, data, dense)
 
 
 def _added(run: Path) -> list[TaskEpisodes]:

@@ -18,7 +18,7 @@ from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compression import both_chose
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
-from rankrl.networks.module import ImageModule
+from rankrl.networks.module import FileModule
 from rankrl.operations import RemoveBlock, kept_channels, removed_blocks
 from rankrl.plan_search.run import search_numbers
 from rankrl.pruners.options import PruningOptions
@@ -42,15 +42,15 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         teacher = steps.teacher(config, data)
         dense = steps.dense_network(config, data, folder)
         network = steps.searched_network(config, data, dense, folder)
-        if not network.export.skip:
+        if not network.without_file:
             _ = network.baseline  # refuses a network that cannot be exported, before pruning
-        state = folder.state / "pruned.safetensors"
-        pruned = prune_network(dense, data, pruning, network.images, state_file=state)
+        images, state = steps.fitted_images(config, data, dense), folder.state / "pruned.safetensors"
+        pruned = prune_network(dense, data, pruning, images, state_file=state)
     metrics: dict[str, Any] = {
         **_head(config, data, dense, decomposing),
         "pruning": _pruning_numbers(pruning, pruned, dense, data),
     }
-    compressed, plan = pruned.network, with_preprocessing(pruned.plan, data)
+    compressed, plan = pruned.network, with_preprocessing(pruned.plan, data.preprocessing)
     if decomposing is None:
         plan.save(folder.plan)
     else:
@@ -60,19 +60,33 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
             between, data, tuned, dense, folder, taught_by=teacher, stage=stage, after_removal=True
         )
         metrics["pruned"] = network_numbers(tuned, data)
-        compressed, plan, metrics["search"] = _decomposed(decomposing, network, tuned, pruned, folder)
+        compressed, plan, metrics["search"] = _decomposed(decomposing, data, network, tuned, pruned, folder)
     removed = decomposing is None
     steps.finish_compressed(
-        config, network, plan, compressed, metrics, folder, taught_by=teacher, after_removal=removed
+        config,
+        data,
+        network,
+        plan,
+        compressed,
+        metrics,
+        folder,
+        taught_by=teacher,
+        after_removal=removed,
     )
 
 
 def _decomposed(
-    config: AppConfig, network: ImageModule, tuned: nn.Module, pruned: PrunedNetwork, folder: RunFolder
+    config: AppConfig,
+    data: ImageData,
+    network: FileModule,
+    tuned: nn.Module,
+    pruned: PrunedNetwork,
+    folder: RunFolder,
 ) -> tuple[nn.Module, CompressionPlan, dict[str, Any]]:
     """Decompose the fine-tuned pruned network; return it, one plan for both steps, and the metrics."""
-    remainder = replace(network, model=tuned, options=config.decomposition)
-    _, result = steps.chosen_plan(config, remainder, folder)
+    scoring = steps.image_scoring(config, data, tuned)
+    remainder = replace(network, model=tuned, scoring=scoring, options=config.decomposition)
+    _, result = steps.chosen_plan(config, data, remainder, folder)
     compressed = remainder.applied(result.plan)
     plan = replace(
         result.plan.with_operations(network.model, _removals(pruned.plan)),

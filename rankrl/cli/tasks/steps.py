@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from decomposition import CompressionPlan, FitLibrary, save_compressed
 from decomposition.cache import Cache
@@ -19,13 +19,14 @@ from decomposition.network.surgery import copied
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData
-from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
+from rankrl.data.calibration import calibration_images
 from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import RunStoppedError, counted
 from rankrl.models import checkpoint_heldout, save_checkpoint
-from rankrl.networks.module import ImageModule, ModuleNetwork
+from rankrl.networks.module import FileModule, ModuleNetwork, image_network
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions
+from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.report import (
@@ -126,42 +127,48 @@ def dense_training(
     return result
 
 
-def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folder: RunFolder) -> ImageModule:
-    """Return the dense network as searches and reports see it, with its calibration images."""
+def fitted_images(config: AppConfig, data: ImageData, dense: nn.Module) -> Tensor:
+    """Return the training images that layers are fitted to, in the network's fastest layout."""
     images = calibration_images(data, config.calibration.images, seed=config.seed)
-    images = in_layout(images, accepted_layout(dense, images[:2]))
+    return in_layout(images, accepted_layout(dense, images[:2]))
+
+
+def image_scoring(config: AppConfig, data: ImageData, network: nn.Module) -> ImageScoring:
+    """Return the scoring of a network's plans on held-out images."""
     search = options.search_options(config)
-    return ImageModule(
+    return ImageScoring(network, data, EvaluatorOptions.of(search, config.seed), search.images)
+
+
+def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folder: RunFolder) -> FileModule:
+    """Return the dense network as searches and reports see it, with its calibration images."""
+    images, export = fitted_images(config, data, dense), options.export_options(config)
+    return image_network(
         dense,
-        data.input_shape,
-        images.split(CALIBRATION_BATCH),
-        data.preprocessing,
-        data=data,
-        images=images,
-        scores=EvaluatorOptions.of(search, config.seed),
-        scored_images=search.images,
-        options=config.decomposition,
-        export=options.export_options(config),
-        folder=folder.state,
+        data,
+        images,
+        image_scoring(config, data, dense),
+        config.decomposition,
+        export,
+        folder.state,
         seed=config.seed,
         cache=Cache(cache_folder()),
     )
 
 
-def candidate_fits(config: AppConfig, network: ImageModule) -> FitLibrary:
+def candidate_fits(config: AppConfig, network: FileModule) -> FitLibrary:
     """Return the library of fits; nothing is fitted yet."""
     return network.library(
         options.candidate_options(config), cache=options.request(config).fits, seed=config.seed
     )
 
 
-def search_session(config: AppConfig, network: ImageModule) -> SearchSession:
+def search_session(config: AppConfig, network: FileModule) -> SearchSession:
     """Return the session that the configuration's searches share."""
     return opened_session(network, options.candidate_options(config), options.request(config))
 
 
 def chosen_plan(
-    config: AppConfig, network: ImageModule, folder: RunFolder
+    config: AppConfig, data: ImageData, network: FileModule, folder: RunFolder
 ) -> tuple[SearchProblem, SearchResult]:
     """Search for a plan and write it, with the preprocessing of the network's images."""
     with search_session(config, network) as session:
@@ -175,7 +182,7 @@ def chosen_plan(
         raise RunStoppedError(folder.path)
     if result.missed is not None:
         folder.miss(result.missed)
-    plan = with_preprocessing(result.plan, network.data)
+    plan = with_preprocessing(result.plan, data.preprocessing)
     plan.save(folder.plan)
     return session.problem, dataclasses.replace(result, plan=plan)
 
@@ -287,7 +294,8 @@ def searched(config: AppConfig) -> dict[str, Any]:
 
 def finish_compressed(
     config: AppConfig,
-    network: ImageModule,
+    data: ImageData,
+    network: FileModule,
     plan: CompressionPlan,
     compressed: nn.Module,
     metrics: dict[str, Any],
@@ -299,7 +307,7 @@ def finish_compressed(
     """Fine-tune a compressed network, write it as .safetensors and ONNX, measure and report it."""
     tuned = copied(compressed)
     epochs = finetuned(
-        config, network.data, tuned, network.model, folder, taught_by=taught_by, after_removal=after_removal
+        config, data, tuned, network.model, folder, taught_by=taught_by, after_removal=after_removal
     )
     save_compressed(tuned, plan, folder.model, dense=network.model)
     search = metrics.pop("search", None)
@@ -309,7 +317,7 @@ def finish_compressed(
         return file_metadata(plan, metrics)
 
     result: MeasuredNetwork
-    if network.export.skip:
+    if network.without_file:
         measured = measurement(network, plan, compressed, tuned)
         notes(plan, measured)
         result = evaluate_compressed(network, plan, compressed, measured, tuned=tuned, budget=config.budget)

@@ -13,7 +13,7 @@ from decomposition.choose.quick_refit import QuickRefit
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.models import create_model
-from rankrl.networks.module import ImageModule, ModuleNetwork
+from rankrl.networks.module import ModuleNetwork, image_network
 from rankrl.networks.network import CandidateOptions
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.search import BudgetOptions, SearchOptions
@@ -122,18 +122,9 @@ def test_a_users_score_is_not_called(dense: nn.Module, library: FitLibrary, prob
 
 def test_searches_begin_with_weighed_losses(dense: nn.Module, data: ImageData, tmp_path) -> None:
     images = calibration_images(data, 128, seed=0)
-    network = ImageModule(
-        dense,
-        data.input_shape,
-        [images],
-        data=data,
-        images=images,
-        scores=EvaluatorOptions(refit_images=128),
-        scored_images=100,
-        options=DecompositionOptions(format="tucker"),
-        export=ExportOptions(),
-        folder=tmp_path,
-    )
+    scoring = ImageScoring(dense, data, EvaluatorOptions(refit_images=128), 100)
+    how = DecompositionOptions(format="tucker")
+    network = image_network(dense, data, images, scoring, how, ExportOptions(), tmp_path)
     kinds = CandidateOptions(("tucker",))
     library = network.library(kinds, cache=None, seed=0)
     goal = SearchGoal(BudgetOptions(params=0.3), SearchOptions())

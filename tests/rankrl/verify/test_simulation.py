@@ -17,6 +17,7 @@ import rankrl
 from decomposition import inspect_layers, integer_layers
 from rankrl.networks import module
 from rankrl.onnx.export import export_onnx
+from rankrl.options.timing import LatencyOptions
 from rankrl.verify import file_export
 from rankrl.verify.file_export import FileInputs
 
@@ -26,6 +27,7 @@ SHAPE = (3, 8, 8)
 @dataclass
 class Inputs(FileInputs):
     x: torch.Tensor
+    shape, options = SHAPE, LatencyOptions()
 
     def ranges(self) -> Iterator[torch.Tensor]:
         yield self.x
@@ -33,8 +35,10 @@ class Inputs(FileInputs):
     def feeds(self) -> Iterator[np.ndarray[Any, Any]]:
         yield from (part.numpy() for part in self.x.split(3))  # in smaller batches than the network's
 
-    def verified(self, network: nn.Module, path: Path, scratch: Path) -> tuple[float, float | None]:
+    def verified(self, *_: Any) -> Any:
         raise NotImplementedError
+
+    score = worth = verified
 
 
 class Net(nn.Module):
@@ -55,7 +59,7 @@ def unlike(folder: Path) -> list[str]:
     torch.manual_seed(0)
     net, x = Net().eval(), torch.randn(20, *SHAPE)
     baseline = export_onnx(net, folder / "dense.onnx", SHAPE, progress=False).path
-    return file_export.unlike_file(net, inspect_layers(net, SHAPE), SHAPE, baseline, Inputs(x), None)
+    return file_export.unlike_file(net, inspect_layers(net, SHAPE), baseline, Inputs(x))
 
 
 def test_what_is_simulated_right_may_be_integers(tmp_path: Path) -> None:
