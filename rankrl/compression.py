@@ -237,7 +237,7 @@ def compress(
                     network, inputs, run, request, score=score, heldout=heldout, test=test, tuner=tuner
                 )
                 return _copied(module, Path(target), where)
-        names = ("input_names", "output_names", "dynamic_axes")  # a file keeps its own
+        names = ("input_names", "output_names", "dynamic_axes", "opset")  # a file keeps its own
         own = {f"timing.{name}": getattr(request.timing, name) or None for name in names}
         _refuse("ONNX files", test=test, finetune=finetune, loss=loss, teacher=teacher, **own)
         source = FileSource(file, inputs, images, batch_axes, _share(heldout), score, _metric(search))

@@ -47,6 +47,7 @@ class LatencyOptions:
             `output`.
         dynamic_axes: Axes but the batch's that stay free in the file of a module, with names, by the
             forward's parameter: `{"images": {2: "height", 3: "width"}}`.
+        opset: ONNX operator set of the file of a module; None for the exporter's default.
     """
 
     PYTHON_ONLY = ("folder", "table", "dynamic_axes")

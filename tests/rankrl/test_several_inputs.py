@@ -140,14 +140,14 @@ def test_channels_of_a_network_with_several_inputs_stay() -> None:
         )
 
 
-def test_file_is_named_as_asked_after_it_was_verified(tmp_path: Path) -> None:
+def test_file_has_the_names_and_the_opset_that_are_asked_for(tmp_path: Path) -> None:
     result = rankrl.compress(
         TwoInputs().eval(),
         {"image": IMAGES, "numbers": NUMBERS},
         tmp_path,
         params=0.7,
         timing=rankrl.LatencyOptions(
-            batch=2, runs=2, input_names=("picture", "known"), output_names=("answer",)
+            batch=2, runs=2, input_names=("picture", "known"), output_names=("answer",), opset=20
         ),
         progress=False,
     )
@@ -156,6 +156,7 @@ def test_file_is_named_as_asked_after_it_was_verified(tmp_path: Path) -> None:
     assert (
         [each.name for each in session.get_outputs()] == [each.name for each in result.outputs] == ["answer"]
     )
+    assert [each.version for each in onnx.load(result.path).opset_import if not each.domain] == [20]
 
 
 @pytest.mark.slow
