@@ -46,7 +46,7 @@ from rankrl.onnx.graph.prepared_file import FileInputs, PreparedFile
 from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats
 from rankrl.onnx.runtimes import check_runtimes
-from rankrl.plan_search.run import SearchResult
+from rankrl.plan_search.run import ChosenPlan, SearchResult
 from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.plan_search.scores.evaluators import Score
 from rankrl.plan_search.scores.scoring import FunctionScoring
@@ -190,7 +190,7 @@ def compress_module(
     _ = network.baseline  # a network that cannot be exported is refused before anything takes time
     check_reachable(network, candidates, request.goal)
     with opened_session(network, candidates, request) as session:
-        search = session.search(
+        search = session.choose(
             request.selector,
             request.selector_options,
             seed=request.seed,
@@ -198,7 +198,7 @@ def compress_module(
             anew_for_other_scores=True,
             on_set_aside=run.remove_results,
         )
-    if search.stopped_by == "interrupt":
+    if isinstance(search, SearchResult) and search.stopped_by == "interrupt":
         raise KeyboardInterrupt(f"the search was stopped; the same call goes on with it in {run.path}")
     compressed = network.applied(search.plan)
     tuned: nn.Module | None = None
@@ -408,14 +408,14 @@ def compress_file(
     if begun.kept:
         return _finished(begun.network, begun.request, _as_it_is(begun.network.file), target, {})
     with (session := begun.session()):
-        result = session.search(
+        result = session.choose(
             request.selector,
             request.selector_options,
             seed=request.seed,
             folder=folder,
             on_episode=on_episode,
         )
-    if result.stopped_by == "interrupt":
+    if isinstance(result, SearchResult) and result.stopped_by == "interrupt":
         raise KeyboardInterrupt("the search was stopped; with a folder the same call goes on with it")
     sensitivities = session.library.sensitivities
     return _finished(begun.network, begun.request, result.plan, target, sensitivities, result)
@@ -518,7 +518,7 @@ def _finished(
     plan: CompressionPlan,
     target: Path,
     sensitivities: Mapping[str, torch.Tensor],
-    search: SearchResult | None = None,
+    search: ChosenPlan | None = None,
 ) -> Compression:
     """Apply a plan, write the file and compare it with the original."""
     if network.file.several:

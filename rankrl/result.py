@@ -15,7 +15,7 @@ from decomposition.progress import logged_seconds
 from rankrl.networks.network import Network
 from rankrl.onnx.output_scores import SCORES
 from rankrl.options.search import BudgetOptions
-from rankrl.plan_search.run import SearchResult, as_numbers, search_numbers
+from rankrl.plan_search.run import ChosenPlan, search_numbers
 from rankrl.report import LayerRow, collect_setup, conclusion, write_report
 from rankrl.request import Request
 from rankrl.runs.run_folder import RunFolder
@@ -71,7 +71,7 @@ class Compression(MeasuredNetwork):
         verified: Largest difference between the file and the network that it was made from; of a graph,
             relative to the largest number at the outputs.
         latency: Its time next to the original's.
-        search: The record of the search for the plan; None where there was none.
+        search: How the plan was chosen, a `SearchResult` where plans were scored; None where it was given.
         missed: What to tell a reader if the budget in time is missed, else None.
         numbers: What else the section `onnx` of metrics.json says of the file.
         runtimes: Times and scores in every runtime, as the section `runtimes` of metrics.json; None for one.
@@ -82,7 +82,7 @@ class Compression(MeasuredNetwork):
     outputs: tuple[OutputAgreement, ...]
     verified: float
     latency: LatencyComparison
-    search: SearchResult | None = field(default=None, repr=False)
+    search: ChosenPlan | None = field(default=None, repr=False)
     missed: str | None = None
     numbers: Mapping[str, Any] = field(default_factory=dict, repr=False)
     runtimes: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -172,7 +172,7 @@ def summary(result: Compression) -> dict[str, Any]:
         **certificate_numbers(result),
         **({} if result.runtimes is None else {"runtimes": dict(result.runtimes)}),
         "dense_int8": result.dense_int8,
-        **({} if result.search is None else as_numbers(result.search.layers)),
+        **({} if result.search is None else search_numbers(result.search)),
         "untouched": result.untouched,
         "errors": result.errors,
     }
@@ -200,8 +200,6 @@ def run_numbers(result: Compression) -> dict[str, Any]:
     else:
         numbers["rewritten"], numbers["heldout_inputs"] = dict(result.rewritten), result.heldout
     numbers["onnx"] = {**numbers["onnx"], **result.numbers}
-    if result.search is not None:
-        numbers["search"] = search_numbers(result.search)
     numbers["warnings"] = [text for text in (result.missed, result.collapsed) if text is not None]
     return numbers
 
@@ -293,7 +291,7 @@ def finish(
     path: Path,
     *,
     tuned: Any = None,
-    search: SearchResult | None = None,
+    search: ChosenPlan | None = None,
     budget: BudgetOptions = _NO_BUDGET,
     notes: Notes = _plan_alone,
 ) -> Compression:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import onnxruntime
@@ -114,6 +114,8 @@ def constants_of(
 @dataclass(frozen=True)
 class OnnxScoring:
     """The scoring of plans of a network in an ONNX file: a user's score, or agreement with the original."""
+
+    measures_divergences: ClassVar[bool] = False
 
     network: OnnxNetwork
     nodes: Sequence[Site]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from decomposition import CompressionPlan, list_heuristics
 from decomposition.choose.allocation import least_fraction
@@ -21,7 +21,7 @@ from rankrl.plan_search.measured_plans import (
     undominated,
     without_most_sensitive,
 )
-from rankrl.plan_search.run import SearchResult, best_rows
+from rankrl.plan_search.run import ChosenPlan, SearchResult, best_rows
 from rankrl.plan_search.scores.evaluation import (
     CANDIDATES_FILE,
     EpisodeRow,
@@ -168,8 +168,11 @@ class SearchCall:
     on_episode: Callable[[EpisodeRow], None] | None
 
 
-def best_of_standard_plans(session: SearchSession, result: SearchResult, call: SearchCall) -> SearchResult:
-    """Return the best of a search's plan and the `standard_plans`, all applied and measured.
+_Chosen = TypeVar("_Chosen", bound=ChosenPlan)
+
+
+def best_of_standard_plans(session: SearchSession, result: _Chosen, call: SearchCall) -> _Chosen:
+    """Return the best of a chosen plan and the `standard_plans`, all applied and measured.
 
     Only budgets in time and in bytes have such rivals: the plans that keep the budget, in time with a margin.
     A plan that dominates another in score and cost replaces it.
@@ -177,12 +180,12 @@ def best_of_standard_plans(session: SearchSession, result: SearchResult, call: S
     problem = session.problem
     if problem.measure not in ("latency", "bytes") or session.reward.name != "accuracy":
         return result
-    rivals = {name: key for name, key in standard_plans(problem).items() if key != result.row.key}
+    rivals = {name: key for name, key in standard_plans(problem).items() if key != result.key}
     if not rivals:
         return result
     original = session.scoring.of_original()
     measure = _meter(session, lambda plan: original - session.network_score(plan), call)
-    first = measure("the plan of the search", result.row.key, result.plan.chosen_by)
+    first = measure("the plan of the search", result.key, result.plan.chosen_by)
     limit = 1.0 if session.latency is None else session.latency.fraction_of_original
     measured = [first, *(measure(name, key) for name, key in rivals.items())]
     keeping = [plan for plan in measured if plan.keeps(limit) or plan.cost <= min(limit, first.cost)]
@@ -192,10 +195,12 @@ def best_of_standard_plans(session: SearchSession, result: SearchResult, call: S
     if best is first:
         return replace(result, measured=plans)
     log.info("%s is better than the plan of the search, and is taken", best.name)
-    row = make_row(result.rows, best.key, best.name, _known(problem, best), -best.loss)
     missed = None if best.cost <= limit else result.missed
     plan = problem.plan(best.key, best.name)
-    return replace(result, plan=plan, row=row, measured=plans, missed=missed)
+    taken = replace(result, plan=plan, key=best.key, measured=plans, missed=missed)
+    if not isinstance(taken, SearchResult):
+        return taken
+    return replace(taken, row=make_row(taken.rows, best.key, best.name, _known(problem, best), -best.loss))
 
 
 def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -> SearchResult:
@@ -217,16 +222,16 @@ def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -
     row = make_row(rows, best.key, best.name, _known(problem, best), -best.loss)
     if call.folder is not None:
         write_candidates(problem, call.folder / CANDIDATES_FILE)
+    by = call.selector if best.name.startswith(("greedy", "search")) else best.name
     return SearchResult(
-        plan=problem.plan(
-            best.key, call.selector if best.name.startswith(("greedy", "search")) else best.name
-        ),
+        plan=problem.plan(best.key, by),
+        key=best.key,
+        measured=tuple(measure.plans.values()),
         row=row,
         best=row,
         rows=rows,
         seconds=time.perf_counter() - start,
         stopped_by=searches[-1].stopped_by if searches else "selector",
-        measured=tuple(measure.plans.values()),
     )
 
 

@@ -31,10 +31,9 @@ from rankrl.networks.network import PricedNetwork
 from rankrl.operations import KeepChannels
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.measured_plans import ALL_INT8, MeasuredPlan, spent, uniform_plans
-from rankrl.plan_search.run import SearchResult, TimeEstimate, best_rows
-from rankrl.plan_search.scores.evaluation import EpisodeRow
+from rankrl.plan_search.run import TimeEstimate
 from rankrl.plan_search.selectors.random_plans import spend_at_random
-from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.timing.correction import Trial, corrected, correction
 from rankrl.timing.latency import SMALLEST_CHANGE, RelativeTime
 from rankrl.timing.network_timer import NetworkTimer, operations_of
@@ -167,9 +166,9 @@ _ROUNDING = 1 + 1e-9
 
 @dataclass(frozen=True)
 class TimedPlans:
-    """The best plans of a search that keep a budget in time."""
+    """The best plans that keep a budget in time."""
 
-    rows: list[EpisodeRow]
+    keys: list[Choices]
     missed: str | None = None
 
 
@@ -388,29 +387,29 @@ class LatencyBudget:
         return self._timer.whole(plan)
 
     def timed_plans(
-        self, problem: SearchProblem, result: SearchResult, count: int, *, folder: Path | None = None
+        self, problem: SearchProblem, keys: Sequence[Choices], count: int, *, folder: Path | None = None
     ) -> TimedPlans:
-        """Export and time the best plans of a search, until enough of them keep the budget with a margin.
+        """Export and time plans, the best first, until enough of them keep the budget with a margin.
 
         Where none does, the fastest is taken. For another device, only the search's estimates count.
         """
-        tried = best_rows(result.rows, max(_PLANS_TRIED, count))
+        tried = list(keys[: max(_PLANS_TRIED, count)])
         if self.elsewhere:
             return TimedPlans(tried[:count])
 
         def times() -> list[tuple[float, float]]:
             measured: list[RelativeTime] = []
-            for row in tried:
-                measured.append(self._once(problem.plan(row.key, result.plan.chosen_by)))
+            for key in tried:
+                measured.append(self._once(problem.plan(key, "a trial")))
                 if sum(time.keeps(self.fraction) for time in measured) == count:
                     break
             return [(time.share, time.width) for time in measured]
 
-        key = digest(problem.fingerprint, [row.key for row in tried], self.fraction, count)
+        key = digest(problem.fingerprint, tried, self.fraction, count)
         kept = [RelativeTime(*time) for time in Cache(folder).value("plan-times", key, times)]
-        rows = [row for row, time in zip(tried, kept, strict=False) if time.keeps(self.fraction)]
-        if rows:
-            return TimedPlans(rows)
+        keeping = [plan for plan, time in zip(tried, kept, strict=False) if time.keeps(self.fraction)]
+        if keeping:
+            return TimedPlans(keeping)
         shares = [time.share for time in kept]
         fastest = [tried[int(np.argmin(shares))]]
         if min(shares) <= self.fraction:

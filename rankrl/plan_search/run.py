@@ -98,11 +98,6 @@ def layer_costs(problem: SearchProblem, key: Choices) -> tuple[LayerCost, ...]:
     return tuple(sorted(layers, key=lambda layer: -layer.loss))
 
 
-def as_numbers(layers: Sequence[LayerCost]) -> dict[str, Any]:
-    """Return the section `layers` of metrics.json, empty if no layer was compressed."""
-    return {"layers": [asdict(layer) for layer in layers]} if layers else {}
-
-
 SETUP_FILE = "search.json"
 """Name of the file with the settings of a folder's search, written once; `episodes.csv` has its steps."""
 _VERSION = 1
@@ -120,20 +115,36 @@ class TimeEstimate:
     networks: tuple[Mapping[str, Any], ...] = ()
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    """The plan that a search chose, and its record."""
+@dataclass(frozen=True, kw_only=True)
+class ChosenPlan:
+    """A plan that a rule chose from candidates and a budget, and what is known of it.
+
+    Attributes:
+        plan: The plan.
+        key: The candidate of every site, by index.
+        missed: What to tell a reader if a budget in time is missed, else None.
+        measured: Plans that were applied and measured before one was taken.
+        layers: Loss and savings of every compressed layer.
+        estimate: The time on another device; None where this one is timed.
+    """
 
     plan: CompressionPlan
+    key: Choices
+    missed: str | None = None
+    measured: tuple[MeasuredPlan, ...] = ()
+    layers: tuple[LayerCost, ...] = ()
+    estimate: TimeEstimate | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult(ChosenPlan):
+    """The plan that a search chose, and the record of the search."""
+
     row: EpisodeRow
     best: EpisodeRow
     rows: tuple[EpisodeRow, ...]
     seconds: float
     stopped_by: StoppedBy
-    missed: str | None = None
-    measured: tuple[MeasuredPlan, ...] = ()
-    layers: tuple[LayerCost, ...] = ()
-    estimate: TimeEstimate | None = None
 
     @property
     def evaluations(self) -> int:
@@ -141,26 +152,33 @@ class SearchResult:
         return sum(not row.cached for row in self.rows)
 
 
-def search_numbers(result: SearchResult) -> dict[str, Any]:
-    """Return the section `search` of metrics.json."""
-    return {
-        "episodes": len(result.rows),
-        "evaluations": result.evaluations,
-        "seconds": result.seconds,
-        "best_reward": result.best.reward,
-        "chosen_reward": result.row.reward,
-        "chosen_episode": result.row.episode,
-        "stopped_by": result.stopped_by,
-        **({"measured": as_rows(result.measured, result.row.key)} if result.measured else {}),
-        **({} if result.estimate is None else {"estimate": asdict(result.estimate)}),
-    }
+def search_numbers(result: ChosenPlan) -> dict[str, Any]:
+    """Return the sections `search` and `layers` of metrics.json; of a rule, what was measured of its plan."""
+    searched: dict[str, Any] = {}
+    if isinstance(result, SearchResult):
+        searched = {
+            "episodes": len(result.rows),
+            "evaluations": result.evaluations,
+            "seconds": result.seconds,
+            "best_reward": result.best.reward,
+            "chosen_reward": result.row.reward,
+            "chosen_episode": result.row.episode,
+            "stopped_by": result.stopped_by,
+        }
+    if result.measured:
+        searched["measured"] = as_rows(result.measured, result.key)
+    if result.estimate is not None:
+        searched["estimate"] = asdict(result.estimate)
+    layers = [asdict(layer) for layer in result.layers]
+    return {**({"search": searched} if searched else {}), **({"layers": layers} if layers else {})}
 
 
 def with_row(
     problem: SearchProblem, result: SearchResult, row: EpisodeRow, missed: str | None = None
 ) -> SearchResult:
     """Return the result with another row's plan; `missed` says why the budget is not kept, if it is not."""
-    return replace(result, plan=problem.plan(row.key, result.plan.chosen_by), row=row, missed=missed)
+    plan = problem.plan(row.key, result.plan.chosen_by)
+    return replace(result, plan=plan, key=row.key, row=row, missed=missed)
 
 
 def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:
@@ -252,6 +270,7 @@ def run_search(
     best = best_rows(rows, 1)[0]
     return SearchResult(
         plan=problem.plan(best.key, selector.name),
+        key=best.key,
         row=best,
         best=best,
         rows=tuple(rows),

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from decomposition import CandidateSet, CompressionPlan, FitLibrary
+import numpy as np
+
+from decomposition import CandidateSet, CompressionPlan, FitLibrary, list_heuristics
 from decomposition.errors import DecompositionError
 from decomposition.operations.quantise import computes_in_integers
 from decomposition.plan.plan import LayerPlan
@@ -28,10 +30,18 @@ from rankrl.plan_search.bounded_loss import (
     within_bounded_loss,
 )
 from rankrl.plan_search.latency_budget import LatencyBudget
-from rankrl.plan_search.run import SearchResult, layer_costs, run_search, with_row
+from rankrl.plan_search.run import (
+    ChosenPlan,
+    SearchResult,
+    best_rows,
+    layer_costs,
+    run_search,
+    with_row,
+)
 from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator, MeasuresDivergences
 from rankrl.plan_search.scores.rewards import Reward, check_reward, create_reward, reward_source
 from rankrl.plan_search.selectors import create_selector
+from rankrl.plan_search.selectors.selector import heuristic_choices
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 from rankrl.workers.processes import WorkerCluster, Workers
 from rankrl.workers.ray_cluster import open_cluster
@@ -39,6 +49,8 @@ from rankrl.workers.ray_cluster import open_cluster
 log = logging.getLogger(__name__)
 
 DEFAULT_KEPT_PARAMS = 0.4
+
+_Chosen = TypeVar("_Chosen", bound=ChosenPlan)
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,6 @@ class SearchSession:
     """
 
     problem: SearchProblem
-    evaluator: Evaluator
     reward: Reward
     latency: LatencyBudget | None
 
@@ -177,10 +188,18 @@ class SearchSession:
         self.reward = create_reward(
             goal.reward, budgeted=self.problem.budget is not None, **goal.reward_options
         )
+        if self.scoring.measures_divergences and self._cluster is None:
+            self.problem = replace(self.problem, divergences=self._divergences)
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """The evaluator of plans, made for the first plan that is scored: a rule needs none."""
         evaluator = self.scoring.evaluator(self.library, self.problem, cluster=self._cluster)
-        self.evaluator = self._stack.enter_context(evaluator)
-        if isinstance(self.evaluator, MeasuresDivergences):
-            self.problem = replace(self.problem, divergences=self.evaluator.divergences)
+        return self._stack.enter_context(evaluator)
+
+    def _divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
+        assert isinstance(self.evaluator, MeasuresDivergences)
+        return self.evaluator.divergences(batches, only)
 
     @cached_property
     def _of_network(self) -> Callable[[Any], float]:
@@ -213,12 +232,47 @@ class SearchSession:
         on_episode: Callable[[EpisodeRow], None] | None = None,
     ) -> SearchResult:
         """Search with a selector for the best plan; an interrupted search in `folder` is resumed."""
-        run = SearchCall(
+        call = SearchCall(
             selector, selector_options, seed, folder, anew_for_other_scores, on_set_aside, on_episode
         )
-        result = self._ended(run)
-        estimate = None if self.latency is None else self.latency.estimate(self.problem, result.row.key)
-        return replace(result, layers=layer_costs(self.problem, result.row.key), estimate=estimate)
+        return self._described(self._ended(call))
+
+    def choose(
+        self,
+        selector: str,
+        selector_options: Mapping[str, Any],
+        *,
+        seed: int,
+        folder: Path | None = None,
+        anew_for_other_scores: bool = False,
+        on_set_aside: Callable[[], None] | None = None,
+        on_episode: Callable[[EpisodeRow], None] | None = None,
+    ) -> ChosenPlan:
+        """Choose a plan to apply: by a rule, from candidates and budget alone, or by a search."""
+        call = SearchCall(
+            selector, selector_options, seed, folder, anew_for_other_scores, on_set_aside, on_episode
+        )
+        ruled = selector in list_heuristics()
+        return self._described(self._ruled(call) if ruled else self._ended(call))
+
+    def _described(self, chosen: _Chosen) -> _Chosen:
+        estimate = None if self.latency is None else self.latency.estimate(self.problem, chosen.key)
+        return replace(chosen, layers=layer_costs(self.problem, chosen.key), estimate=estimate)
+
+    def _ruled(self, call: SearchCall) -> ChosenPlan:
+        """Return the plan of a rule; nothing is scored but the plans that rival it in time or bytes."""
+        drop, problem = self.goal.budget.drop, self.problem
+        if drop is not None:
+            result = within_bounded_loss(self, call, drop)
+            return ChosenPlan(plan=result.plan, key=result.key, measured=result.measured)
+        key = tuple(map(int, heuristic_choices(problem, call.selector)))
+        missed = None
+        if self.latency is not None:
+            missed = self.latency.timed_plans(problem, [key], 1, folder=call.folder).missed
+            if missed is not None:
+                log.warning(missed)
+        chosen = ChosenPlan(plan=problem.plan(key, call.selector), key=key, missed=missed)
+        return best_of_standard_plans(self, chosen, call)
 
     def _ended(self, run: SearchCall) -> SearchResult:
         """Search, and return the best of the plans that were applied."""
@@ -229,14 +283,17 @@ class SearchSession:
             return result
         count, missed = self.goal.search.scores().finalists, None
         if self.latency is not None:
-            timed = self.latency.timed_plans(self.problem, result, count, folder=run.folder)
-            rows, missed = timed.rows, timed.missed
+            best = best_rows(result.rows, len(result.rows))
+            timed = self.latency.timed_plans(
+                self.problem, [row.key for row in best], count, folder=run.folder
+            )
+            rows, missed = [row for row in best if row.key in timed.keys], timed.missed
             if missed is not None:
                 log.warning(missed)
         else:
             rows = [result.best] if count == 1 else finalists(result, count)
-        best = with_row(self.problem, result, self._best_refit(result, rows), missed)
-        return best_of_standard_plans(self, best, run)
+        refitted = with_row(self.problem, result, self._best_refit(result, rows), missed)
+        return best_of_standard_plans(self, refitted, run)
 
     def searched(self, problem: SearchProblem, run: SearchCall) -> SearchResult:
         """Run the selector on a problem with the session's candidates, without applying any plan."""

@@ -87,6 +87,25 @@ def test_network_keeps_the_budget_and_the_file_computes_the_same(result: rankrl.
     assert result.untouched.keys() | result.errors.keys() == {layer.name for layer in result.plan}
 
 
+@pytest.mark.parametrize("selector", ["greedy", "energy"])
+def test_a_rule_chooses_without_a_score(tmp_path: Path, selector: str) -> None:
+    scored: list[int] = []
+
+    def score(network: nn.Module) -> float:
+        scored.append(decomposition.count_parameters(network))
+        return 1.0
+
+    options = {"params": 0.6, "selector": selector, "score": score, **QUICK}
+    result = rankrl.compress(two(), LOADER, tmp_path, **grouped(**options))
+    assert set(scored) == {result.before["params"], result.after["params"]}
+    assert scored.count(result.after["params"]) == 1
+    assert not (tmp_path / "episodes.csv").exists()
+    assert "search" not in json.loads((tmp_path / "metrics.json").read_text())
+    found = rankrl.search(two(), LOADER, score=score, **grouped(params=0.6, selector=selector, **QUICK))
+    assert found.plan == result.plan
+    assert [row.score for row in found.rows] == [1.0]
+
+
 def test_folder_holds_what_a_run_of_the_command_line_does(
     result: rankrl.ModuleCompression, folder: Path
 ) -> None:

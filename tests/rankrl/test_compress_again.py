@@ -98,14 +98,11 @@ def test_the_same_call_with_a_budget_in_time_comes_to_the_same_plan(
     def call() -> tuple[CompressionPlan, list[float]]:
         options = {"latency": 0.8, "selector": selector, "episodes": 6, **QUICK}
         found = rankrl.compress(network(), IMAGES, tmp_path, **grouped(**options))
-        return found.plan, [row.reward for row in found.search.rows]
+        return found.plan, [row.reward for row in getattr(found.search, "rows", ())]
 
     first = call()
-    metrics = json.loads((tmp_path / "metrics.json").read_text())["search"]
     assert call() == first
-    assert (
-        json.loads((tmp_path / "metrics.json").read_text())["search"]["best_reward"] == metrics["best_reward"]
-    )
+    assert len(first[1]) == (0 if selector == "greedy" else 6)
 
 
 @pytest.mark.parametrize(

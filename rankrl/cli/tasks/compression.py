@@ -26,7 +26,7 @@ from rankrl.cli.tasks import steps
 from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.options.decomposition import AUTO
-from rankrl.plan_search.run import as_numbers, search_numbers
+from rankrl.plan_search.run import search_numbers
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training.networks import build_network
 from rankrl.training.state import extend_training
@@ -137,8 +137,7 @@ def pipeline(config: AppConfig, folder: RunFolder) -> None:
     compressed = network.applied(result.plan)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),
-        "search": search_numbers(result),
-        **as_numbers(result.layers),
+        **search_numbers(result),
     }
     steps.finish_compressed(
         config, data, network, result.plan, compressed, metrics, folder, taught_by=teacher
@@ -153,10 +152,10 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
     problem, result = steps.chosen_plan(config, data, network, folder)
-    cost = problem.cost(result.row.key)
+    cost = problem.cost(result.key)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),
-        "search": search_numbers(result),
+        **search_numbers(result),
         "ratios": {"params": problem.params / cost.params, "macs": problem.macs / cost.macs},
     }
     steps.finish(folder, metrics, seed=config.seed, layers=layer_rows(result.plan, dense))

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from decomposition import CompressionPlan, list_heuristics
+from decomposition import CompressionPlan
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
@@ -24,7 +24,6 @@ from rankrl.onnx.graph import ImagePreprocessing
 from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.onnx.output_scores import SCORES
 from rankrl.options.names import InputsOptions
-from rankrl.plan_search.run import search_numbers
 from rankrl.request import Request
 from rankrl.result import Compression, summary
 from rankrl.runs.run_folder import RunFolder
@@ -61,8 +60,6 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
         "selector": request.selector,
         "budget": config.budget.numbers,
     }
-    if result.search is not None and request.selector not in list_heuristics():
-        further["search"] = search_numbers(result.search)
     _report(config, folder, result, source.images, further)
 
 

@@ -60,7 +60,8 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
             between, data, tuned, dense, folder, taught_by=teacher, stage=stage, after_removal=True
         )
         metrics["pruned"] = network_numbers(tuned, data)
-        compressed, plan, metrics["search"] = _decomposed(decomposing, data, network, tuned, pruned, folder)
+        compressed, plan, searched = _decomposed(decomposing, data, network, tuned, pruned, folder)
+        metrics |= searched
     removed = decomposing is None
     steps.finish_compressed(
         config,

@@ -24,7 +24,7 @@ from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import RunStoppedError, counted
 from rankrl.models import checkpoint_heldout, save_checkpoint
 from rankrl.networks.module import FileModule, ModuleNetwork, image_network
-from rankrl.plan_search.run import SearchResult
+from rankrl.plan_search.run import ChosenPlan, SearchResult
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.session import SearchSession, check_reachable
@@ -169,16 +169,16 @@ def search_session(config: AppConfig, network: FileModule) -> SearchSession:
 
 def chosen_plan(
     config: AppConfig, data: ImageData, network: FileModule, folder: RunFolder
-) -> tuple[SearchProblem, SearchResult]:
+) -> tuple[SearchProblem, ChosenPlan]:
     """Search for a plan and write it, with the preprocessing of the network's images."""
     with search_session(config, network) as session:
-        result = session.search(
+        result = session.choose(
             *options.selector(config),
             seed=config.seed,
             folder=folder.path,
             on_episode=folder.tracking.episode,
         )
-    if result.stopped_by == "interrupt":
+    if isinstance(result, SearchResult) and result.stopped_by == "interrupt":
         raise RunStoppedError(folder.path)
     if result.missed is not None:
         folder.miss(result.missed)

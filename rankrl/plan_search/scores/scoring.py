@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -264,7 +264,13 @@ _FEWEST_IMAGES = 16
 
 
 class Scoring(Protocol):
-    """Scores plans, and whole networks."""
+    """Scores plans, and whole networks.
+
+    Attributes:
+        measures_divergences: Whether the evaluator in this process is a `MeasuresDivergences`.
+    """
+
+    measures_divergences: ClassVar[bool]
 
     def check(self) -> None:
         """Refuse a dense network that cannot be scored, before anything takes time."""
@@ -290,6 +296,8 @@ class Scoring(Protocol):
 @dataclass(frozen=True)
 class ImageScoring:
     """Scores by images held out of the training set; test images choose nothing."""
+
+    measures_divergences: ClassVar[bool] = True
 
     model: nn.Module
     data: ImageData
@@ -372,6 +380,8 @@ class ImageScoring:
 @dataclass(frozen=True)
 class FunctionScoring:
     """Scores by a user's own function."""
+
+    measures_divergences: ClassVar[bool] = False
 
     model: nn.Module
     score: Score

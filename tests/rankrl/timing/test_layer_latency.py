@@ -37,8 +37,6 @@ from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.bounded_loss import within
 from rankrl.plan_search.latency_budget import LatencyBudget, TimedPlans
 from rankrl.plan_search.measured_plans import PlanMeter
-from rankrl.plan_search.run import SearchResult, best_rows
-from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluation, make_row
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.timing import network_timer
 from rankrl.timing import network_timer as whole_files
@@ -397,22 +395,16 @@ def test_senseless_budgets_in_time_are_refused(model: nn.Module, library: FitLib
 def test_the_best_plans_that_hold_are_found_in_order(model: nn.Module, library: FitLibrary) -> None:
     budget = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     problem = budget.problem(library)
-    rows = []
-    for number, choice in enumerate((problem.sites[0].dense, 0, 1)):
-        choices = tuple(0 if site.name != "0" else min(choice, site.dense) for site in problem.sites)
-        cost = problem.cost(choices)
-        evaluation = Evaluation(0.5, 0.5, cost.params, cost.macs, 0.5, 0.5, 0.0)
-        rows.append(make_row(rows, choices, "test", evaluation, 1.0 - number / 10))
-    best = rows[0]
-    result = SearchResult(problem.plan(best.key, "test"), best, best, tuple(rows), 0.0, "episodes")
+    keys = [
+        tuple(0 if site.name != "0" else min(choice, site.dense) for site in problem.sites)
+        for choice in (problem.sites[0].dense, 0, 1)
+    ]
     for count in (1, 2, 5):
-        assert budget.timed_plans(problem, result, count) == TimedPlans(best_rows(rows, count))
+        assert budget.timed_plans(problem, keys, count) == TimedPlans(keys[:count])
     slow = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     slow.factor = 100.0
-    timed = slow.timed_plans(problem, result, 1)
-    assert timed.rows == [min(rows, key=lambda row: problem.cost(row.key).params)], (
-        "the fastest is the nearest"
-    )
+    timed = slow.timed_plans(problem, keys, 1)
+    assert timed.keys == [min(keys, key=lambda key: problem.cost(key).params)], "the fastest is the nearest"
     assert timed.missed is not None
     assert timed.missed.startswith("budget.latency=0.6 is missed: of the 3 best plans none is that fast")
 
@@ -423,15 +415,12 @@ def test_a_plan_that_kept_its_budget_is_not_lost_by_a_second_timing(
     budget = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     problem = budget.problem(library)
     choices = tuple(problem.preset.tolist())
-    cost = problem.cost(choices)
-    row = make_row((), choices, "test", Evaluation(0.5, 0.5, cost.params, cost.macs, 0.5, 0.5, 0.0), 1.0)
-    result = SearchResult(problem.plan(choices, "test"), row, row, (row,), 0.0, "episodes")
     budget.factor, measurements = 1.5, budget.measurements
-    assert budget.timed_plans(problem, result, 1) == TimedPlans([row])
+    assert budget.timed_plans(problem, [choices], 1) == TimedPlans([choices])
     assert budget.measurements == measurements
     another = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     another.factor = 1.5
-    missed = another.timed_plans(problem, result, 1).missed
+    missed = another.timed_plans(problem, [choices], 1).missed
     assert missed is not None
     assert missed.startswith("budget.latency=0.6 is missed: the only plan is not that fast")
 
@@ -442,14 +431,12 @@ def test_a_resumed_search_comes_to_the_plan_that_kept_its_budget_before(
     budget = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     problem = budget.problem(library)
     choices = tuple(problem.preset.tolist())
-    row = make_row((), choices, "test", Evaluation(0.5, 0.5, 1, 1, 0.5, 0.5, 0.0), 1.0)
-    result = SearchResult(problem.plan(choices, "test"), row, row, (row,), 0.0, "episodes")
-    assert budget.timed_plans(problem, result, 1, folder=tmp_path) == TimedPlans([row])
+    assert budget.timed_plans(problem, [choices], 1, folder=tmp_path) == TimedPlans([choices])
     resumed = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     resumed.factor = 1.5  # timed again, the plan would miss the budget
-    assert resumed.timed_plans(problem, result, 1, folder=tmp_path) == TimedPlans([row])
+    assert resumed.timed_plans(problem, [choices], 1, folder=tmp_path) == TimedPlans([choices])
     other = replace(problem, budget=None)
-    assert resumed.timed_plans(other, result, 1, folder=tmp_path).missed is not None, (
+    assert resumed.timed_plans(other, [choices], 1, folder=tmp_path).missed is not None, (
         "times of another problem"
     )
 
@@ -488,20 +475,16 @@ def test_a_plan_that_was_timed_on_a_busy_machine_keeps_its_budget_when_it_is_tim
 
     budget = begun(seed)
     problem = budget.problem(library)
-    rows: list[EpisodeRow] = []
     dense = [site.dense for site in problem.sites]
-    for more in range(4):
-        choices = np.minimum(problem.preset + more, dense)
-        evaluation = Evaluation(0.5, 0.5, 1, 1, 0.5, 0.5, 0.0)
-        rows.append(make_row(rows, tuple(map(int, choices)), "test", evaluation, 0.5 + len(rows) / 10))
-    result = SearchResult(problem.plan(rows[0].key, "test"), rows[0], rows[0], tuple(rows), 0.0, "episodes")
-    timed = budget.timed_plans(problem, result, 1, folder=tmp_path)
+    larger = [np.minimum(problem.preset + more, dense) for more in reversed(range(4))]
+    keys = [tuple(map(int, choices)) for choices in larger]
+    timed = budget.timed_plans(problem, keys, 1, folder=tmp_path)
     assert timed.missed is None
-    plan = problem.plan(timed.rows[0].key, "test")
+    plan = problem.plan(timed.keys[0], "test")
     assert all(budget.measured(plan).share <= 0.6 for _ in range(20))
     again = begun(seed + 100)
     assert again.problem(library).fingerprint == problem.fingerprint
-    assert again.timed_plans(problem, result, 1, folder=tmp_path) == timed
+    assert again.timed_plans(problem, keys, 1, folder=tmp_path) == timed
 
 
 @pytest.mark.parametrize(("factor", "refused"), [(1.02, False), (1.05, True)])
