@@ -97,8 +97,8 @@ class ModuleCompression(Compression):
         model: The network: an ordinary module on the original's device, in evaluation mode.
         dense: The network that the plan was made for: the original, rewritten where `rankrl.compress` says
             so. `decomposition.load_compressed(original, folder / "model.safetensors")` loads `model`.
-        folder: Holds `plan.json`, `model.safetensors`, `model.onnx`, `metrics.json`, `episodes.csv` and
-            `report.html`; None where the file alone was asked for.
+        folder: Holds `plan.json`, `model.safetensors`, `model.onnx`, `metrics.json`, `report.html` and, of a
+            search, `episodes.csv`; None where the file alone was asked for.
         epochs: The epochs of fine-tuning by a recipe.
         test: Score of the original (`baseline`) and of the compressed network (`compressed`) on the test
             inputs, if there are any.
