@@ -12,12 +12,11 @@ from rankrl.report.run_folder import (
     read_metrics,
 )
 from rankrl.report.run_tables import ReportError, heldout_note
-from rankrl.report.sweep_page import load_runs, sweep_page, write_sweep_report
+from rankrl.report.sweep_page import load_runs, results_table, sweep_page, write_sweep_report
 from rankrl.report.write import (
     conclusion,
     device_table,
     measured_table,
-    results_table,
     run_page,
     runtimes_table,
     summary_table,

@@ -20,18 +20,20 @@ from scipy.special import stdtrit
 from rankrl.errors import counted
 from rankrl.files import write_atomically
 from rankrl.report.figures import (
-    NARROW,
     PALETTE,
+    SERIES,
     WIDE,
+    drawing,
+    is_narrow,
     number_axis,
+    panels,
     percent_axis,
     style_axes,
     upper_legend,
     whole_axis,
 )
-from rankrl.report.html_page import Head, drawing, render, text_table
-from rankrl.report.run_tables import UNKNOWN, heldout_note, number, rival_note
-from rankrl.report.write import run_title, save_figure
+from rankrl.report.run_tables import UNKNOWN, Table, heldout_note, number, rival_note
+from rankrl.report.write import Head, render, run_title, save_figure
 
 
 @dataclass(frozen=True)
@@ -58,39 +60,23 @@ COLUMNS = tuple(field.name for field in fields(ComparisonRow) if field.name != "
 MEASURES = COLUMNS[2:]
 """Numbers whose means and spreads are shown."""
 
-_TITLES = {
-    "best_reward": "Best reward",
-    "heldout_accuracy": "Held-out accuracy, %",
-    "params_kept": "Parameters kept, %",
-    "macs_kept": "MACs kept, %",
-    "test_accuracy": "Test accuracy, %",
-    "finetuned_accuracy": "Fine-tuned, %",
-    "evaluations": "Plans scored",
-    "seconds": "Seconds",
+_SHOWN = {
+    "best_reward": ("Best reward", 1.0, 4),
+    "heldout_accuracy": ("Held-out accuracy, %", 100.0, 2),
+    "params_kept": ("Parameters kept, %", 100.0, 1),
+    "macs_kept": ("MACs kept, %", 100.0, 1),
+    "test_accuracy": ("Test accuracy, %", 100.0, 2),
+    "finetuned_accuracy": ("Fine-tuned, %", 100.0, 2),
+    "evaluations": ("Plans scored", 1.0, 0),
+    "seconds": ("Seconds", 1.0, 1),
 }
+"""Title, factor and decimals of the columns of means."""
+
 SHORT = ("best_reward", "test_accuracy", "finetuned_accuracy")
 """The measures that fit on a terminal."""
 
-PROGRESS_CAPTION = "Best reward after so many plans."
-
-_WRITTEN = {
-    "best_reward": (1.0, 4),
-    "heldout_accuracy": (100.0, 2),
-    "params_kept": (100.0, 1),
-    "macs_kept": (100.0, 1),
-    "test_accuracy": (100.0, 2),
-    "finetuned_accuracy": (100.0, 2),
-    "evaluations": (1.0, 0),
-    "seconds": (1.0, 1),
-}
-
-
+_PROGRESS = "Best reward after so many plans."
 _AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
-
-
-def milestones(plans: int) -> list[int]:
-    """Return the numbers of plans after which searches are compared, the last being all of them."""
-    return [*(after for after in _AFTER if after < plans), plans]
 
 
 @dataclass(frozen=True)
@@ -148,7 +134,7 @@ def summarise(rows: Sequence[ComparisonRow]) -> list[SelectorSummary]:
 
 
 def comparison_cells(
-    rows: Sequence[ComparisonRow], measures: Sequence[str] = tuple(_TITLES)
+    rows: Sequence[ComparisonRow], measures: Sequence[str] = tuple(_SHOWN)
 ) -> tuple[list[str], list[list[str]]]:
     """Return the table of means as text."""
     summaries = summarise(rows)
@@ -157,36 +143,37 @@ def comparison_cells(
         [summary.selector, str(summary.runs), *(_cell(summary.measures.get(name), name) for name in taken)]
         for summary in summaries
     ]
-    return ["Selector", "Runs", *(_TITLES[name] for name in taken)], cells
+    return ["Selector", "Runs", *(_SHOWN[name][0] for name in taken)], cells
 
 
-def progress_cells(rows: Sequence[ComparisonRow]) -> tuple[list[str], list[list[str]]]:
-    """Return the table of the best rewards after increasing numbers of plans, as text."""
+def _cell(spread: Spread | None, measure: str) -> str:
+    return UNKNOWN if spread is None else spread.text(*_SHOWN[measure][1:])
+
+
+def means_table(rows: Sequence[ComparisonRow], caption: str = "") -> Table:
+    """Return the table of means."""
+    return Table(caption, *comparison_cells(rows))
+
+
+def progress_table(rows: Sequence[ComparisonRow], caption: str = "") -> Table:
+    """Return the table of the best rewards after increasing numbers of plans; without rows for one plan."""
     longest = max(len(row.best_rewards) for row in rows)
-    if longest == 1:
-        return ["Selector"], []
-    ends = milestones(longest)
-    factor, digits = _WRITTEN["best_reward"]
+    ends = [*(after for after in _AFTER if after < longest), longest]
     cells = []
-    for summary in summarise(rows):
+    for summary in summarise(rows) if longest > 1 else ():
         runs = [row.best_rewards for row in rows if row.selector == summary.selector]
         known = (Spread.of([run[min(end, len(run)) - 1] for run in runs]) for end in ends)
-        cells.append([summary.selector, *(spread.text(factor, digits) for spread in known)])
-    return ["Selector", *(counted(end, "plan") for end in ends)], cells
+        cells.append([summary.selector, *(_cell(spread, "best_reward") for spread in known)])
+    return Table(caption, ["Selector", *(counted(end, "plan") for end in ends)], cells)
 
 
 def comparison_markdown(rows: Sequence[ComparisonRow]) -> str:
     """Return the tables in Markdown."""
-    columns, cells = progress_cells(rows)
+    table = progress_table(rows)
     note = interval_note(summary.runs for summary in summarise(rows))
     explained = f"\nNumbers: {note}.\n" if note else ""
-    progress = f"\n{PROGRESS_CAPTION}\n\n{_markdown(columns, cells)}" if cells else ""
-    return f"{_markdown(*comparison_cells(rows))}{explained}{progress}"
-
-
-def _markdown(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *cells]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    progress = f"\n{_PROGRESS}\n\n{table.markdown()}" if table else ""
+    return f"{means_table(rows).markdown()}{explained}{progress}"
 
 
 def comparison_csv(rows: Sequence[ComparisonRow]) -> str:
@@ -198,30 +185,18 @@ def comparison_csv(rows: Sequence[ComparisonRow]) -> str:
     return text.getvalue()
 
 
-def _cell(spread: Spread | None, measure: str) -> str:
-    if spread is None:
-        return UNKNOWN
-    return spread.text(*_WRITTEN[measure])
-
-
-_COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
 _DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)))
 _ONE_PLAN = (0, (2, 2))
-_FEWEST_FOR_CLOSER_LOOK = 4  # selectors, for a second panel in the range of the better half
 
 
 def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WIDE) -> Figure:
     """Draw the best reward so far over the episodes: the mean of each selector's searches and their range."""
-    figure, panels = _panels(rows, size)
-    leaders = _leaders(rows)
-    for axes in panels:
-        style_axes(axes, "episode", "best reward so far")
-        _draw_rewards(axes, rows)
-        number_axis(axes)
-        whole_axis(axes, bins=6)
-    # Poor first plans would stretch the axis, so the second panel starts at the reward after a quarter.
-    _look_closer(panels, [row.best_rewards[len(row.best_rewards) // 4] for row in leaders], leaders)
-    upper_legend(figure, columns=8 if size[0] > NARROW[0] else 3)
+    figure, (axes,) = panels(size, 1)
+    style_axes(axes, "episode", "best reward so far")
+    _draw_rewards(axes, rows)
+    number_axis(axes)
+    whole_axis(axes, bins=6)
+    upper_legend(figure, columns=3 if is_narrow(size) else 8)
     return figure
 
 
@@ -229,33 +204,14 @@ def accuracies_figure(
     rows: Sequence[ComparisonRow], baseline: float | None = None, size: tuple[float, float] = WIDE
 ) -> Figure:
     """Draw the test accuracy of every search's plan, before and after fine-tuning."""
-    figure, panels = _panels(rows, size)
-    for axes, shown in zip(panels, (rows, _leaders(rows)), strict=False):
-        style_axes(axes, "", "test accuracy")
-        _draw_accuracies(axes, shown)
-        if baseline is not None:
-            axes.axhline(
-                baseline, color=PALETTE["muted"], linewidth=1.1, linestyle=(0, (5, 3)), label="dense"
-            )
-        percent_axis(axes)
+    figure, (axes,) = panels(size, 1)
+    style_axes(axes, "", "test accuracy")
+    _draw_accuracies(axes, rows)
+    if baseline is not None:
+        axes.axhline(baseline, color=PALETTE["muted"], linewidth=1.1, linestyle=(0, (5, 3)), label="dense")
+    percent_axis(axes)
     upper_legend(figure, columns=3)
     return figure
-
-
-def _panels(rows: Sequence[ComparisonRow], size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    closer = len(summarise(rows)) >= _FEWEST_FOR_CLOSER_LOOK
-    side_by_side = size[0] > NARROW[0]
-    height = size[1] if side_by_side or not closer else 1.7 * size[1]
-    figure = Figure(figsize=(size[0], height), layout="constrained")
-    shape = (1, 1) if not closer else (1, 2) if side_by_side else (2, 1)
-    return figure, list(figure.subplots(*shape, squeeze=False).flat)
-
-
-def _leaders(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Return the searches of the better half of the selectors, by mean reward."""
-    summaries = summarise(rows)
-    names = [summary.selector for summary in summaries[: (len(summaries) + 1) // 2]]
-    return [row for row in rows if row.selector in names]
 
 
 def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
@@ -266,12 +222,12 @@ def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
         # A search that ended early keeps its last best reward.
         curves = np.array([[*run, *[run[-1]] * (longest - len(run))] for run in runs])
         one_plan = longest > 1 and all(len(run) == 1 for run in runs)
-        colour = _COLOURS[index % len(_COLOURS)]
+        colour = PALETTE[SERIES[index % len(SERIES)]]
         axes.plot(
             episodes,
             curves.mean(0),
             color=colour,
-            linestyle=_ONE_PLAN if one_plan else _DASHES[index // len(_COLOURS) % len(_DASHES)],
+            linestyle=_ONE_PLAN if one_plan else _DASHES[index // len(SERIES) % len(_DASHES)],
             marker="." if longest == 1 else None,
             linewidth=1.1 if one_plan else 1.6,
             label=summary.selector,
@@ -297,16 +253,6 @@ def _draw_accuracies(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     axes.set_xlim(-0.6, len(names) - 0.4)
 
 
-def _look_closer(panels: Sequence[Axes], starts: Sequence[float], leaders: Sequence[ComparisonRow]) -> None:
-    """Set the second panel's range to the values of the better half."""
-    if len(panels) < 2:
-        return
-    ends = [row.best_reward for row in leaders]
-    low, high = min(*starts, *ends), max(ends)
-    margin = 0.06 * (high - low) or 0.01
-    panels[1].set_ylim(low - margin, high + margin)
-
-
 _CAPTION = (
     "Every selector had the same evaluator, the same fits and as many evaluations. Test images gave the test "
     "accuracy and nothing else. Best reward first."
@@ -318,29 +264,33 @@ def comparison_page(
 ) -> str:
     """Write the page of a comparison as one self-contained HTML document."""
     baseline = number(metrics, "baseline", "accuracy")
-    columns, cells = comparison_cells(rows)
     rival = rival_note(metrics)
     note = interval_note(summary.runs for summary in summarise(rows))
     explained = f" Numbers: {note}." if note else ""
     notes = (f"{_CAPTION}{explained}", f"{rival}." if rival else "", heldout_note(metrics))
     return render(
-        "comparison",
         Head(f"Selectors compared: {run_title(metrics)}", warnings=metrics.get("warnings") or ()),
-        result=text_table(" ".join(filter(None, notes)), columns, cells),
-        rewards=drawing(
-            partial(rewards_figure, rows),
-            "rewards",
-            "Best reward so far of every selector over the episodes; the table holds the last values.",
-            "Mean over the seeds; the band spans them. Dashed: selectors with a single plan.",
-        ),
-        progress=text_table(f"{PROGRESS_CAPTION}{explained}", *progress_cells(rows)),
-        accuracies=drawing(
-            partial(accuracies_figure, rows, baseline),
-            "accuracies",
-            "Test accuracy of every search's plan. The table above holds the means.",
-            "One dot for each search.",
-        ),
-        setup=setup,
+        {
+            "Result": {"table": means_table(rows, " ".join(filter(None, notes)))},
+            "Search": {
+                "figure": drawing(
+                    partial(rewards_figure, rows),
+                    "rewards",
+                    "Best reward so far of every selector over the episodes; the table holds its values.",
+                    "Mean over the seeds; the band spans them. Dashed: selectors with a single plan.",
+                ),
+                "table": progress_table(rows, f"{_PROGRESS}{explained}"),
+            },
+            "Test accuracy": {
+                "figure": drawing(
+                    partial(accuracies_figure, rows, baseline),
+                    "accuracies",
+                    "Test accuracy of every search's plan. The table above holds the means.",
+                    "One dot for each search.",
+                )
+            },
+            "Setup": {"facts": setup},
+        },
     )
 
 

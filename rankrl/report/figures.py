@@ -1,49 +1,30 @@
-"""Draw the figures of a run: search, layers, fine-tuning, and the plan along the network."""
+"""Draw the figures of a run, the plan along the network, and figures as SVG within a page."""
 
 from __future__ import annotations
 
+import html
+import io
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import Formatter, MaxNLocator, ScalarFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter, ScalarFormatter
 
+from decomposition import list_formats
 from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.report.run_folder import PRESET_PHASE, WARM_UP_PHASE, LayerRow, layer_formats
-from rankrl.report.run_tables import HELDOUT_ACCURACY, Quality, format_count, format_large, format_share
+from rankrl.report.run_tables import HELDOUT_ACCURACY, Measure, format_count, format_large, format_share
 from rankrl.training import EpochRow
 
 _MARGIN = 0.05  # of the range, on either side
 _ALONE = 0.01  # where all values are equal, so that the axis has a length
 _STEPS = (1, 2, 2.5, 5, 10)
-_MOST_DECIMALS = 6
-
-
-class PercentTicks(Formatter):
-    """Writes fractions as per cent with as many decimals as the steps between them need."""
-
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        """Return the label of one tick."""
-        return self.format_ticks([x])[0]
-
-    def format_ticks(self, values: Sequence[float]) -> list[str]:
-        """Return the labels of all ticks."""
-        decimals = percent_decimals(values)
-        return [f"{100 * value + 0.0:.{decimals}f}%".replace("-", "\N{MINUS SIGN}") for value in values]
-
-
-def percent_decimals(values: Sequence[float]) -> int:
-    """Return the decimals that write fractions as percent, exact to a hundredth of their steps."""
-    step = min((after - before for before, after in pairwise(sorted(set(values)))), default=1e-4)
-    for decimals in range(_MOST_DECIMALS):
-        if all(abs(round(value, decimals + 2) - value) <= step / 100 for value in values):
-            return decimals
-    return _MOST_DECIMALS
 
 
 def percent_axis(axes: Axes, *, which: str = "y", bins: int = 6, low: float | None = None) -> None:
@@ -56,32 +37,24 @@ def percent_axis(axes: Axes, *, which: str = "y", bins: int = 6, low: float | No
     least, most = _drawn(axes, which)
     margin = _MARGIN * (most - least) or _ALONE
     start = max(0.0, least - margin) if low is None else low
-    end = most + margin if most > 1 else min(1.0, most + margin)
-    _set_limits(axes, which, start, end)
+    _set_limits(axes, which, start, most + margin if most > 1 else min(1.0, most + margin))
     axis.set_major_locator(MaxNLocator(nbins=bins, steps=_STEPS))
-    axis.set_major_formatter(PercentTicks())
+    axis.set_major_formatter(PercentFormatter(1.0))
     for artist in axes.lines:
         artist.set_clip_on(False)
 
 
 def number_axis(axes: Axes, *, low: float | None = None) -> None:
-    """Format a vertical axis of plain numbers (losses, rewards): full labels, a single value in the middle.
+    """Format a vertical axis of plain numbers (losses, rewards), none of them below `low`.
 
-    Args:
-        axes: The panel.
-        low: What the axis does not go below, if anything.
+    Labels are in full, without matplotlib's offset; a single value is in the middle.
     """
     least, most = _drawn(axes, "y")
     margin = _MARGIN * (most - least) or _MARGIN * abs(most) or _ALONE
     start = least - margin if low is None else max(low, least - margin)
     axes.set_ylim(start, most + margin)
-    plain_numbers(axes.yaxis)
-
-
-def plain_numbers(axis: Axis) -> None:
-    """Write an axis's numbers in full, without matplotlib's offset."""
-    axis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
-    axis.set_major_formatter(ScalarFormatter(useOffset=False))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
+    axes.yaxis.set_major_formatter(ScalarFormatter(useOffset=False))
 
 
 def whole_axis(axes: Axes, *, which: str = "x", bins: int = 8) -> None:
@@ -122,8 +95,12 @@ PALETTE = {
     "series-4": "#9b3fb5",
     "series-5": "#b3261e",
     "series-6": "#7a6a00",
+    "series-7": "#4f8a10",
 }
 """Colours by role; the page defines a CSS variable of the same name for each."""
+
+SERIES = tuple(role for role in PALETTE if role.startswith("series-"))
+"""Roles of the colours of formats and selectors, in order."""
 
 WIDE = (9.4, 3.5)
 """Size in inches of a figure on a page or in a file."""
@@ -134,69 +111,83 @@ NARROW = (4.1, 3.3)
 FONT = 8.5
 """Size of all text in a figure, in points."""
 
+_PANEL = 0.85  # height of one of several rows of panels, relative to a figure with one
 _FEWEST_AVERAGED = 5  # episodes in the moving average, at least
 _AVERAGED_FRACTION = 20
+_MARKERS = ("o", "s", "^", "D", "v", "P", "p", "X")
 
-_FIXED = {
-    "tensor_ring": ("series-1", "o"),
-    "tensor_train": ("series-2", "s"),
-    "tucker": ("series-3", "^"),
-    "cp": ("series-4", "D"),
-    "spatial_svd": ("series-5", "v"),
-    "pifa": ("series-6", "P"),
-}
-_OTHERS = (("accent", "X"), ("second", "*"), ("muted", "p"))
+
+def is_narrow(size: tuple[float, float]) -> bool:
+    """Tell whether a figure is for narrow windows."""
+    return size[0] <= NARROW[0]
+
+
+def panels(
+    size: tuple[float, float], count: int, *, columns: int = 2, sharey: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels, side by side in wide windows and on top of one another in narrow ones."""
+    across = 1 if is_narrow(size) else min(columns, count)
+    rows = math.ceil(count / across)
+    height = size[1] if rows == 1 else _PANEL * rows * size[1]
+    figure = Figure(figsize=(size[0], height), layout="constrained")
+    return figure, list(figure.subplots(rows, across, sharey=sharey, squeeze=False).flat)
 
 
 def method_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return (role of the colour, marker) of every method; a tensor format has the same on every page."""
-    others = [name for name in sorted(set(methods)) if name not in _FIXED]
-    styles = {name: _OTHERS[index % len(_OTHERS)] for index, name in enumerate(others)}
-    return {**{name: style for name, style in _FIXED.items() if name in methods}, **styles}
+    formats = list_formats()
+    names = [*formats, *sorted(set(methods) - set(formats))]
+    return {
+        name: (SERIES[index % len(SERIES)], _MARKERS[index % len(_MARKERS)])
+        for index, name in enumerate(names)
+        if name in methods
+    }
 
 
 def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WIDE) -> Figure:
     """Draw the search: every episode's reward, the moving average, the best so far, the reference plans."""
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.add_subplot()
+    figure, (axes,) = panels(size, 1)
     style_axes(axes, "episode", "reward")
-    references = [row for row in episodes if row.phase == PRESET_PHASE]
     searched = [row for row in episodes if row.phase != PRESET_PHASE]
     if searched:
-        numbers = np.array([row.episode for row in searched])
-        rewards = np.array([row.reward for row in searched])
-        axes.plot(numbers, rewards, ".", color=PALETTE["soft"], markersize=5, label="episode")
-        window = max(_FEWEST_AVERAGED, len(rewards) // _AVERAGED_FRACTION)
-        if len(rewards) > window:
-            average = np.convolve(rewards, np.full(window, 1 / window), mode="valid")
-            axes.plot(
-                numbers[window - 1 :],
-                average,
-                color=PALETTE["accent"],
-                linewidth=1.6,
-                label=f"mean of {window}",
+        _draw_search(axes, searched)
+    for row in episodes:
+        if row.phase == PRESET_PHASE:
+            axes.axhline(
+                row.reward,
+                color=PALETTE["muted"],
+                linewidth=1.1,
+                linestyle=(0, (5, 3)),
+                label="greedy's plan",
             )
-        best = [row.best_reward for row in searched]
-        axes.step(numbers, best, where="post", color=PALETTE["second"], linewidth=1.6, label="best so far")
-        warm_up = [row.episode for row in searched if row.phase == WARM_UP_PHASE]
-        if warm_up:
-            axes.axvspan(
-                min(warm_up) - 0.5, max(warm_up) + 0.5, color=PALETTE["shade"], zorder=0, label="warm-up"
-            )
-    for row, dashes in zip(references, _dashes(len(references)), strict=True):
-        axes.axhline(
-            row.reward, color=PALETTE["muted"], linewidth=1.1, linestyle=dashes, label="greedy's plan"
-        )
-        axes.plot(row.episode, row.reward, ".", color=PALETTE["muted"], markersize=5)
+            axes.plot(row.episode, row.reward, ".", color=PALETTE["muted"], markersize=5)
     number_axis(axes)
-    whole_axis(axes, bins=8 if size[0] > NARROW[0] else 5)
-    upper_legend(figure, columns=6 if size[0] > NARROW[0] else 3)
+    whole_axis(axes, bins=5 if is_narrow(size) else 8)
+    upper_legend(figure, columns=3 if is_narrow(size) else 6)
     return figure
+
+
+def _draw_search(axes: Axes, searched: Sequence[EpisodeRow]) -> None:
+    numbers = np.array([row.episode for row in searched])
+    rewards = np.array([row.reward for row in searched])
+    axes.plot(numbers, rewards, ".", color=PALETTE["soft"], markersize=5, label="episode")
+    window = max(_FEWEST_AVERAGED, len(rewards) // _AVERAGED_FRACTION)
+    if len(rewards) > window:
+        average = np.convolve(rewards, np.full(window, 1 / window), mode="valid")
+        label = f"mean of {window}"
+        axes.plot(numbers[window - 1 :], average, color=PALETTE["accent"], linewidth=1.6, label=label)
+    best = [row.best_reward for row in searched]
+    axes.step(numbers, best, where="post", color=PALETTE["second"], linewidth=1.6, label="best so far")
+    warm_up = [row.episode for row in searched if row.phase == WARM_UP_PHASE]
+    if warm_up:
+        ends = min(warm_up) - 0.5, max(warm_up) + 0.5
+        axes.axvspan(*ends, color=PALETTE["shade"], zorder=0, label="warm-up")
 
 
 LEFT_DENSE = "left dense"
 ONLY_ROUNDED = "dense, in integers"
 REMOVED = "removed"
+_COMPRESSED = "compressed"
 
 
 def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) -> Figure:
@@ -207,23 +198,15 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     ranked = any(row.ranks for row in layers)
     width, height = size
     figure = Figure(figsize=(width, height * (1.55 if ranked else 1.15)), layout="constrained")
-    panels = figure.subplots(
-        2 if ranked else 1, sharex=True, height_ratios=(3, 2) if ranked else None, squeeze=False
-    )
-    shares, ranks = panels[0, 0], panels[-1, 0]
-    positions = np.arange(len(layers))
+    ratios = (3, 2) if ranked else None
+    drawn = figure.subplots(2 if ranked else 1, sharex=True, height_ratios=ratios, squeeze=False)
+    shares, ranks = drawn[0, 0], drawn[-1, 0]
     style_axes(shares, "", "parameters kept")
-    formats = layer_formats(layers)
-    mixed = len(formats) > 1
-    kinds = [layer_kind(row, mixed=mixed) for row in layers]
-    styles = method_styles(formats) if mixed else {}
-    colours = {name: colour for name, (colour, _) in styles.items()}
-    colours |= {"compressed": "accent", ONLY_ROUNDED: "muted", LEFT_DENSE: "soft"}
+    kinds, colours = layer_kinds(layers)
     for name, colour in colours.items():
         indices = [index for index, kind in enumerate(kinds) if kind == name]
-        if indices:
-            heights = [layers[index].kept for index in indices]
-            shares.bar(positions[indices], heights, width=0.72, color=PALETTE[colour], label=name)
+        heights = [layers[index].kept for index in indices]
+        shares.bar(indices, heights, width=0.72, color=PALETTE[colour], label=name.replace("_", " "))
     total = sum(row.params_after for row in layers) / sum(row.params_before for row in layers)
     shares.axhline(
         total, color=PALETTE["second"], linewidth=1.2, linestyle=(0, (4, 3)), label="all layers together"
@@ -231,22 +214,31 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     percent_axis(shares, low=0.0)
     if ranked:
         _draw_ranks(ranks, layers)
-    step = max(1, int(np.ceil(len(layers) / (width * 4.2))))
-    ranks.set_xticks(positions[::step], [row.name for row in layers[::step]], rotation=90)
+    step = max(1, math.ceil(len(layers) / (width * 4.2)))
+    ranks.set_xticks(range(0, len(layers), step), [row.name for row in layers[::step]], rotation=90)
     ranks.set_xlim(-0.7, len(layers) - 0.3)
-    upper_legend(figure, columns=max(3, len(formats) + 3) if size[0] > NARROW[0] else 3)
+    upper_legend(figure, columns=3 if is_narrow(size) else len(colours) + 1)
     return figure
 
 
-def layer_kind(row: LayerRow, *, mixed: bool) -> str:
-    """Return a legend's entry for a layer's operations; its format if layers have several."""
+def layer_kinds(layers: Sequence[LayerRow]) -> tuple[list[str], dict[str, str]]:
+    """Return the legend's entry of every layer, its format if there are several; and the entries' colours."""
+    formats = layer_formats(layers)
+    mixed = len(formats) > 1
+    kinds = [_layer_kind(row, mixed=mixed) for row in layers]
+    roles = {name: role for name, (role, _) in method_styles(formats).items()} if mixed else {}
+    roles |= {_COMPRESSED: "accent", ONLY_ROUNDED: "muted", LEFT_DENSE: "soft"}
+    return kinds, {name: role for name, role in roles.items() if name in kinds}
+
+
+def _layer_kind(row: LayerRow, *, mixed: bool) -> str:
     if row.params_after == 0:
         return REMOVED
     if not row.is_compressed:
         return LEFT_DENSE
     if row.precision and not row.ranks and row.params_after == row.params_before:
         return ONLY_ROUNDED
-    return row.format if mixed and row.format else "compressed"
+    return row.format if mixed and row.format else _COMPRESSED
 
 
 def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:
@@ -261,20 +253,13 @@ def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:
 
 
 def fine_tuning_figure(
-    epochs: Sequence[EpochRow], size: tuple[float, float] = WIDE, *, score: Quality = HELDOUT_ACCURACY
+    epochs: Sequence[EpochRow], size: tuple[float, float] = WIDE, *, score: Measure = HELDOUT_ACCURACY
 ) -> Figure:
     """Draw fine-tuning: the score on held-out inputs and training loss per epoch."""
-    side_by_side = size[0] > NARROW[0]
-    figure = Figure(figsize=size if side_by_side else (size[0], 1.5 * size[1]), layout="constrained")
-    left, right = figure.subplots(*((1, 2) if side_by_side else (2, 1)))
+    figure, (left, right) = panels(size, 2)
     numbers = [row.epoch for row in epochs]
     for axes, label, values, colour in (
-        (
-            left,
-            score.words,
-            [row.accuracy for row in epochs],
-            "accent",
-        ),
+        (left, score.words, [row.accuracy for row in epochs], "accent"),
         (right, "training loss", [row.loss for row in epochs], "second"),
     ):
         style_axes(axes, "epoch", label)
@@ -287,12 +272,6 @@ def fine_tuning_figure(
         number_axis(left)
     number_axis(right, low=0.0)
     return figure
-
-
-def _dashes(count: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Return a different line style for each reference plan."""
-    styles = [(0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)), (0, (9, 3))]
-    return [styles[index % len(styles)] for index in range(count)]
 
 
 def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
@@ -310,15 +289,13 @@ def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
 
 def upper_legend(figure: Figure, *, columns: int) -> None:
     """Put one legend above all panels of a figure."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    for axes in figure.axes[1:]:
+    entries: dict[str, Artist] = {}
+    for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            if label not in labels:
-                handles.append(handle)
-                labels.append(label)
+            entries.setdefault(label, handle)
     figure.legend(
-        handles,
-        labels,
+        list(entries.values()),
+        list(entries),
         loc="outside upper left",
         ncols=columns,
         frameon=False,
@@ -376,20 +353,13 @@ def plan_drawing(layers: Sequence[LayerRow]) -> PlanDrawing | None:
     """
     if not layers:
         return None
-    formats = layer_formats(layers)
-    mixed = len(formats) > 1
-    roles_of = {LEFT_DENSE: "soft", ONLY_ROUNDED: "muted"}
-    if mixed:
-        roles_of |= {name: role for name, (role, _) in method_styles(formats).items()}
-    kinds = [layer_kind(row, mixed=mixed) for row in layers]
-    roles = [roles_of.get(kind, "accent") for kind in kinds]
-    shown = {kind: role for kind, role in zip(kinds, roles, strict=True) if kind != REMOVED}
-    legend = {kind.replace("_", " "): role for kind, role in shown.items()}
+    kinds, colours = layer_kinds(layers)
+    roles = [colours.get(kind, "accent") for kind in kinds]
     empty = "; an empty one left the network" if REMOVED in kinds else ""
     return PlanDrawing(
         _draw_layers(layers, roles, fewest=24, most=44),
         _draw_layers(layers, roles, fewest=12, most=16),
-        list(legend.items()),
+        [(kind.replace("_", " "), role) for kind, role in colours.items()],
         "Every layer from the input to the output: the outline is what it had, the filling what is "
         f"left{empty}. Point at a layer for its operations.",
     )
@@ -446,3 +416,55 @@ def _title(row: LayerRow) -> str:
     if row.reason:
         facts.append(row.reason)
     return "\n".join(facts)
+
+
+_WRAPPING = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>", re.DOTALL)
+_OPENING_TAG = re.compile(r"<svg[^>]*>", re.DOTALL)
+_VIEW_BOX = re.compile(r'viewBox="[^"]*"')
+_ID = re.compile(r' id="([^"]*)"')
+_FONT = re.compile(r"font: ([\d.]+)px [^;\"]*")  # the form of older versions of matplotlib
+_FONT_FAMILY = re.compile(r"font-family: [^;\"]*;? ?")
+_STYLE_SHEET = re.compile(r"<style.*?</style>", re.DOTALL)
+_LINE_BREAK = re.compile(r"\s*\n\s*")
+
+
+def inline_svg(figure: Figure, identifier: str, description: str) -> str:
+    """Turn a figure into an `<svg>` element for use inside an HTML page.
+
+    Its colours become CSS variables (`var(--accent)`, ...), its text stays text in the page's own font, and
+    it refers to nothing outside the page.
+    """
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": identifier}):
+        figure.savefig(buffer, format="svg", transparent=True)
+    text = _STYLE_SHEET.sub("", _WRAPPING.sub("", buffer.getvalue()))
+    view_box = _VIEW_BOX.search(text)
+    opening = (
+        f'<svg role="img" aria-label="{html.escape(description)}" {view_box.group() if view_box else ""}>'
+    )
+    text = _OPENING_TAG.sub(lambda _: opening, text, count=1)
+    text = _ID.sub(lambda match: match.group() if f"#{match.group(1)}" in text else "", text)
+    text = _FONT_FAMILY.sub("", _FONT.sub(r"font-size: \1px", text))
+    for role, colour in PALETTE.items():
+        text = text.replace(colour, f"var(--{role})")
+    return _LINE_BREAK.sub("\n", text).strip()
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure in two sizes; the page shows the one that fits the window."""
+
+    wide: str
+    narrow: str
+    caption: str
+
+
+def drawing(
+    draw: Callable[[tuple[float, float]], Figure], identifier: str, description: str, caption: str
+) -> Drawing:
+    """Draw a figure for wide and for narrow windows."""
+    wide, narrow = (
+        inline_svg(draw(size), f"{identifier}-{name}", description)
+        for name, size in (("wide", WIDE), ("narrow", NARROW))
+    )
+    return Drawing(wide, narrow, caption)

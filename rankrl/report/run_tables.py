@@ -1,14 +1,16 @@
-"""Read the stages of a run from its metrics, and format their numbers."""
+"""Read the stages of a run from its metrics, and make tables and notes of their numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import wrap
 from typing import Any
 
+from rich import table as terminal
+
 from rankrl.errors import RankrlError, counted
-from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.timing import is_unchanged
 
 
@@ -24,8 +26,50 @@ UNKNOWN = "–"
 UNCHANGED = "unchanged"
 """Stands where a time differs by no more than the noise."""
 
-_SECTIONS = {"Baseline": "baseline", "Compressed": "compressed", "Fine-tuned": "finetuned"}
 _CLOCKS = {"processor": "processor time", "wall": "time on the wall"}
+
+
+_TERMINAL = 80
+"""Characters that a usual terminal shows in a line."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table for pages, the terminal and Markdown; it is false without rows.
+
+    The first cell of each row is the row's heading, which leads to one of `links`, if there are any.
+    """
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text_columns: Sequence[int] = (0,)
+    links: Sequence[str | None] = ()
+    is_wide: bool = False
+
+    def __bool__(self) -> bool:
+        """Tell whether the table has rows."""
+        return bool(self.rows)
+
+    def printed(self, title: str | None = None) -> terminal.Table:
+        """Return the table for the terminal, with headings broken where it would be too wide."""
+        shown = terminal.Table(title=title, title_style="bold", header_style="bold", caption=self.caption)
+        cells = [
+            max((len(line) for row in self.rows for line in row[index].splitlines()), default=0)
+            for index in range(len(self.columns))
+        ]
+        is_broken = sum(map(max, cells, map(len, self.columns))) + 3 * len(cells) + 1 > _TERMINAL
+        for index, (column, width) in enumerate(zip(self.columns, cells, strict=True)):
+            heading = "\n".join(wrap(column, max(1, width), break_long_words=False)) if is_broken else column
+            shown.add_column(heading, justify="right" if index else "left", overflow="fold")
+        for row in self.rows:
+            shown.add_row(*row)
+        return shown
+
+    def markdown(self) -> str:
+        """Return the table in Markdown, without its caption."""
+        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 @dataclass(frozen=True)
@@ -44,33 +88,31 @@ class Stage:
 
 def stages(metrics: Mapping[str, Any]) -> list[Stage]:
     """Return the stages that a run went through, read from its metrics."""
-    run_stages = [
-        Stage(name, *(number(metrics, key, field) for field in ("accuracy", "params", "macs")))
+    found = [
+        _stage(metrics, key, name)
         for name, key in (("Baseline", "baseline"), ("Compressed", "compressed"))
         if metrics.get(key)
     ]
     if metrics.get("finetuned"):
-        last, accuracy = run_stages[-1] if run_stages else Stage(""), number(metrics, "finetuned", "accuracy")
-        if metrics.get("epochs") or accuracy != last.accuracy or "agreement" in metrics["finetuned"]:
-            run_stages.append(Stage("Fine-tuned", accuracy, last.params, last.macs))
-    latencies, sizes = {}, {}
-    if run_stages:
-        last_index = len(run_stages) - 1
-        latencies[last_index] = number(metrics, "onnx", "latency_ms")
-        sizes[last_index] = number(metrics, "onnx", "file_bytes")
-        if run_stages[0].name == "Baseline":
-            latencies[0] = number(metrics, "onnx", "baseline_latency_ms")
-            sizes[0] = number(metrics, "onnx", "baseline_file_bytes")
-    return [
-        replace(
-            stage,
-            latency_ms=latencies.get(index),
-            file_bytes=sizes.get(index),
-            agreement=number(metrics, _SECTIONS[stage.name], "agreement"),
-            score=number(metrics, _SECTIONS[stage.name], "score"),
-        )
-        for index, stage in enumerate(run_stages)
-    ]
+        last = found[-1] if found else Stage("")
+        tuned = _stage(metrics, "finetuned", "Fine-tuned")
+        if metrics.get("epochs") or tuned.accuracy != last.accuracy or "agreement" in metrics["finetuned"]:
+            found.append(replace(tuned, params=last.params, macs=last.macs))
+    if found:
+        found[-1] = _with_file(metrics, found[-1], "")
+    if found and found[0].name == "Baseline":
+        found[0] = _with_file(metrics, found[0], "baseline_")
+    return found
+
+
+def _stage(metrics: Mapping[str, Any], section: str, name: str) -> Stage:
+    keys = ("accuracy", "params", "macs", "agreement", "score")
+    return Stage(name, **{key: number(metrics, section, key) for key in keys})
+
+
+def _with_file(metrics: Mapping[str, Any], stage: Stage, prefix: str) -> Stage:
+    latency, size = (number(metrics, "onnx", f"{prefix}{key}") for key in ("latency_ms", "file_bytes"))
+    return replace(stage, latency_ms=latency, file_bytes=size)
 
 
 def dense_int8(metrics: Mapping[str, Any]) -> Stage | None:
@@ -151,6 +193,11 @@ def format_latency(milliseconds: float | None) -> str:
     return UNKNOWN if milliseconds is None else f"{milliseconds:#.3g}".rstrip(".") + f"{_SPACE}ms"
 
 
+def format_number(value: float | None) -> str:
+    """Write a number to four digits."""
+    return UNKNOWN if value is None else f"{value:.4g}".replace("-", "−")
+
+
 def format_points(before: float | None, after: float | None) -> str:
     """Write the difference of two accuracies in percentage points, with its sign."""
     if before is None or after is None:
@@ -175,13 +222,7 @@ def ratio(metrics: Mapping[str, Any], name: str, before: float | None, after: fl
 
 
 def latency_change(metrics: Mapping[str, Any], before: float | None, after: float | None) -> str:
-    """Write `1.70× faster`, `1.25× slower`, or `unchanged` where two times differ by no more than the noise.
-
-    Args:
-        metrics: The content of `metrics.json`, with the ratio and its interval as far as they were measured.
-        before: Milliseconds of the original.
-        after: Milliseconds of the compressed model.
-    """
+    """Write `1.70× faster`, `1.25× slower`, or `unchanged` where times differ by no more than the noise."""
     faster = ratio(metrics, "latency", before, after)
     if faster is None or faster <= 0:
         return UNKNOWN
@@ -233,17 +274,30 @@ AGREEMENT = "Agreement"
 
 
 @dataclass(frozen=True)
-class Quality:
-    """One measure of how good networks are, higher is better."""
+class Measure:
+    """A quality of a run's networks, higher is better, or a cost.
+
+    `values` has one for each stage, `rival` is that of the dense network in 8-bit integers, `kept` the share
+    of the original's value that is left, and `cost` names a cost within a sentence.
+    """
 
     title: str
-    values: tuple[float | None, ...]
-    is_share: bool = True
+    values: tuple[float | None, ...] = ()
+    write: Callable[[float | None], str] = format_accuracy
+    change: str = UNKNOWN
+    kept: float | None = None
+    rival: float | None = None
+    cost: str = ""
 
     @property
     def words(self) -> str:
         """Its name within a sentence: "test accuracy", "mean IoU"."""
         return self.title.lower() if self.title[1:].islower() else self.title
+
+    @property
+    def is_share(self) -> bool:
+        """Whether values are fractions that are written as percent."""
+        return self.write is format_accuracy
 
     @property
     def before(self) -> float | None:
@@ -256,95 +310,212 @@ class Quality:
         return self.values[-1]
 
     @property
-    def change(self) -> str:
-        """The difference, with its sign: in points for fractions."""
-        if self.is_share or self.before is None or self.after is None:
-            return format_points(self.before, self.after)
-        return f"{self.after - self.before:+.4g}".replace("-", "−")
+    def share(self) -> str:
+        """The share that is left, as text."""
+        return UNKNOWN if self.kept is None else format_share(self.kept)
 
-    def write(self, value: float | None) -> str:
-        """Write a value: fractions as percent, others to four digits."""
-        if self.is_share or value is None:
-            return format_accuracy(value)
-        return f"{value:.4g}".replace("-", "−")
+    @property
+    def width(self) -> float:
+        """Length of its bar in percent."""
+        return round(100 * min(1.0, max(0.0, self.kept or 0.0)), 2)
+
+    @property
+    def look(self) -> str:
+        """The CSS class of its bar: a quality, a cost that has fallen, or one that has grown."""
+        if not self.cost:
+            return "good"
+        return "more" if self.kept is not None and self.kept > 1 else "kept"
 
 
-HELDOUT_ACCURACY = Quality("Held-out accuracy", ())
+HELDOUT_ACCURACY = Measure("Held-out accuracy")
 """The score that chooses the best epoch, unless the run names another one."""
 
 
-def score_quality(metrics: Mapping[str, Any]) -> Quality | None:
+def score_measure(metrics: Mapping[str, Any]) -> Measure | None:
     """Return the score that plans were chosen by, if the run names it (`score_name`)."""
-    name, values = metrics.get("score_name"), tuple(stage.score for stage in stages(metrics))
+    name, values = metrics.get("score_name"), [stage.score for stage in stages(metrics)]
     known = [value for value in values if value is not None]
     if not name or not known:
         return None
-    return Quality(str(name), values, all(0 <= value <= 1 for value in known))
+    is_share = all(0 <= value <= 1 for value in known)
+    return _quality(metrics, str(name), "score", format_accuracy if is_share else format_number)
 
 
-def epoch_score(metrics: Mapping[str, Any]) -> Quality:
+def epoch_score(metrics: Mapping[str, Any]) -> Measure:
     """Return the score that chooses among the epochs of fine-tuning."""
-    return score_quality(metrics) or HELDOUT_ACCURACY
+    return score_measure(metrics) or HELDOUT_ACCURACY
 
 
-def qualities(metrics: Mapping[str, Any]) -> list[Quality]:
+def qualities(metrics: Mapping[str, Any]) -> list[Measure]:
     """Return the measures of quality, the most important first.
 
     They are the score that plans were chosen by, test accuracy, and the agreement with the original.
     """
-    score, run_stages = score_quality(metrics), stages(metrics)
-    measured = [
-        Quality("Test accuracy", tuple(stage.accuracy for stage in run_stages)),
-        Quality(AGREEMENT, tuple(stage.agreement for stage in run_stages)),
+    found = [
+        score_measure(metrics),
+        _quality(metrics, "Test accuracy", "accuracy"),
+        _quality(metrics, AGREEMENT, "agreement"),
     ]
-    return [
-        *([] if score is None else [score]),
-        *(each for each in measured if any(value is not None for value in each.values)),
+    return [each for each in found if each and any(value is not None for value in each.values)]
+
+
+def _quality(
+    metrics: Mapping[str, Any],
+    title: str,
+    attribute: str,
+    write: Callable[[float | None], str] = format_accuracy,
+) -> Measure:
+    values, rival = _values(metrics, attribute)
+    before, after = (values[0], values[-1]) if values else (None, None)
+    if write is format_accuracy or before is None or after is None:
+        change = format_points(before, after)
+    else:
+        change = f"{after - before:+.4g}".replace("-", "−")
+    kept = after / before if before is not None and before > 0 and after is not None else None
+    return Measure(title, values, write, change, kept, rival)
+
+
+def costs(metrics: Mapping[str, Any]) -> list[Measure]:
+    """Return the measured costs: parameters, MACs, latency and bytes of the file."""
+    found = []
+    for title, key, attribute, write, better, worse, words in (
+        ("Parameters", "params", "params", format_count, "fewer", "more", "parameters"),
+        ("MACs", "macs", "macs", format_large, "fewer", "more", "MACs"),
+        ("Latency", "latency", "latency_ms", format_latency, "", "", "time"),
+        ("File", "file_bytes", "file_bytes", format_bytes, "smaller", "larger", "bytes"),
+    ):
+        values, rival = _values(metrics, attribute)
+        if all(value is None for value in values):
+            continue
+        before, after = values[0], values[-1]
+        reduction = ratio(metrics, key, before, after)
+        if attribute == "latency_ms":
+            change = latency_change(metrics, before, after)
+        else:
+            change = format_ratio(reduction, better, worse)
+        kept = None
+        if before and after is not None:
+            kept = 1 / reduction if reduction else after / before
+        found.append(Measure(title, values, write, change, kept, rival, words))
+    return found
+
+
+def _values(metrics: Mapping[str, Any], attribute: str) -> tuple[tuple[float | None, ...], float | None]:
+    """Return a number of every stage, and that of the dense network in integers."""
+    rival = dense_int8(metrics)
+    values = tuple(getattr(stage, attribute) for stage in stages(metrics))
+    return values, None if rival is None else getattr(rival, attribute)
+
+
+def remains(metrics: Mapping[str, Any]) -> list[Measure]:
+    """Return the measures of which a known share is left after compression."""
+    if len(stages(metrics)) < 2:
+        return []
+    return [each for each in (*qualities(metrics), *costs(metrics)) if each.kept is not None]
+
+
+def before_after(metrics: Mapping[str, Any]) -> Table:
+    """Return the table of qualities and costs of every stage, and of the dense network in integers."""
+    run_stages, rival = stages(metrics), dense_int8(metrics)
+    several = len(run_stages) > 1
+    columns = [
+        *("", *(stage.name for stage in run_stages)),
+        *(["Change"] if several else []),
+        *([] if rival is None else [rival.name]),
     ]
+    rows = [
+        [
+            *(each.title, *map(each.write, each.values)),
+            *([each.change] if several else []),
+            *([] if rival is None else [each.write(each.rival)]),
+        ]
+        for each in (*qualities(metrics), *costs(metrics))
+    ]
+    return Table(_measured_how(metrics), columns, rows)
+
+
+def _measured_how(metrics: Mapping[str, Any]) -> str:
+    """Explain the numbers of a run: on which inputs, how certain, under which conditions."""
+    sentences = ["Accuracy is measured on the test set, which chose nothing."]
+    if is_unlabelled(metrics):
+        sentences = [
+            "Agreement with the original is measured on held-out inputs, which nothing was fitted to."
+        ]
+        sentences += agreement_notes(metrics)
+    score = score_measure(metrics)
+    if score is not None:
+        sentences.insert(0, f"{score.title} is what plans were chosen by.")
+    sentences += [certificate_note(metrics), estimate_note(metrics)]
+    if number(metrics, "onnx", "latency_ms") is not None:
+        sentences.append(latency_note(metrics))
+    return " ".join(filter(None, sentences))
+
+
+def is_unlabelled(metrics: Mapping[str, Any]) -> bool:
+    """Tell whether the network was compared with its original, without labels."""
+    return number(metrics, "compressed", "agreement") is not None
+
+
+def agreement_notes(metrics: Mapping[str, Any]) -> list[str]:
+    """Return sentences on the agreement of each output, and of the worst of several quantities in one."""
+    outputs = metrics.get("outputs", {}).items()
+    meanings: dict[str, list[str]] = {}
+    for name, output in outputs:
+        if "scored_by" in output:
+            meanings.setdefault(f"{output['scored_by']}, since {output['reason']}", []).append(name)
+    several = len(meanings) > 1
+    notes = [
+        f"That of {', '.join(names)} is {meaning}." if several else f"It is {meaning}."
+        for meaning, names in meanings.items()
+    ]
+    worst = [(output["worst"], output["score"]) for _, output in outputs if "worst" in output]
+    return [*notes, *(f"The worst quantity is {name}: {score:.4f}." for name, score in worst)]
 
 
 def certificate_note(metrics: Mapping[str, Any]) -> str:
     """Return a note on the loss, its interval and the verdict, or on why there is none; else empty."""
-    loss, low, high = (number(metrics, "certificate", key) for key in ("loss", "low", "high"))
-    if loss is None or low is None or high is None:
+    certificate = metrics.get("certificate")
+    if not certificate:
         reason = metrics.get("uncertified")
         return f"Nothing certifies its loss: {reason}." if reason else ""
-    certificate = metrics["certificate"]
-    unit, inputs = certificate["unit"], f"{certificate['inputs']:,} {certificate['what']}"
-    lost = (
-        f"loses {_amount(loss, unit)} of {unit}" if loss >= 0 else f"gains {_amount(-loss, unit)} of {unit}"
+    loss, unit = certificate["loss"], certificate["unit"]
+    lost = f"{'loses' if loss >= 0 else 'gains'} {_amount(abs(loss), unit)} of {unit}"
+    inputs = f"{certificate['inputs']:,} {certificate['what']}"
+    return (
+        f"On {inputs} it {lost} (95 % interval of the loss: {_interval(certificate)}){_verdict(certificate)}."
     )
-    ends = " to ".join(_amount(end, unit, named=False) for end in (low, high))
-    return f"On {inputs} it {lost} (95 % interval of the loss: {ends}){_verdict(metrics)}."
 
 
 def certificate_card(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the headline of the loss of score as (name, value, note); empty without a certificate."""
-    loss, low, high = (number(metrics, "certificate", key) for key in ("loss", "low", "high"))
-    if loss is None or low is None or high is None:
+    certificate = metrics.get("certificate")
+    if not certificate:
         return []
-    certificate = metrics["certificate"]
-    unit, drop = certificate["unit"], number(metrics, "certificate", "drop")
-    ends = " to ".join(_amount(end, unit, named=False) for end in (low, high))
-    note = f"95 % interval of the loss on {certificate['inputs']:,} {certificate['what']}: {ends}"
+    unit, drop = certificate["unit"], certificate["drop"]
+    inputs = f"{certificate['inputs']:,} {certificate['what']}"
+    note = f"95 % interval of the loss on {inputs}: {_interval(certificate)}"
     if drop is not None:
         certified = "certified" if certificate["certified"] else "not certified"
         note += f"; at most {_amount(drop, unit)} is {certified}"
-    return [(f"Loss of {unit}", _amount(loss, unit), note)]
+    return [(f"Loss of {unit}", _amount(certificate["loss"], unit), note)]
 
 
-def _verdict(metrics: Mapping[str, Any]) -> str:
+def _interval(certificate: Mapping[str, Any]) -> str:
+    ends = (certificate["low"], certificate["high"])
+    return " to ".join(_amount(end, certificate["unit"], named=False) for end in ends)
+
+
+def _verdict(certificate: Mapping[str, Any]) -> str:
     """Return whether the interval certifies the accepted loss, in words."""
-    certificate, drop = metrics["certificate"], number(metrics, "certificate", "drop")
+    drop, needed, unit = certificate["drop"], certificate["needed"], certificate["unit"]
     seen = "" if certificate["independent"] else ", by which the plan may have been chosen, too"
     if drop is None:
         return seen
-    accepted = f"at most {_amount(drop, certificate['unit'])}"
-    needed = number(metrics, "certificate", "needed")
+    accepted = f"at most {_amount(drop, unit)}"
     if certificate["certified"]:
         return f": a loss of {accepted} is certified"
     if certificate["loss"] > drop:
-        return f"{seen}: more than the {_amount(drop, certificate['unit'])} that may be lost"
+        return f"{seen}: more than the {_amount(drop, unit)} that may be lost"
     if needed is None:
         return f"{seen}: no number of inputs certifies {accepted} at this loss"
     if needed <= certificate["inputs"]:
@@ -359,255 +530,19 @@ def _amount(value: float, unit: str, *, named: bool = True) -> str:
     return f"{text} points" if named and unit != "score" else text
 
 
-_MEASURES = {
-    "latency": "time",
-    "estimated_latency": "time on the device of timing.table, estimated from its layers",
-    "bytes": "bytes",
-    "macs": "multiply-accumulates",
-    "params": "parameters",
-}
-_COLUMNS = ["Plan", "Loss of score", "Cost", "Expected cost"]
-
-
-def measured_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the table of measured plans as text, for the terminal and the page."""
-    rows = [
-        [
-            str(plan["name"]) + (" (taken)" if plan["taken"] else ""),
-            f"{plan['loss']:.4f}",
-            f"{plan['cost']:.3f}",
-            f"{plan['expected_cost']:.3f}",
-        ]
-        for plan in _plans(metrics)
-    ]
-    return _COLUMNS, rows
-
-
-def measured_note(metrics: Mapping[str, Any]) -> str:
-    """Return a paragraph on the chosen plan; empty if none was measured."""
-    plans = _plans(metrics)
-    if not plans:
-        return ""
-    taken = next((plan["name"] for plan in plans if plan["taken"]), None)
-    measure = plans[0]["measure"]
-    done = "scored" if measure.startswith("estimated") else "measured"
-    note = f"Each plan was carried out and {done}; the cost is the {_MEASURES[measure]}."
-    if taken == "all dense":
-        return f"{note} Nothing cheaper loses as little, so you get the original network."
-    if taken is not None:
-        note += (
-            f" {taken[0].upper()}{taken[1:]} was taken: no other is better in one and as good in the other."
-        )
-    return note
-
-
 def estimate_note(metrics: Mapping[str, Any]) -> str:
     """Return a sentence on the estimated time on the target device; empty without one."""
-    estimate = (metrics.get("search") or {}).get("estimate")
-    if estimate is None:
+    found = estimate(metrics)
+    if not found:
         return ""
+    count = len(found.get("networks") or ())
+    corrected = f", corrected by {counted(count, 'finished network')} measured there" if count else ""
     return (
-        f"The plan is for another device: its layers' times there ({estimate['conditions']}) add up to an "
-        f"estimated {estimate['share']:.3f} of the original's{_corrected(estimate)}. Times of files are "
-        "of this machine."
+        f"The plan is for another device: its layers' times there ({found['conditions']}) add up to an "
+        f"estimated {found['share']:.3f} of the original's{corrected}. Times of files are of this machine."
     )
 
 
-def device_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the table of finished networks measured on another device; no rows without any."""
-    rows = [
-        [
-            str(each["title"]) + (" (this plan)" if each["taken"] else ""),
-            "" if each["score"] is None else f"{each['score']:.4f}",
-            f"{each['milliseconds']:.3g} ms",
-            f"{each['share']:.3f}",
-        ]
-        for each in _finished(metrics)
-    ]
-    return ["Network", "Score", "Time there", "Of the dense one's"], rows
-
-
-def device_note(metrics: Mapping[str, Any]) -> str:
-    """Return a sentence on the device that measured finished networks; empty without any."""
-    if not _finished(metrics):
-        return ""
-    return (
-        f"Measured on the other device ({metrics['search']['estimate']['conditions']}), whole; scores are of "
-        "the machine that wrote their kit."
-    )
-
-
-def _corrected(estimate: Mapping[str, Any]) -> str:
-    count = len(estimate.get("networks") or ())
-    return f", corrected by {counted(count, 'finished network')} measured there" if count else ""
-
-
-def _finished(metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return list(((metrics.get("search") or {}).get("estimate") or {}).get("networks") or ())
-
-
-def _plans(metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return list((metrics.get("search") or {}).get("measured") or ())
-
-
-_FILES = {
-    "baseline_": "the original",
-    "": "the exported file",
-    "dense_int8_": "the original in int8",
-    "nncf_int8_": "the original in NNCF int8",
-}
-"""Titles of files, by the prefix of their numbers."""
-
-
-def runtime_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the table of files in runtimes as text, for the terminal and the page."""
-    section = metrics.get("runtimes") or {}
-    rows = []
-    for before, title in _FILES.items():
-        times = {name: number(section, name, f"{before}latency_ms") for name in section}
-        known = {name: time for name, time in times.items() if time is not None}
-        if known:
-            cells = [_cell(section, name, before) for name in section]
-            name = title.removeprefix("the ")
-            rows.append([name[0].upper() + name[1:], *cells, min(known, key=lambda name: known[name])])
-    return ["File", *section, "Fastest in"], rows
-
-
-def runtime_note(metrics: Mapping[str, Any]) -> str:
-    """Return a paragraph on the fastest file, the runtimes' relative speeds, and their checks."""
-    section = metrics.get("runtimes") or {}
-    sentences = [*_fastest(section), *_speeds(section), *_checks(section)]
-    clocks = {name: entry["clock"] for name, entry in section.items() if "clock" in entry}
-    if len(set(clocks.values())) > 1:
-        walls = [name for name, clock in clocks.items() if clock == "wall"]
-        sentences.append(f"{', '.join(walls)}: timed on the wall, the others in processor time")
-    for name, entry in section.items():
-        if "failed" in entry:
-            sentences.append(f"{name}: not timed, since {entry['failed'].rstrip('.')}")
-    return "".join(f"{sentence}. " for sentence in sentences).rstrip()
-
-
-def _cell(section: Mapping[str, Any], runtime: str, before: str) -> str:
-    """Format a file's time and score in a runtime."""
-    time, score = (number(section, runtime, f"{before}{each}") for each in ("latency_ms", "score"))
-    if time is None:
-        return UNKNOWN
-    return format_latency(time) + ("" if score is None else f", {format_accuracy(score)}")
-
-
-def _fastest(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence on the fastest file and its runtime."""
-    times = {
-        (name, before): time
-        for name in section
-        for before in _FILES
-        if (time := number(section, name, f"{before}latency_ms")) is not None
-    }
-    if times:
-        runtime, before = min(times, key=lambda key: times[key])
-        yield f"Fastest is {_FILES[before]} in {runtime}"
-
-
-def _speeds(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each runtime on its times relative to onnxruntime's."""
-    for name in section:
-        changes = []
-        for before, title in _FILES.items():
-            ends = ("", "_low", "_high")
-            faster, low, high = (number(section, name, f"{before}latency_runtime_ratio{end}") for end in ends)
-            if faster is not None:
-                changes.append(f"{title} {format_speed(faster, low, high)}")
-        if changes:
-            yield f"{name} against {DEFAULT_RUNTIME}: {', '.join(changes)}"
-
-
-def _checks(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each runtime on the difference of its outputs from PyTorch's."""
-    for name in section:
-        difference, agreement = (number(section, name, key) for key in ("max_abs_difference", "agreement"))
-        if difference is not None:
-            yield f"{name}: outputs differ from PyTorch by at most {difference:.1e}"
-        if agreement is not None and agreement < 1:
-            share = format_accuracy(agreement)
-            yield f"{name}: {_FILES['']} gives the class of PyTorch on {share} of the held-out images"
-
-
-@dataclass(frozen=True)
-class Remaining:
-    """A bar: the share of a quality or cost that remains after compression."""
-
-    name: str
-    kept: float
-    share: str
-    note: str
-    good_if_kept: bool = False
-
-    @property
-    def width(self) -> float:
-        """Length of the bar in percent, clamped to 0 to 100."""
-        return round(100 * min(1.0, max(0.0, self.kept)), 2)
-
-    @property
-    def is_more(self) -> bool:
-        """Whether the cost has grown."""
-        return self.kept > 1 and not self.good_if_kept
-
-
-def remains(metrics: Mapping[str, Any]) -> list[Remaining]:
-    """Return a bar for each measured one of quality, parameters, MACs, time and bytes."""
-    run_stages = stages(metrics)
-    if len(run_stages) < 2:
-        return []
-    first, last = run_stages[0], run_stages[-1]
-    bars = []
-    for quality in qualities(metrics):
-        before, after = quality.before, quality.after
-        if before is not None and before > 0 and after is not None:
-            note, kept = f"{quality.write(after)} of {quality.write(before)}", after / before
-            bars.append(Remaining(quality.title, kept, format_share(kept), note, good_if_kept=True))
-    sizes = (number(metrics, "onnx", "baseline_file_bytes"), number(metrics, "onnx", "file_bytes"))
-    for name, key, before, after, write in (
-        ("Parameters", "params", first.params, last.params, format_count),
-        ("MACs", "macs", first.macs, last.macs, format_large),
-        ("Time", "latency", first.latency_ms, last.latency_ms, format_latency),
-        ("Bytes of the file", "file_bytes", *sizes, format_bytes),
-    ):
-        if before and after is not None:
-            fewer = ratio(metrics, key, before, after)
-            kept = after / before if not fewer else 1 / fewer
-            bars.append(Remaining(name, kept, format_share(kept), f"{write(after)} of {write(before)}"))
-    return bars
-
-
-LAYER_COSTS_NOTE = (
-    "Layers by what their compression loses: shares of the sum of the losses at the network's output, as the "
-    "search estimated them. A layer that loses much and saves little is one to leave as it is: "
-    "decomposition.skip=[NAME]."
-)
-
-
-def layer_cost_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the table of layer costs as text; no rows if the metrics lack them."""
-    layers = metrics.get("layers") or ()
-    whole = sum(layer["loss"] for layer in layers) or 1.0
-    timed = any(layer["saved_time"] is not None for layer in layers)
-    columns = ["Layer", "Loss", "Parameters saved", "MACs saved", *(["Time saved"] if timed else [])]
-    rows = [
-        [
-            layer["name"],
-            format_share(layer["loss"] / whole),
-            _signed(layer["saved_params"]),
-            _signed(layer["saved_macs"]),
-            *([_time(layer["saved_time"])] if timed else []),
-        ]
-        for layer in layers
-    ]
-    return columns, rows
-
-
-def _signed(count: int) -> str:
-    return format_large(count) if count >= 0 else f"−{format_large(-count)}"
-
-
-def _time(share: float | None) -> str:
-    return UNKNOWN if share is None else format_share(share).replace("-", "−")
+def estimate(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the search's estimate of the time on the target device; empty without one."""
+    return (metrics.get("search") or {}).get("estimate") or {}

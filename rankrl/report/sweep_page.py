@@ -1,36 +1,354 @@
-"""Write the page of many runs: Pareto fronts, table of runs, means over seeds, failures."""
+"""Gather the results of many runs: table, CSV file, means over seeds, Pareto fronts, and their page."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, get_args
+from urllib.parse import quote
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
+from rich import table as terminal
 
+from rankrl.errors import counted
 from rankrl.files import write_atomically
 from rankrl.report.comparison import Spread, interval_note
-from rankrl.report.figures import FONT, NARROW, PALETTE, method_styles, percent_axis, style_axes, upper_legend
-from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
-from rankrl.report.run_folder import GatheredRun, Status, date_line, gather_runs
-from rankrl.report.run_tables import UNKNOWN, Stage, format_accuracy, number, ratio, score_quality
-from rankrl.report.sweep_table import (
-    COLUMNS,
-    Column,
-    run_rows,
-    runs_csv,
-    shared_values,
-    shown_columns,
-    table_rows,
-    varied_columns,
-    written,
+from rankrl.report.figures import (
+    PALETTE,
+    WIDE,
+    Drawing,
+    drawing,
+    is_narrow,
+    method_styles,
+    panels,
+    percent_axis,
+    style_axes,
+    upper_legend,
 )
-from rankrl.report.write import run_title
+from rankrl.report.run_folder import GatheredRun, Status, date_line, gather_runs
+from rankrl.report.run_tables import (
+    UNCHANGED,
+    UNKNOWN,
+    Table,
+    format_accuracy,
+    format_bytes,
+    format_count,
+    format_large,
+    format_latency,
+    format_ratio,
+    number,
+    ratio,
+    score_measure,
+)
+from rankrl.report.write import Head, render, run_title
+from rankrl.runs.run_folder import COMPRESS
+
+BUDGET = "budget."
+"""Prefix of the names of budgets."""
+
+# Options that have a column of their own in the table.
+_HAVE_COLUMNS = (
+    *("task", "seed", "model", "model.architecture", "dataset", "dataset.name", "decomposition"),
+    *("decomposition.format", "selector", "selector.name", "pruner", "pruner.name"),
+)
+# Keys that name the choice of a group in a configuration.
+_NAMES = ("name", "format", "architecture")
+Option = str | int | float | bool | None
+
+
+def option(run: GatheredRun, name: str) -> Option:
+    """Return the value of an option, lists as JSON."""
+    if name.startswith(BUDGET):
+        return _plain(run.budgets.get(name.removeprefix(BUDGET)))
+    value: Any = run.config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if value is None or isinstance(value, Mapping):
+        texts = dict(_split(override) for override in run.overrides)
+        choices = [value[key] for key in _NAMES if key in value] if isinstance(value, Mapping) else []
+        value = texts.get(name, choices[0] if choices else None)
+    return _plain(value)
+
+
+def varied_options(runs: Sequence[GatheredRun]) -> list[str]:
+    """Return the names of the options in which runs differ, except those with a column of their own."""
+    names = dict.fromkeys(name for run in runs for name in _asked(run))
+    return [
+        name
+        for name in names
+        if name not in _HAVE_COLUMNS and len({repr(option(run, name)) for run in runs}) > 1
+    ]
+
+
+def _asked(run: GatheredRun) -> list[str]:
+    budgets = [f"{BUDGET}{name}" for name in run.budgets]
+    if run.overrides:
+        return [*(_split(override)[0] for override in run.overrides), *budgets]
+    return [*(_leaves(run.config) if run.config.get("task") == COMPRESS else ()), *budgets]
+
+
+def _leaves(config: Mapping[str, Any], within: str = "") -> list[str]:
+    names: list[str] = []
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            names += _leaves(value, f"{within}{key}.")
+        elif within or key not in ("drop", "minimise", "params", "macs", "bytes", "latency"):
+            names.append(f"{within}{key}")
+    return names
+
+
+def _split(override: str) -> tuple[str, str]:
+    name, _, value = override.lstrip("+~").partition("=")
+    return name, value
+
+
+def _plain(value: Any) -> Option:
+    return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table."""
+
+    key: str
+    title: str
+    value: Callable[[GatheredRun], Any]
+    write: Callable[[float | None], str] | None = None
+    optional: bool = False
+    words: Callable[[GatheredRun], str | None] | None = None
+    is_measure: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it holds words."""
+        return self.write is None
+
+
+def _final(name: str) -> Callable[[GatheredRun], Any]:
+    return lambda run: None if run.final is None else getattr(run.final, name)
+
+
+def _dense(name: str) -> Callable[[GatheredRun], Any]:
+    return lambda run: None if run.baseline is None else getattr(run.baseline, name)
+
+
+def _accuracy(run: GatheredRun) -> float | None:
+    """Return the accuracy of the run's last network, which may be the dense one."""
+    last = run.final or run.baseline
+    return None if last is None else last.accuracy
+
+
+def _change(run: GatheredRun) -> float | None:
+    before, after = run.baseline, run.final
+    if before is None or after is None or before.accuracy is None or after.accuracy is None:
+        return None
+    return 100 * (after.accuracy - before.accuracy)
+
+
+def _reduction(measure: str, attribute: str) -> Callable[[GatheredRun], float | None]:
+    def value(run: GatheredRun) -> float | None:
+        return ratio(run.metrics, measure, _dense(attribute)(run), _final(attribute)(run))
+
+    return value
+
+
+def _write_points(points: float | None) -> str:
+    return UNKNOWN if points is None else f"{points:+.2f}".replace("-", "−")
+
+
+def _write_number(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:g}"
+
+
+def _write_ratio(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.2f}×"
+
+
+def _unchanged(run: GatheredRun) -> str | None:
+    return UNCHANGED if run.latency_change == UNCHANGED else None
+
+
+def _score(run: GatheredRun) -> float | None:
+    return run.final.score if run.final is not None and run.metrics.get("score_name") else None
+
+
+def _write_score(run: GatheredRun) -> str | None:
+    score = score_measure(run.metrics)
+    return None if score is None else score.write(score.after)
+
+
+def _measure(
+    key: str, title: str, value: Callable[[GatheredRun], Any], write: Callable[[float | None], str]
+) -> Column:
+    return Column(key, title, value, write, is_measure=True)
+
+
+SCORE = "score"
+COLUMNS = (
+    Column("method", "Method", lambda run: run.method.replace("_", " ")),
+    Column("budget", "Budget", lambda run: run.budget, optional=True),
+    Column("model", "Model", lambda run: run.named("model"), optional=True),
+    Column("dataset", "Dataset", lambda run: run.named("dataset"), optional=True),
+    Column("selector", "Selector", lambda run: run.named("selector"), optional=True),
+    Column("task", "Task", lambda run: run.named("task"), optional=True),
+    Column("seed", "Seed", lambda run: run.metrics.get("seed"), lambda seed: f"{seed:g}", optional=True),
+    Column("score_name", "Scored by", lambda run: run.named("score_name"), optional=True),
+    Column(SCORE, "Score", _score, _write_number, words=_write_score, is_measure=True),
+    _measure("accuracy", "Test accuracy", _accuracy, format_accuracy),
+    _measure("accuracy_change_points", "Change, points", _change, _write_points),
+    _measure("agreement", "Agreement", _final("agreement"), format_accuracy),
+    _measure("params", "Parameters", _final("params"), format_count),
+    _measure("params_ratio", "Fewer parameters", _reduction("params", "params"), _write_ratio),
+    _measure("macs", "MACs", _final("macs"), format_large),
+    _measure("macs_ratio", "Fewer MACs", _reduction("macs", "macs"), _write_ratio),
+    _measure("latency_ms", "Latency", _final("latency_ms"), format_latency),
+    Column(
+        "latency_ratio",
+        "Faster",
+        _reduction("latency", "latency_ms"),
+        _write_ratio,
+        words=_unchanged,
+        is_measure=True,
+    ),
+    _measure("file_bytes", "File", _final("file_bytes"), format_bytes),
+    Column("best_in", "Best in", lambda run: ", ".join(run.best_in)),
+    Column("folder", "Folder", lambda run: str(run.folder)),
+)
+
+_DENSE_COLUMNS = ("accuracy", "params", "macs", "latency_ms")
+
+
+def varied_columns(runs: Sequence[GatheredRun]) -> list[Column]:
+    """Return a column for every option in which runs differ and that has no fixed column."""
+    taken = {column.key for column in COLUMNS}
+    return [_varied(name, runs) for name in varied_options(runs) if name not in taken]
+
+
+def _varied(name: str, runs: Sequence[GatheredRun]) -> Column:
+    values = [option(run, name) for run in runs]
+    are_words = any(isinstance(value, str | bool) for value in values)
+    return Column(name, name, lambda run: option(run, name), None if are_words else _write_number)
+
+
+def shown_columns(runs: Sequence[GatheredRun]) -> list[Column]:
+    """Return the columns with a value in some run, optional ones only if runs differ in them.
+
+    Options in which runs differ follow the words; budgets have one column together.
+    """
+    shown = []
+    for column in COLUMNS:
+        if column.key == SCORE:
+            shown += [each for each in varied_columns(runs) if not each.key.startswith(BUDGET)]
+        values = {column.value(run) for run in runs} - {None, ""}
+        if values and (len(values) > 1 or not column.optional):
+            shown.append(_titled(column, runs))
+    return shown
+
+
+def _titled(column: Column, runs: Sequence[GatheredRun]) -> Column:
+    """Return the column of the score under its name, if all runs have the same name for it."""
+    names = {run.named("score_name") for run in runs} - {""}
+    return replace(column, title=names.pop()) if column.key == SCORE and len(names) == 1 else column
+
+
+def shared_values(runs: Sequence[GatheredRun]) -> dict[str, str]:
+    """Return the values that all runs share, by title."""
+    shared = {}
+    for column in COLUMNS:
+        values = {column.value(run) for run in runs} - {None, ""}
+        if column.optional and len(values) == 1:
+            shared[column.title] = str(values.pop())
+    return shared
+
+
+def _written(column: Column, run: GatheredRun) -> str:
+    """Return a run's value in a column as text for the page."""
+    value = column.value(run)
+    if column.write is None:
+        return UNKNOWN if value in (None, "") else str(value)
+    words = None if column.words is None else column.words(run)
+    return words or (UNKNOWN if value is None else column.write(value))
+
+
+def _best_first(runs: Sequence[GatheredRun]) -> list[GatheredRun]:
+    """Sort runs by accuracy, else by score, the best first."""
+
+    def order(run: GatheredRun) -> float:
+        known = [value for value in (_accuracy(run), _score(run)) if value is not None]
+        return -known[0] if known else math.inf
+
+    return sorted(runs, key=order)
+
+
+def run_rows(runs: Sequence[GatheredRun]) -> list[dict[str, Any]]:
+    """Return a row for every run: the options in which they differ, plain numbers, and errors."""
+    columns = [*varied_columns(runs), *(column for column in COLUMNS if column.key != "folder")]
+    return [
+        {
+            "folder": str(run.folder),
+            "status": run.status,
+            **{column.key: column.value(run) for column in columns},
+            **{f"baseline_{name}": _dense(name)(run) for name in _DENSE_COLUMNS},
+            "error": run.error,
+        }
+        for run in runs
+    ]
+
+
+def runs_csv(runs: Sequence[GatheredRun]) -> str:
+    """Return all runs as CSV text, with the columns of `run_rows`."""
+    text, rows = io.StringIO(), run_rows(runs)
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+_TITLES = {
+    "accuracy": "Accuracy",
+    "accuracy_change_points": "Points",
+    "params_ratio": "Params",
+    "macs_ratio": "MACs",
+    "latency_ratio": "Latency",
+}
+_NOTE = "2.00×: half of the dense network's"
+_MOST_ROWS = 40
+_NAME = 28  # characters of a run's name in a line
+
+
+def results_table(folder: str | Path) -> terminal.Table:
+    """Return the finished runs below a folder for the terminal, the best first."""
+    runs = _best_first([run for run in gather_runs(folder) if run.status == "finished"])
+    columns = {column.key: column for column in shown_columns(runs)}
+    shown = [columns[key] for key in ("folder", SCORE, *_TITLES) if key in columns]
+    more = [f"{counted(len(runs) - _MOST_ROWS, 'more run')}"] if len(runs) > _MOST_ROWS else []
+    note = [_NOTE] if "params_ratio" in columns else []
+    page = f"`rankrl task=report runs={folder}` writes the page"
+    rows = [[_written(column, run) for column in shown] for run in runs[:_MOST_ROWS]]
+    return Table(
+        "; ".join([*more, *note, page]),
+        [_TITLES.get(column.key, column.title) for column in shown],
+        [[_broken(name), *row] for name, *row in rows],
+    ).printed(title=counted(len(runs), "finished run"))
+
+
+def _broken(name: str) -> str:
+    """Break a job's name between its options."""
+    lines = wrap(name.replace("+", "+ "), _NAME, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("+ ", "+")
+
+
+_NEAR = 0.01  # of accuracy, the loss that a headline accepts
 
 COSTS = {"params": "parameters", "macs": "MACs", "latency": "latency ÷ dense", "bytes": "bytes of the file"}
 """Measures on the horizontal axes of accuracy, and the axes' labels.
@@ -43,45 +361,78 @@ ALL_AT_ONCE = "all at once"
 """The measure in which a run is best that no other run beats in all measures."""
 
 Network = tuple[str, str, float]
+Point = tuple[float, float]
+"""Cost and accuracy."""
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto-optimal points (cost, accuracy), by rising cost.
+def pareto_front(points: Sequence[Point]) -> list[Point]:
+    """Return the Pareto-optimal points, by rising cost.
 
     A point is dominated by one that costs no more, is no less accurate, and is better in one of the two.
     """
-    front: list[tuple[float, float]] = []
+    front: list[Point] = []
     for cost, accuracy in sorted(set(points), key=lambda point: (point[0], -point[1])):
         if not front or accuracy > front[-1][1]:
             front.append((cost, accuracy))
     return front
 
 
-def plotted(runs: Sequence[GatheredRun], cost: str) -> list[tuple[GatheredRun, float, float]]:
+def run_costs(run: GatheredRun) -> dict[str, float]:
+    """Return the known costs of a run's last network, by measure."""
+    last, dense = run.final, run.baseline
+    if last is None:
+        return {}
+    faster = ratio(run.metrics, "latency", None if dense is None else dense.latency_ms, last.latency_ms)
+    latency = 1 / faster if faster else None
+    costs = {"params": last.params, "macs": last.macs, "latency": latency, "bytes": last.file_bytes}
+    return {name: value for name, value in costs.items() if value is not None}
+
+
+def plotted(runs: Sequence[GatheredRun], cost: str) -> list[tuple[GatheredRun, Point]]:
     """Return the runs whose accuracy and cost were measured, with both."""
-    points = []
-    for run in runs:
-        final = run.final
-        value = None if final is None else _cost(run, final, cost)
-        if final is not None and final.accuracy is not None and value is not None:
-            points.append((run, value, final.accuracy))
+    known = [(run, run.final.accuracy, run_costs(run)) for run in runs if run.final is not None]
+    return [
+        (run, (costs[cost], accuracy))
+        for run, accuracy, costs in known
+        if accuracy is not None and cost in costs
+    ]
+
+
+def dense_costs(runs: Sequence[GatheredRun], cost: str) -> dict[Network, Point]:
+    """Return cost and accuracy of each dense network."""
+    points = {}
+    for run, _ in plotted(runs, cost):
+        dense = run.baseline
+        if dense is None or dense.accuracy is None:
+            continue
+        latency = None if dense.latency_ms is None else 1.0
+        costs = {"params": dense.params, "macs": dense.macs, "latency": latency, "bytes": dense.file_bytes}
+        value = costs[cost]
+        if value is not None:
+            points[dense_network(run)] = (value, dense.accuracy)
     return points
 
 
-def rivals(runs: Sequence[GatheredRun], cost: str) -> dict[Network, tuple[float, float]]:
+def rivals(runs: Sequence[GatheredRun], cost: str) -> dict[Network, Point]:
     """Return cost and accuracy of each dense network in 8-bit integers.
 
     Its parameters and MACs are those of the dense network, so that it competes in time and bytes only.
     """
-    costs: dict[Network, tuple[float, float]] = {}
-    for run in runs:
+    points = {}
+    for run, _ in plotted(runs, cost):
         accuracy, faster, size = (
             number(run.metrics, "dense_int8", key) for key in ("accuracy", "latency_ratio", "file_bytes")
         )
         value = {"latency": 1 / faster if faster else None, "bytes": size}.get(cost)
         if accuracy is not None and value is not None:
-            costs[dense_network(run)] = (value, accuracy)
-    return costs
+            points[dense_network(run)] = (value, accuracy)
+    return points
+
+
+def dense_network(run: GatheredRun) -> Network:
+    """Return the identity of a run's dense network: model, dataset and accuracy."""
+    accuracy = None if run.baseline is None else run.baseline.accuracy
+    return run.named("model"), run.named("dataset"), math.nan if accuracy is None else accuracy
 
 
 def with_fronts(runs: Sequence[GatheredRun]) -> list[GatheredRun]:
@@ -93,8 +444,8 @@ def with_fronts(runs: Sequence[GatheredRun]) -> list[GatheredRun]:
     best: dict[Path, list[str]] = {run.folder: [] for run in runs}
     for cost, name in COSTS.items():
         front = set(_front(runs, cost))
-        for run, value, accuracy in plotted(runs, cost):
-            if (value, accuracy) in front:
+        for run, point in plotted(runs, cost):
+            if point in front:
                 best[run.folder].append(name.partition(" ")[0])
     measured = [(run, _all_costs(run)) for run in runs]
     for run, mine in measured:
@@ -103,128 +454,78 @@ def with_fronts(runs: Sequence[GatheredRun]) -> list[GatheredRun]:
     return [replace(run, best_in=tuple(best[run.folder])) for run in runs]
 
 
-def _front(runs: Sequence[GatheredRun], cost: str) -> list[tuple[float, float]]:
+def _front(runs: Sequence[GatheredRun], cost: str) -> list[Point]:
     """Return the Pareto front of runs and dense networks, in floating point and in integers."""
-    points = [(value, accuracy) for _, value, accuracy in plotted(runs, cost)]
+    points = [point for _, point in plotted(runs, cost)]
     return pareto_front([*points, *dense_costs(runs, cost).values(), *rivals(runs, cost).values()])
 
 
 def _all_costs(run: GatheredRun) -> dict[str, float]:
     """Return a run's costs and its error (1 - accuracy), all of them to be minimised."""
-    costs = {cost: value for cost in COSTS for _, value, _ in plotted([run], cost)}
     accuracy = None if run.final is None else run.final.accuracy
-    return {} if accuracy is None else {"error": 1 - accuracy, **costs}
+    return {} if accuracy is None else {"error": 1 - accuracy, **run_costs(run)}
 
 
 def _beats(first: Mapping[str, float], second: Mapping[str, float]) -> bool:
-    shared = first.keys() & second.keys()
     return (
-        shared >= second.keys()
-        and all(first[name] <= second[name] for name in shared)
-        and any(first[name] < second[name] for name in shared)
+        first.keys() >= second.keys()
+        and all(first[name] <= second[name] for name in second)
+        and any(first[name] < second[name] for name in second)
     )
 
 
-def _cost(run: GatheredRun, stage: Stage, cost: str) -> float | None:
-    if cost == "bytes":
-        return number(run.metrics, "onnx", "baseline_file_bytes" if stage is run.baseline else "file_bytes")
-    if cost != "latency":
-        value: float | None = getattr(stage, cost)
-        return value
-    if stage is run.baseline:
-        return None if stage.latency_ms is None else 1.0
-    dense = None if run.baseline is None else run.baseline.latency_ms
-    faster = ratio(run.metrics, "latency", dense, stage.latency_ms)
-    return 1 / faster if faster else None
-
-
-def pareto_figure(runs: Sequence[GatheredRun], *, narrow: bool) -> Figure:
+def pareto_figure(runs: Sequence[GatheredRun], size: tuple[float, float] = WIDE) -> Figure:
     """Draw accuracy over each cost that was measured: runs, their Pareto front and the dense networks."""
     costs = [cost for cost in COSTS if plotted(runs, cost)]
-    count = len(costs)
-    columns = 1 if narrow else 2 if count == 4 else count
-    rows = math.ceil(count / columns)
-    width = NARROW[0] if narrow else 9.4
-    height = 0.4 + (2.6 if narrow else 3.2) * rows
-    figure = Figure(figsize=(width, height), layout="constrained")
-    panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    across = 2 if len(costs) in (2, 4) else 3
+    figure, drawn = panels(size, len(costs), columns=across, sharey=True)
     styles = method_styles([run.method for run in runs])
-    for index, (axes, cost) in enumerate(zip(panels.flat, costs, strict=True)):
-        _draw(axes, runs, cost, styles, labelled=index % columns == 0)
-    for axes in panels.flat:
+    for index, (axes, cost) in enumerate(zip(drawn, costs, strict=True)):
+        is_first = is_narrow(size) or index % across == 0
+        style_axes(axes, COSTS[cost], "test accuracy" if is_first else "")
+        _draw(axes, runs, cost, styles)
+    for axes in drawn:
         percent_axis(axes)
-    upper_legend(figure, columns=3 if narrow else 7)
+    upper_legend(figure, columns=3 if is_narrow(size) else 7)
     return figure
 
 
-def _draw(
-    axes: Axes,
-    runs: Sequence[GatheredRun],
-    cost: str,
-    styles: Mapping[str, tuple[str, str]],
-    *,
-    labelled: bool,
-) -> None:
-    style_axes(axes, COSTS[cost], "test accuracy" if labelled else "")
-    axes.grid(axis="x", color=PALETTE["line"], linewidth=0.8)
-    points = plotted(runs, cost)
-    front = _front(runs, cost)
-    axes.step(*zip(*front, strict=True), where="post", color=PALETTE["muted"], linewidth=1.1, zorder=1)
-    for method, (role, marker) in styles.items():
-        own = [(value, accuracy) for run, value, accuracy in points if run.method == method]
-        if own:
-            axes.plot(
-                *zip(*own, strict=True),
-                marker,
-                color=PALETTE[role],
-                markersize=6,
-                label=method.replace("_", " "),
-            )
+def _draw(axes: Axes, runs: Sequence[GatheredRun], cost: str, styles: Mapping[str, tuple[str, str]]) -> None:
+    points, front = plotted(runs, cost), _front(runs, cost)
     dense, integers = dense_costs(runs, cost), rivals(runs, cost)
-    for points_of, marker, size, label in (
-        (dense, "o", 8, "dense"),
-        (integers, "s", 7, "dense, 8-bit integers"),
-    ):
-        if points_of:
+    values = [value for value, _ in (*(point for _, point in points), *dense.values(), *integers.values())]
+    limit = 1.05 * max(values)
+    # A front of one point is a line, too: all that costs more than it is no better.
+    line = [*front, (limit, front[-1][1])]
+    axes.step(
+        *zip(*line, strict=True),
+        where="post",
+        color=PALETTE["muted"],
+        linewidth=1.1,
+        zorder=1,
+        label="Pareto front",
+    )
+    for method, (role, marker) in styles.items():
+        own = [point for run, point in points if run.method == method]
+        if own:
+            label = method.replace("_", " ")
+            axes.plot(*zip(*own, strict=True), marker, color=PALETTE[role], markersize=6, label=label)
+    for networks, marker, label in ((dense, "o", "dense"), (integers, "s", "dense, 8-bit integers")):
+        if networks:
             axes.plot(
-                *zip(*points_of.values(), strict=True),
+                *zip(*networks.values(), strict=True),
                 marker,
-                markersize=size,
+                markersize=8,
                 markerfacecolor="none",
                 markeredgecolor=PALETTE["ink"],
                 markeredgewidth=1.4,
                 label=label,
             )
-    axes.plot([], [], color=PALETTE["muted"], linewidth=1.1, label="Pareto front")
-    networks = (*dense.values(), *integers.values())
-    axes.set_xlim(0, 1.05 * max([*(value for _, value, _ in points), *(value for value, _ in networks)]))
+    axes.grid(axis="x", color=PALETTE["line"], linewidth=0.8)
+    axes.set_xlim(0, limit)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-    axes.tick_params(labelsize=FONT)
-
-
-def dense_costs(runs: Sequence[GatheredRun], cost: str) -> dict[Network, tuple[float, float]]:
-    """Return cost and accuracy of each dense network."""
-    networks: dict[Network, float] = {}
-    for run, _, _ in plotted(runs, cost):
-        dense = run.baseline
-        value = None if dense is None else _cost(run, dense, cost)
-        if dense is not None and dense.accuracy is not None and value is not None:
-            networks[dense_network(run)] = value
-    return {network: (value, network[2]) for network, value in networks.items()}
-
-
-def dense_network(run: GatheredRun) -> Network:
-    """Return the identity of a run's dense network: model, dataset and accuracy."""
-    accuracy = None if run.baseline is None else run.baseline.accuracy
-    return run.named("model"), run.named("dataset"), math.nan if accuracy is None else accuracy
-
-
-def _short(value: float) -> str:
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:g}{name}"
-    return f"{value:g}"
+    if cost != "latency":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 _CAPTION = "Runs that differ in nothing but their seed"
@@ -248,16 +549,16 @@ def mean_rows(runs: Sequence[GatheredRun]) -> list[dict[str, Any]]:
     return rows
 
 
-def mean_table(runs: Sequence[GatheredRun]) -> Table | None:
-    """Return the table of means for the page; None if no two runs differ in the seed alone."""
+def mean_table(runs: Sequence[GatheredRun]) -> Table:
+    """Return the table of means for the page; without rows if no two runs differ in the seed alone."""
     groups = seed_groups(runs)
     if len(groups) == len(runs):
-        return None
+        groups = []
     columns = [column for column in shown_columns(runs) if column.key not in _NO_MEANS]
     cells = [[*(_cell(group, column) for column in columns), str(len(group))] for group in groups]
     words = [index for index, column in enumerate(columns) if column.is_text]
     caption = f"{_CAPTION}: {interval_note(map(len, groups))}."
-    return text_table(caption, [*(column.title for column in columns), "Runs"], cells, text_columns=words)
+    return Table(caption, [*(column.title for column in columns), "Runs"], cells, words)
 
 
 def seed_groups(runs: Sequence[GatheredRun]) -> list[list[GatheredRun]]:
@@ -281,7 +582,7 @@ def _spread(runs: Sequence[GatheredRun], value: Callable[[GatheredRun], Any]) ->
 
 def _cell(group: Sequence[GatheredRun], column: Column) -> str:
     if not column.is_measure or column.write is None:
-        return written(column, group[0])
+        return _written(column, group[0])
     spread = _spread(group, column.value)
     if spread is None:
         return UNKNOWN
@@ -330,63 +631,53 @@ def sweep_page(runs: Sequence[GatheredRun], folder: Path, *, date: str = "") -> 
     counts = Counter(run.status for run in runs)
     states = [f"{counts[status]} {status}" for status in get_args(Status) if counts[status]]
     return render(
-        "sweep",
-        Head(title, [folder.resolve().name, *states, *([date] if date else [])], cards=_headline(runs)),
-        pareto=_pareto(finished),
-        runs=_table(finished),
-        means=mean_table(finished),
-        warnings=_warnings(finished),
-        others=_others(runs),
-        shared=shared_values(finished),
+        Head(title, [folder.resolve().name, *states, *([date] if date else [])], cards=_headline(finished)),
+        {
+            "Accuracy and cost": {"figure": _pareto(finished)},
+            "Runs": {"table": _table(finished)},
+            "Means over seeds": {"table": mean_table(finished)},
+            "Warnings": {"table": _warnings(finished)},
+            "Failed and unfinished": {"table": _others(runs)},
+            "The same in all runs": {"facts": shared_values(finished)},
+        },
     )
 
 
 def _headline(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
     """Return the most accurate run, and the smallest and fastest that lose at most one percentage point."""
-    values = []
-    measured = [run for run in runs if run.final is not None and run.final.accuracy is not None]
-    if measured:
-        best = max(measured, key=_accuracy)
-        values.append(("Most accurate", format_accuracy(_accuracy(best)), _name(best)))
-    else:
-        values += _best_score(runs)
-    for title, cost in (
-        ("Fewest parameters", "params"),
-        ("Fewest MACs", "macs"),
-        ("Least latency", "latency"),
-        ("Smallest file", "bytes"),
+    best = next((run for run in _best_first(runs) if run.final and run.final.accuracy is not None), None)
+    if best is None:
+        return _best_score(runs)
+    return [("Most accurate", format_accuracy(_accuracy(best)), _name(best)), *_least_costs(runs)]
+
+
+def _least_costs(runs: Sequence[GatheredRun]) -> Iterator[tuple[str, str, str]]:
+    for title, cost, better in (
+        ("Fewest parameters", "params", "fewer"),
+        ("Fewest MACs", "macs", "fewer"),
+        ("Least latency", "latency", ""),
+        ("Smallest file", "bytes", "smaller"),
     ):
-        dense = dense_costs(measured, cost)
+        dense = dense_costs(runs, cost)
         near = [
             (value / dense[dense_network(run)][0], run)
-            for run, value, accuracy in plotted(measured, cost)
-            if dense_network(run) in dense and accuracy >= dense[dense_network(run)][1] - 0.01
+            for run, (value, accuracy) in plotted(runs, cost)
+            if dense_network(run) in dense and accuracy >= dense[dense_network(run)][1] - _NEAR
         ]
         if near:
             kept, run = min(near, key=lambda pair: pair[0])
-            note = f"{_name(run)}, {format_accuracy(_accuracy(run))}; at most 1 point lost"
-            change = (
-                run.latency_change
-                if cost == "latency"
-                else f"{1 / kept:.2f}× {'smaller' if cost == 'bytes' else 'fewer'}"
-            )
-            values.append((title, change, note))
-    return values
+            change = run.latency_change if cost == "latency" else format_ratio(1 / kept, better, "more")
+            yield title, change, f"{_name(run)}, {format_accuracy(_accuracy(run))}; at most 1 point lost"
 
 
 def _best_score(runs: Sequence[GatheredRun]) -> list[tuple[str, str, str]]:
     """Return the headline of the highest score, if all runs have the same name for it."""
-    scores = [(quality, run) for run in runs if (quality := score_quality(run.metrics)) is not None]
-    known = [(quality.after, quality, run) for quality, run in scores if quality.after is not None]
-    if len({quality.title for _, quality, _ in known}) != 1:
+    scores = [(score, run) for run in runs if (score := score_measure(run.metrics)) is not None]
+    known = [(score.after, score, run) for score, run in scores if score.after is not None]
+    if len({score.title for _, score, _ in known}) != 1:
         return []
-    after, quality, run = max(known, key=lambda each: each[0])
-    return [(f"Highest {quality.words}", quality.write(after), _name(run))]
-
-
-def _accuracy(run: GatheredRun) -> float:
-    accuracy = None if run.final is None else run.final.accuracy
-    return -1.0 if accuracy is None else accuracy
+    after, score, run = max(known, key=lambda each: each[0])
+    return [(f"Highest {score.words}", score.write(after), _name(run))]
 
 
 def _name(run: GatheredRun) -> str:
@@ -411,34 +702,35 @@ def _pareto(runs: Sequence[GatheredRun]) -> Drawing | None:
             "compression: the first rival."
         )
     return drawing(
-        lambda size: pareto_figure(runs, narrow=size == NARROW),
+        partial(pareto_figure, runs),
         "pareto",
         "Test accuracy over parameters, MACs, latency and bytes of every run. The table below holds them.",
         caption,
     )
 
 
-def _table(runs: Sequence[GatheredRun]) -> Table | None:
-    if not runs:
-        return None
-    columns = shown_columns(runs)
+def _table(runs: Sequence[GatheredRun]) -> Table:
+    columns, shown = shown_columns(runs), _best_first(runs)
     return Table(
         "The first column leads to the run's own page. A run is "
         "best in a cost where nothing that costs no more is as accurate, and in all at once where no other "
         "run is better in one measure and no worse in the others.",
         [column.title for column in columns],
-        table_rows(runs, columns),
+        [[_written(column, run) for column in columns] for run in shown],
         [index for index, column in enumerate(columns) if column.is_text],
+        [f"{quote(run.folder.as_posix())}/report.html" if run.has_page else None for run in shown],
+        is_wide=True,
     )
 
 
-def _warnings(runs: Sequence[GatheredRun]) -> Table | None:
+def _warnings(runs: Sequence[GatheredRun]) -> Table:
     rows = [[str(run.folder), str(text)] for run in runs for text in run.metrics.get("warnings") or ()]
-    caption = "What these runs warn of; their numbers may mean little."
-    return text_table(caption, ["Folder", "Warning"], rows, text_columns=(0, 1))
+    return Table(
+        "What these runs warn of; their numbers may mean little.", ["Folder", "Warning"], rows, (0, 1)
+    )
 
 
-def _others(runs: Sequence[GatheredRun]) -> Table | None:
+def _others(runs: Sequence[GatheredRun]) -> Table:
     rows = [[str(run.folder), run.status, run.error] for run in runs if run.status != "finished"]
     caption = "The sweep's command, given again with the same hydra.sweep.dir, runs these, no others."
-    return text_table(caption, ["Folder", "State", "Error"], rows, text_columns=(0, 1, 2))
+    return Table(caption, ["Folder", "State", "Error"], rows, (0, 1, 2))

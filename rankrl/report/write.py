@@ -1,169 +1,115 @@
-"""Make the tables of results for the terminal."""
+"""Write pages as HTML, and the page and the terminal's tables of one run."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 from rich import table as terminal
 
 from rankrl.errors import counted
 from rankrl.files import atomic_path, write_atomically
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.report.figures import (
     LEFT_DENSE,
     ONLY_ROUNDED,
+    Drawing,
+    drawing,
     fine_tuning_figure,
-    layer_kind,
+    layer_kinds,
     layers_figure,
     plan_drawing,
     reward_figure,
 )
-from rankrl.report.html_page import Drawing, Head, Table, drawing, render, text_table
 from rankrl.report.run_folder import (
     DATE,
     LayerRow,
     RunReport,
-    gather_runs,
     layer_formats,
     read_episodes,
     read_metrics,
 )
 from rankrl.report.run_tables import (
     AGREEMENT,
-    LAYER_COSTS_NOTE,
     UNKNOWN,
+    Table,
+    before_after,
     certificate_card,
     certificate_note,
-    dense_int8,
-    device_note,
-    device_rows,
+    costs,
     epoch_score,
+    estimate,
     estimate_note,
     format_accuracy,
     format_bytes,
     format_count,
     format_large,
     format_latency,
-    format_ratio,
     format_share,
+    format_speed,
     heldout_note,
-    latency_change,
+    is_unlabelled,
     latency_note,
-    layer_cost_rows,
-    measured_note,
-    measured_rows,
     number,
     qualities,
-    ratio,
     remains,
-    runtime_note,
-    runtime_rows,
-    score_quality,
+    score_measure,
     stages,
 )
-from rankrl.report.sweep_table import SCORE, shown_columns, table_rows
 from rankrl.training import EpochRow
 
-_TITLES = {
-    "accuracy": "Accuracy",
-    "accuracy_change_points": "Points",
-    "params_ratio": "Params",
-    "macs_ratio": "MACs",
-    "latency_ratio": "Latency",
-}
-_NOTE = "2.00×: half of the dense network's"
-_MOST_ROWS = 40
-_NAME = 28  # characters of a run's name in a line
+_TEMPLATES = Environment(
+    loader=PackageLoader("rankrl.report"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+
+Sections = Mapping[str, Mapping[str, Any]]
+"""The parts of each section of a page, by the names of their macros in `parts.html.jinja`."""
 
 
-def results_table(folder: str | Path) -> terminal.Table:
-    """Return the finished runs below a folder for the terminal, the best first."""
-    runs = [run for run in gather_runs(folder) if run.status == "finished"]
-    columns = {column.key: column for column in shown_columns(runs)}
-    shown = [columns[key] for key in ("folder", SCORE, *_TITLES) if key in columns]
-    rows = table_rows(runs, shown)
-    more = [f"{counted(len(rows) - _MOST_ROWS, 'more run')}"] if len(rows) > _MOST_ROWS else []
-    note = [_NOTE] if "params_ratio" in columns else []
-    page = f"`rankrl task=report runs={folder}` writes the page"
-    table = terminal.Table(title=counted(len(rows), "finished run"), caption="; ".join([*more, *note, page]))
-    for index, column in enumerate(shown):
-        table.add_column(
-            _TITLES.get(column.key, column.title), justify="right" if index else "left", overflow="fold"
-        )
-    for name, *row in rows[:_MOST_ROWS]:
-        # Break a job's name between its options.
-        lines = wrap(name.text.replace("+", "+ "), _NAME, break_long_words=False, break_on_hyphens=False)
-        table.add_row("\n".join(lines).replace("+ ", "+"), *(cell.text for cell in row))
-    return table
+@dataclass(frozen=True)
+class Head:
+    """The top of a page."""
+
+    title: str
+    eyebrow: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    cards: Sequence[tuple[str, str, str]] = ()
 
 
-_TERMINAL = 80
-"""Characters that a usual terminal shows in a line."""
-_ATTRIBUTES = {"Test accuracy": "accuracy", AGREEMENT: "agreement"}
-_COST_WORDS = {"Parameters": "parameters", "MACs": "MACs", "Time": "time", "Bytes of the file": "bytes"}
-
-
-def comparison_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the before/after table as (titles, rows): accuracy, parameters, MACs, latency and file size."""
-    run_stages = stages(metrics)
-    if not run_stages:
-        return [], []
-    first, last = run_stages[0], run_stages[-1]
-
-    def reduction(name: str, attribute: str, better: str, worse: str) -> str:
-        before, after = getattr(first, attribute), getattr(last, attribute)
-        return format_ratio(ratio(metrics, name, before, after), better, worse)
-
-    table: list[tuple[str, Any, str, str]] = [
-        ("Parameters", format_count, "params", reduction("params", "params", "fewer", "more")),
-        ("MACs", format_large, "macs", reduction("macs", "macs", "fewer", "more")),
-        ("Latency", format_latency, "latency_ms", latency_change(metrics, first.latency_ms, last.latency_ms)),
-        ("File", format_bytes, "file_bytes", reduction("file_bytes", "file_bytes", "smaller", "larger")),
-    ]
-    several, rival = len(run_stages) > 1, dense_int8(metrics)
-    rivals = [] if rival is None else [rival]
-    rows = [
-        [
-            each.title,
-            *map(each.write, each.values),
-            *([each.change] if several else []),
-            *(each.write(getattr(stage, _ATTRIBUTES.get(each.title, "score"))) for stage in rivals),
-        ]
-        for each in qualities(metrics)
-    ] + [
-        [
-            title,
-            *(write(getattr(stage, attribute)) for stage in run_stages),
-            *([change] if several else []),
-            *(write(getattr(stage, attribute)) for stage in rivals),
-        ]
-        for title, write, attribute, change in table
-        if any(getattr(stage, attribute) is not None for stage in run_stages)
-    ]
-    names = [*(stage.name for stage in run_stages), *(["Change"] if several else [])]
-    return ["", *names, *(stage.name for stage in rivals)], rows
+def render(head: Head, sections: Sections) -> str:
+    """Write a page as one self-contained HTML document; parts and sections without content are left out."""
+    filled = {
+        title: {name: content for name, content in parts.items() if content}
+        for title, parts in sections.items()
+    }
+    shown = {title: parts for title, parts in filled.items() if parts}
+    return _TEMPLATES.get_template("page.html.jinja").render(head=head, sections=shown)
 
 
 def summary_table(metrics: Mapping[str, Any]) -> terminal.Table:
     """Return the before/after table for the terminal."""
-    columns, rows = comparison_rows(metrics)
-    name = " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key))
     known = number(metrics, "onnx", "latency_ratio_low") is not None
-    return _table(columns, rows, title=name or None, caption=latency_note(metrics) if known else None)
+    table = replace(before_after(metrics), caption=latency_note(metrics) if known else "")
+    return table.printed(title=run_title(metrics, unnamed=""))
 
 
 def conclusion(metrics: Mapping[str, Any]) -> str:
     """Return the result of a run and the certified loss in words; empty if it compressed nothing."""
-    bars = remains(metrics)
-    costs = [f"{bar.share} of the {_COST_WORDS[bar.name]}" for bar in bars if not bar.good_if_kept]
-    if not costs:
+    shares = [f"{each.share} of the {each.cost}" for each in remains(metrics) if each.cost]
+    if not shares:
         return ""
-    needs = f"{', '.join(costs[:-1])} and {costs[-1]}" if len(costs) > 1 else costs[0]
+    needs = f"{', '.join(shares[:-1])} and {shares[-1]}" if len(shares) > 1 else shares[0]
     sentences = [
         f"The compressed network needs {needs}{_worth(metrics)}.",
         certificate_note(metrics),
@@ -182,63 +128,52 @@ def _worth(metrics: Mapping[str, Any]) -> str:
     return f" for {article} {best.words} of {best.write(best.after)} instead of {best.write(best.before)}"
 
 
-def runtimes_table(metrics: Mapping[str, Any]) -> terminal.Table:
-    """Return the table of runtimes for the terminal; without rows if only one was measured."""
-    return _table(*runtime_rows(metrics), caption=runtime_note(metrics))
-
-
 def measured_table(metrics: Mapping[str, Any]) -> terminal.Table:
     """Return the table of measured plans for the terminal; without rows if none was measured."""
-    return _table(*measured_rows(metrics), caption=measured_note(metrics))
+    return measured_plans(metrics).printed()
 
 
 def device_table(metrics: Mapping[str, Any]) -> terminal.Table:
     """Return the table of networks measured on another device; without rows if none was."""
-    return _table(*device_rows(metrics), caption=device_note(metrics))
+    return device_networks(metrics).printed()
 
 
-def _table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, caption: str | None
-) -> terminal.Table:
-    table = terminal.Table(title=title, title_style="bold", header_style="bold", caption=caption)
-    cells = [max((len(row[index]) for row in rows), default=0) for index in range(len(columns))]
-    wide = sum(map(max, cells, map(len, columns))) + 3 * len(columns) + 1 > _TERMINAL
-    for index, (column, width) in enumerate(zip(columns, cells, strict=True)):
-        heading = "\n".join(wrap(column, max(1, width), break_long_words=False)) if wide else column
-        table.add_column(heading, justify="right" if index else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def runtimes_table(metrics: Mapping[str, Any]) -> terminal.Table:
+    """Return the table of runtimes for the terminal; without rows if only one was measured."""
+    return runtime_times(metrics).printed()
 
 
 def run_page(report: RunReport) -> str:
     """Write the page of one run as one self-contained HTML document."""
-    metrics = report.metrics
+    metrics, layers = report.metrics, report.layers
     eyebrow = [*_eyebrow(metrics), *([report.setup[DATE]] if DATE in report.setup else [])]
     head = Head(run_title(metrics), eyebrow, metrics.get("warnings") or (), _headline(metrics))
     return render(
-        "run",
         head,
-        remains=remains(metrics),
-        comparison=_comparison(metrics),
-        search=_search(report),
-        network=plan_drawing(report.layers),
-        layers=_layers(report),
-        layer_table=_layer_table(report.layers),
-        fine_tuning=_fine_tuning(report),
-        onnx=_onnx_facts(metrics),
-        runtimes=_runtimes(metrics),
-        layer_costs=text_table(LAYER_COSTS_NOTE, *layer_cost_rows(metrics)),
-        measured=text_table(measured_note(metrics), *measured_rows(metrics)),
-        device=text_table(device_note(metrics), *device_rows(metrics)),
-        run_files=report.files,
-        setup=report.setup,
+        {
+            "What is left": {"bars": remains(metrics)},
+            "Runtimes": {"table": runtime_times(metrics)},
+            "Before and after": {"table": before_after(metrics)},
+            "Search": {"figure": _search(report)},
+            "Plans carried out": {"table": measured_plans(metrics)},
+            "On the other device": {"table": device_networks(metrics)},
+            "Layers": {
+                "plan": plan_drawing(layers),
+                "figure": _layers(layers),
+                "table": _layer_table(layers),
+            },
+            "What each layer costs": {"table": layer_costs(metrics)},
+            "Fine-tuning": {"figure": _fine_tuning(report)},
+            "ONNX file": {"facts": _onnx_facts(metrics)},
+            "Files": {"files": report.files},
+            "Setup": {"facts": report.setup},
+        },
     )
 
 
-def run_title(metrics: Mapping[str, Any]) -> str:
+def run_title(metrics: Mapping[str, Any], unnamed: str = "rankrl run") -> str:
     """Return a short name for the run, e.g. `resnet20 on cifar10`."""
-    return " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key)) or "rankrl run"
+    return " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key)) or unnamed
 
 
 def _eyebrow(metrics: Mapping[str, Any]) -> list[str]:
@@ -254,66 +189,21 @@ def _eyebrow(metrics: Mapping[str, Any]) -> list[str]:
 
 def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the headline numbers as (name, value, note)."""
-    run_stages = stages(metrics)
-    if len(run_stages) < 2:
+    if len(stages(metrics)) < 2:
         return []
-    first, last = run_stages[0], run_stages[-1]
-    values = [
-        (each.title, each.write(each.after), f"{each.change}, from {each.write(each.before)}")
-        for each in qualities(metrics)
-        if each.after is not None and each.title != AGREEMENT
+    return [
+        *(
+            (each.title, each.write(each.after), f"{each.change}, from {each.write(each.before)}")
+            for each in qualities(metrics)
+            if each.after is not None and each.title != AGREEMENT
+        ),
+        *certificate_card(metrics),
+        *(
+            (each.title, each.change, f"{each.write(each.before)} → {each.write(each.after)}")
+            for each in costs(metrics)
+            if each.before is not None and each.after is not None
+        ),
     ]
-    values += certificate_card(metrics)
-    for name, key, attribute, write, better, worse in (
-        ("Parameters", "params", "params", format_count, "fewer", "more"),
-        ("MACs", "macs", "macs", format_large, "fewer", "more"),
-    ):
-        before, after = getattr(first, attribute), getattr(last, attribute)
-        if before is not None and after is not None:
-            gained = format_ratio(ratio(metrics, key, before, after), better, worse)
-            values.append((name, gained, f"{write(before)} → {write(after)}"))
-    if first.latency_ms is not None and last.latency_ms is not None:
-        note = f"{format_latency(first.latency_ms)} → {format_latency(last.latency_ms)}"
-        values.append(("Latency", latency_change(metrics, first.latency_ms, last.latency_ms), note))
-    return values
-
-
-def _comparison(metrics: Mapping[str, Any]) -> Table | None:
-    columns, rows = comparison_rows(metrics)
-    caption = "Accuracy is measured on the test set, which chose nothing."
-    if _of_file(metrics):
-        caption = "Agreement with the original is measured on held-out inputs, which nothing was fitted to."
-        caption += agreement_note(metrics)
-    score = score_quality(metrics)
-    if score is not None:
-        caption = f"{score.title} is what plans were chosen by. {caption}"
-    if certificate_note(metrics):
-        caption += f" {certificate_note(metrics)}"
-    if estimate_note(metrics):
-        caption += f" {estimate_note(metrics)}"
-    if number(metrics, "onnx", "latency_ms") is not None:
-        caption += f" {latency_note(metrics)}"
-    return text_table(caption, columns, rows)
-
-
-def agreement_note(metrics: Mapping[str, Any]) -> str:
-    """Return a note on the agreement of each output, and of the worst of several quantities in one.
-
-    Empty if the metrics lack it.
-    """
-    outputs = metrics.get("outputs", {}).items()
-    meanings: dict[str, list[str]] = {}
-    for name, output in outputs:
-        if "scored_by" in output:
-            meanings.setdefault(f"{output['scored_by']}, since {output['reason']}", []).append(name)
-    several = len(meanings) > 1
-    notes = [
-        f" That of {', '.join(names)} is {meaning}." if several else f" It is {meaning}."
-        for meaning, names in meanings.items()
-    ]
-    worst = [(output["worst"], output["score"]) for _, output in outputs if "worst" in output]
-    notes += [f" The worst quantity is {name}: {score:.4f}." for name, score in worst]
-    return "".join(notes)
 
 
 _SCORED = {
@@ -324,25 +214,15 @@ _SCORED = {
 
 def _scored(metrics: Mapping[str, Any], value: float) -> str:
     """Return a plan's score with the name that the run gives it."""
-    score = score_quality(metrics)
+    score = score_measure(metrics)
     if score is not None:
         return f"{score.title} {score.write(value)} before the refit"
-    return f"{format_accuracy(value)} {_SCORED[_of_file(metrics)]}"
-
-
-def _of_file(metrics: Mapping[str, Any]) -> bool:
-    """Tell whether the network was compared with its original, without labels."""
-    return number(metrics, "compressed", "agreement") is not None
-
-
-def _runtimes(metrics: Mapping[str, Any]) -> Table | None:
-    columns, rows = runtime_rows(metrics)
-    return text_table(f"All were timed in the same turns. {runtime_note(metrics)}", columns, rows)
+    return f"{format_accuracy(value)} {_SCORED[is_unlabelled(metrics)]}"
 
 
 def _search(report: RunReport) -> Drawing | None:
     rows = report.episodes
-    ruled = len(rows) == 1 and _of_file(report.metrics)  # the single plan of a heuristic is no search
+    ruled = len(rows) == 1 and is_unlabelled(report.metrics)  # the single plan of a heuristic is no search
     if not rows or ruled:
         return None
     best = max(rows, key=lambda row: row.reward)
@@ -363,25 +243,22 @@ def _search(report: RunReport) -> Drawing | None:
     )
 
 
-def _layers(report: RunReport) -> Drawing | None:
-    if not report.layers:
+def _layers(layers: Sequence[LayerRow]) -> Drawing | None:
+    if not layers:
         return None
-    kinds = Counter(layer_kind(row, mixed=False) for row in report.layers)
+    kinds = Counter(layer_kinds(layers)[0])
     rounded = f"{kinds[ONLY_ROUNDED]} {ONLY_ROUNDED}, " if kinds[ONLY_ROUNDED] else ""
-    kept = sum(row.params_after for row in report.layers) / sum(row.params_before for row in report.layers)
-    caption = (
-        f"{counted(len(report.layers), 'layer')}, {rounded}{kinds[LEFT_DENSE]} {LEFT_DENSE}; "
-        f"together they keep {format_share(kept)} of their parameters."
-    )
+    kept = sum(row.params_after for row in layers) / sum(row.params_before for row in layers)
     return drawing(
-        partial(layers_figure, report.layers),
+        partial(layers_figure, layers),
         "layers",
         "Share of its parameters that each layer keeps, and its ranks. The table below holds the numbers.",
-        caption,
+        f"{counted(len(layers), 'layer')}, {rounded}{kinds[LEFT_DENSE]} {LEFT_DENSE}; "
+        f"together they keep {format_share(kept)} of their parameters.",
     )
 
 
-def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
+def _layer_table(layers: Sequence[LayerRow]) -> Table:
     ranked = any(row.ranks for row in layers)
     pruned = any(row.channels for row in layers)
     mixed = len(layer_formats(layers)) > 1
@@ -408,7 +285,7 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table | None:
     caption = "Every layer, before and after."
     if any(row.error and not row.ranks and not row.precision for row in layers):
         caption += " The error of a layer that is left dense is what those in front of it hand on."
-    return text_table(
+    return Table(
         caption,
         [title for title, _ in shown],
         [[cell(row) for _, cell in shown] for row in layers],
@@ -442,6 +319,182 @@ def _fine_tuning(report: RunReport) -> Drawing | None:
         f"Best {score.words}: {score.write(best.accuracy)}, after epoch {best.epoch} "
         f"of {len(report.epochs)}. {heldout_note(report.metrics)}".strip(),
     )
+
+
+_MEASURES = {
+    "latency": "time",
+    "estimated_latency": "time on the device of timing.table, estimated from its layers",
+    "bytes": "bytes",
+    "macs": "multiply-accumulates",
+    "params": "parameters",
+}
+
+
+def measured_plans(metrics: Mapping[str, Any]) -> Table:
+    """Return the table of plans that a search carried out and measured."""
+    plans = (metrics.get("search") or {}).get("measured") or ()
+    rows = [
+        [
+            str(plan["name"]) + (" (taken)" if plan["taken"] else ""),
+            f"{plan['loss']:.4f}",
+            f"{plan['cost']:.3f}",
+            f"{plan['expected_cost']:.3f}",
+        ]
+        for plan in plans
+    ]
+    return Table(_choice(plans), ["Plan", "Loss of score", "Cost", "Expected cost"], rows)
+
+
+def _choice(plans: Sequence[Mapping[str, Any]]) -> str:
+    """Explain which plan was taken."""
+    if not plans:
+        return ""
+    taken = next((plan["name"] for plan in plans if plan["taken"]), None)
+    measure = plans[0]["measure"]
+    done = "scored" if measure.startswith("estimated") else "measured"
+    note = f"Each plan was carried out and {done}; the cost is the {_MEASURES[measure]}."
+    if taken == "all dense":
+        return f"{note} Nothing cheaper loses as little, so you get the original network."
+    if taken is not None:
+        note += (
+            f" {taken[0].upper()}{taken[1:]} was taken: no other is better in one and as good in the other."
+        )
+    return note
+
+
+def device_networks(metrics: Mapping[str, Any]) -> Table:
+    """Return the table of finished networks that another device measured."""
+    found = estimate(metrics)
+    rows = [
+        [
+            str(each["title"]) + (" (this plan)" if each["taken"] else ""),
+            "" if each["score"] is None else f"{each['score']:.4f}",
+            f"{each['milliseconds']:.3g} ms",
+            f"{each['share']:.3f}",
+        ]
+        for each in found.get("networks") or ()
+    ]
+    caption = (
+        f"Measured on the other device ({found.get('conditions')}), whole; scores are of the machine that "
+        "wrote their kit."
+    )
+    return Table(caption, ["Network", "Score", "Time there", "Of the dense one's"], rows)
+
+
+_TIMED = {
+    "baseline_": "the original",
+    "": "the exported file",
+    "dense_int8_": "the original in int8",
+    "nncf_int8_": "the original in NNCF int8",
+}
+"""Titles of files, by the prefix of their numbers."""
+
+
+def runtime_times(metrics: Mapping[str, Any]) -> Table:
+    """Return the table of files in runtimes."""
+    section = metrics.get("runtimes") or {}
+    rows = []
+    for before, title in _TIMED.items():
+        times = {name: number(section, name, f"{before}latency_ms") for name in section}
+        known = {name: time for name, time in times.items() if time is not None}
+        if known:
+            cells = [_cell(section, name, before) for name in section]
+            name = title.removeprefix("the ")
+            rows.append([name[0].upper() + name[1:], *cells, min(known, key=lambda name: known[name])])
+    return Table(_runtime_note(section), ["File", *section, "Fastest in"], rows)
+
+
+def _runtime_note(section: Mapping[str, Any]) -> str:
+    """Explain the fastest file, the runtimes' relative speeds, and their checks."""
+    sentences = ["All were timed in the same turns", *_fastest(section), *_speeds(section), *_checks(section)]
+    sentences = [*_fastest(section), *_speeds(section), *_checks(section)]
+    clocks = {name: entry["clock"] for name, entry in section.items() if "clock" in entry}
+    if len(set(clocks.values())) > 1:
+        walls = [name for name, clock in clocks.items() if clock == "wall"]
+        sentences.append(f"{', '.join(walls)}: timed on the wall, the others in processor time")
+    for name, entry in section.items():
+        if "failed" in entry:
+            sentences.append(f"{name}: not timed, since {entry['failed'].rstrip('.')}")
+    return "".join(f"{sentence}. " for sentence in sentences).rstrip()
+
+
+def _cell(section: Mapping[str, Any], runtime: str, before: str) -> str:
+    """Format a file's time and score in a runtime."""
+    time, score = (number(section, runtime, f"{before}{each}") for each in ("latency_ms", "score"))
+    if time is None:
+        return UNKNOWN
+    return format_latency(time) + ("" if score is None else f", {format_accuracy(score)}")
+
+
+def _fastest(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence on the fastest file and its runtime."""
+    times = {
+        (name, before): time
+        for name in section
+        for before in _TIMED
+        if (time := number(section, name, f"{before}latency_ms")) is not None
+    }
+    if times:
+        runtime, before = min(times, key=lambda key: times[key])
+        yield f"Fastest is {_TIMED[before]} in {runtime}"
+
+
+def _speeds(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each runtime on its times relative to onnxruntime's."""
+    for name in section:
+        changes = []
+        for before, title in _TIMED.items():
+            ends = ("", "_low", "_high")
+            faster, low, high = (number(section, name, f"{before}latency_runtime_ratio{end}") for end in ends)
+            if faster is not None:
+                changes.append(f"{title} {format_speed(faster, low, high)}")
+        if changes:
+            yield f"{name} against {DEFAULT_RUNTIME}: {', '.join(changes)}"
+
+
+def _checks(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each runtime on the difference of its outputs from PyTorch's."""
+    for name in section:
+        difference, agreement = (number(section, name, key) for key in ("max_abs_difference", "agreement"))
+        if difference is not None:
+            yield f"{name}: outputs differ from PyTorch by at most {difference:.1e}"
+        if agreement is not None and agreement < 1:
+            share = format_accuracy(agreement)
+            yield f"{name}: {_TIMED['']} gives the class of PyTorch on {share} of the held-out images"
+
+
+_LAYER_COSTS = (
+    "Layers by what their compression loses: shares of the sum of the losses at the network's output, as the "
+    "search estimated them. A layer that loses much and saves little is one to leave as it is: "
+    "decomposition.skip=[NAME]."
+)
+
+
+def layer_costs(metrics: Mapping[str, Any]) -> Table:
+    """Return the table of what each layer's compression loses and saves."""
+    layers = metrics.get("layers") or ()
+    whole = sum(layer["loss"] for layer in layers) or 1.0
+    timed = any(layer["saved_time"] is not None for layer in layers)
+    columns = ["Layer", "Loss", "Parameters saved", "MACs saved", *(["Time saved"] if timed else [])]
+    rows = [
+        [
+            layer["name"],
+            format_share(layer["loss"] / whole),
+            _signed(layer["saved_params"]),
+            _signed(layer["saved_macs"]),
+            *([_time(layer["saved_time"])] if timed else []),
+        ]
+        for layer in layers
+    ]
+    return Table(_LAYER_COSTS, columns, rows)
+
+
+def _signed(count: int) -> str:
+    return format_large(count) if count >= 0 else f"−{format_large(-count)}"
+
+
+def _time(share: float | None) -> str:
+    return UNKNOWN if share is None else format_share(share).replace("-", "−")
 
 
 def _onnx_facts(metrics: Mapping[str, Any]) -> dict[str, str]:

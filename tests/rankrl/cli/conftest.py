@@ -25,7 +25,7 @@ def _own_folders(tmp_path: Path) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave figures of reports empty: they take half of a small run. The session's fixtures draw theirs."""
-    monkeypatch.setattr("rankrl.report.html_page.inline_svg", lambda *_: "<svg></svg>")
+    monkeypatch.setattr("rankrl.report.figures.inline_svg", lambda *_: "<svg></svg>")
     for module in (comparison, write):
         monkeypatch.setattr(module, "save_figure", _no_figure)
 

@@ -14,7 +14,7 @@ from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost
 from rankrl.plan_search.run import ChosenPlan, layer_costs, search_numbers
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.report.run_tables import layer_cost_rows
+from rankrl.report.write import layer_costs as costs_table
 
 
 def site(name: str, importance: float, *, times: bool) -> CandidateSet:
@@ -43,10 +43,17 @@ def test_losses_and_savings_are_those_of_the_choices(times: bool) -> None:
     )
     assert layer_costs(both, (0, 0, 1)) == layers
     chosen = ChosenPlan(plan=both.plan((0, 0, 1), "greedy"), key=(0, 0, 1), layers=layers)
-    columns, rows = layer_cost_rows(search_numbers(chosen))
-    assert columns == ["Layer", "Loss", "Parameters saved", "MACs saved", *(["Time saved"] if times else [])]
+    table = costs_table(search_numbers(chosen))
+    rows = table.rows
+    assert table.columns == [
+        "Layer",
+        "Loss",
+        "Parameters saved",
+        "MACs saved",
+        *(["Time saved"] if times else []),
+    ]
     assert [row[0] for row in rows] == ["b", "a"]
     assert rows[0][1].startswith("75.0")
     assert search_numbers(replace(chosen, layers=())) == {}
-    assert layer_cost_rows({})[1] == []
+    assert not costs_table({})
     assert np.isclose(sum(float(row[1].split("\N{NO-BREAK SPACE}")[0]) for row in rows), 100, atol=0.2)

@@ -152,7 +152,7 @@ def whole_run() -> RunReport:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the figures of pages empty: where words alone are looked at, drawing takes most of the time."""
-    monkeypatch.setattr("rankrl.report.html_page.inline_svg", lambda *_: "<svg></svg>")
+    monkeypatch.setattr("rankrl.report.figures.inline_svg", lambda *_: "<svg></svg>")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from rankrl.report.comparison import (
     Spread,
     comparison_markdown,
     comparison_page,
-    progress_cells,
+    progress_table,
 )
 
 HOSTILE = '"><script>alert(1)</script>'
@@ -61,15 +61,15 @@ def test_a_single_search_has_no_interval() -> None:
 def test_progress_is_the_best_reward_so_far_of_searches_of_any_length(rows: list[ComparisonRow]) -> None:
     short = dataclasses.replace(row("greedy", 0), seed=None, best_rewards=(0.51,), best_reward=0.51)
     long = dataclasses.replace(row("tpe", 0), best_rewards=tuple(np.linspace(0.4, 0.6, 6)), best_reward=0.6)
-    columns, cells = progress_cells([*rows, short, long])
-    assert columns == ["Selector", "1 plan", "5 plans", "6 plans"]
-    assert {each[0]: each[1:] for each in cells} == {
+    table = progress_table([*rows, short, long])
+    assert table.columns == ["Selector", "1 plan", "5 plans", "6 plans"]
+    assert {each[0]: each[1:] for each in table.rows} == {
         "tpe": ["0.4000", "0.5600", "0.6000"],
         "ddpg": ["0.5000 ± 0.0000", "0.5550 ± 0.0635", "0.5550 ± 0.0635"],
         "random": ["0.5000 ± 0.0000", "0.5550 ± 0.0635", "0.5550 ± 0.0635"],
         "greedy": ["0.5100", "0.5100", "0.5100"],
     }
-    assert cells[0][0] == "tpe"  # the best one
+    assert table.rows[0][0] == "tpe"  # the best one
 
 
 def test_single_plans_have_no_progress(metrics: Mapping[str, Any]) -> None:

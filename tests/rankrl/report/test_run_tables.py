@@ -24,6 +24,7 @@ from rankrl.report import (
 )
 from rankrl.report.run_folder import hardware_line
 from rankrl.report.run_tables import (
+    before_after,
     certificate_card,
     certificate_note,
     format_accuracy,
@@ -33,13 +34,9 @@ from rankrl.report.run_tables import (
     format_share,
     latency_change,
     latency_note,
-    measured_note,
-    measured_rows,
-    runtime_note,
-    runtime_rows,
     stages,
 )
-from rankrl.report.write import comparison_rows
+from rankrl.report.write import measured_plans, runtime_times
 from rankrl.verify.certificate import OWN_SCORE, Basis, certify, uncertified
 
 
@@ -131,7 +128,8 @@ def test_the_terminal_table_holds_every_number(metrics: dict[str, Any]) -> None:
 def test_the_table_shows_sizes_and_the_dense_network_in_integers(metrics: dict[str, Any]) -> None:
     metrics["onnx"] |= {"file_bytes": 500_000, "baseline_file_bytes": 1_000_000, "baseline_latency_ms": 24.0}
     metrics["dense_int8"] = {"accuracy": 0.9, "latency_ratio": 2.0, "file_bytes": 250_000}
-    columns, rows = comparison_rows(metrics)
+    table = before_after(metrics)
+    columns, rows = table.columns, table.rows
     assert columns[-2:] == ["Change", "Dense, int8"]
     cells = {row[0]: row for row in rows}
     assert all(len(row) == len(columns) for row in rows)
@@ -145,7 +143,7 @@ def test_the_table_shows_sizes_and_the_dense_network_in_integers(metrics: dict[s
     assert not [cell for row in rows for cell in row if plain(cell) not in plain(capture.get())]
     assert "Dense," in capture.get()
     del metrics["dense_int8"]
-    assert comparison_rows(metrics)[0][-1] == "Change"
+    assert before_after(metrics).columns[-1] == "Change"
 
 
 def printed(metrics: dict[str, Any]) -> str:
@@ -291,25 +289,23 @@ def metrics(taken: str) -> dict[str, Any]:
 
 
 def test_every_plan_has_a_row_and_the_one_that_was_taken_is_marked() -> None:
-    columns, rows = measured_rows(metrics("all int8"))
-    assert rows == [
+    table = measured_plans(metrics("all int8"))
+    assert table.rows == [
         ["all int8 (taken)", "0.0100", "0.400", "0.410"],
         ["all dense", "0.0000", "1.000", "1.010"],
     ]
-    assert len(columns) == len(rows[0])
-    note = measured_note(metrics("all int8"))
-    assert "the cost is the time." in note
-    assert "All int8 was taken" in note
+    assert len(table.columns) == len(table.rows[0])
+    assert "the cost is the time." in table.caption
+    assert "All int8 was taken" in table.caption
     assert measured_table(metrics("all int8")).row_count == 2
 
 
 def test_the_network_as_it_was_is_said_to_be_that() -> None:
-    assert "you get the original network" in measured_note(metrics("all dense"))
+    assert "you get the original network" in measured_plans(metrics("all dense")).caption
 
 
 def test_a_run_that_measured_no_plan_has_no_table() -> None:
-    assert measured_rows({})[1] == []
-    assert measured_note({}) == ""
+    assert not measured_plans({})
 
 
 def entry(**values: Any) -> dict[str, Any]:
@@ -319,16 +315,17 @@ def entry(**values: Any) -> dict[str, Any]:
 
 
 def noted(**runtimes: dict[str, Any]) -> str:
-    return runtime_note({"runtimes": runtimes}).replace("\N{NO-BREAK SPACE}", " ")
+    caption = runtime_times({"runtimes": runtimes}).caption
+    return caption.removeprefix("All were timed in the same turns. ").replace("\N{NO-BREAK SPACE}", " ")
 
 
 def test_each_file_has_its_row(metrics: dict[str, Any]) -> None:
     assert runtimes_table(metrics).row_count == 0
     openvino = entry(latency_ms=12.5, baseline_latency_ms=51.0, nncf_int8_latency_ms=14.0)
     metrics["runtimes"] = {"onnxruntime": entry(), "openvino": openvino}
-    columns, rows = runtime_rows(metrics)
-    assert columns == ["File", "onnxruntime", "openvino", "Fastest in"]
-    assert [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in rows] == [
+    table = runtime_times(metrics)
+    assert table.columns == ["File", "onnxruntime", "openvino", "Fastest in"]
+    assert [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in table.rows] == [
         ["Original", "50.0 ms", "51.0 ms", "onnxruntime"],
         ["Exported file", "25.0 ms, 90.00 %", "12.5 ms, 90.00 %", "openvino"],
         ["Original in int8", "20.0 ms", "20.0 ms", "onnxruntime"],
@@ -337,7 +334,7 @@ def test_each_file_has_its_row(metrics: dict[str, Any]) -> None:
     assert runtimes_table(metrics).row_count == 4
     page = run_page(RunReport(metrics))
     assert "Runtimes" in page
-    assert runtime_note(metrics) in page
+    assert table.caption in page
 
 
 def test_the_note_says_what_is_faster_where() -> None:
@@ -370,14 +367,14 @@ def test_the_note_names_classes_that_differ_clocks_and_failures() -> None:
 
 
 def test_a_runtime_that_failed_has_a_column_without_numbers() -> None:
-    columns, rows = runtime_rows({"runtimes": {"onnxruntime": entry(), "other": {"failed": "it did"}}})
-    assert columns[2] == "other"
-    assert [row[2] for row in rows] == ["–"] * 3
+    table = runtime_times({"runtimes": {"onnxruntime": entry(), "other": {"failed": "it did"}}})
+    assert table.columns[2] == "other"
+    assert [row[2] for row in table.rows] == ["–"] * 3
 
 
 def test_numbers_that_are_none_are_refused() -> None:
     with pytest.raises(ReportError, match=r"openvino\.latency_ms is 'fast'"):
-        runtime_rows({"runtimes": {"openvino": entry(latency_ms="fast")}})
+        runtime_times({"runtimes": {"openvino": entry(latency_ms="fast")}})
 
 
 ON_IMAGES = Basis("accuracy", "test images")

@@ -94,13 +94,13 @@ def test_a_run_measured_on_a_busy_machine_is_as_fast_as_on_a_quiet_one(tmp_path:
         content["onnx"] = {key: slow * value for key, value in content["onnx"].items()}
         make_run(tmp_path / name, content)
     runs = gather_runs(tmp_path)
-    assert [value for _, value, _ in plotted(runs, "latency")] == pytest.approx([1.0, 1.0])
+    assert [value for _, (value, _) in plotted(runs, "latency")] == pytest.approx([1.0, 1.0])
     assert [value for value, _ in dense_costs(runs, "latency").values()] == [1.0]
 
 
 def test_the_share_of_a_latency_is_that_of_the_turns(tmp_path: Path) -> None:
     make_run(tmp_path / "run", metrics("cp", 0.25))
-    ((_, value, _),) = plotted(gather_runs(tmp_path), "latency")
+    ((_, (value, _)),) = plotted(gather_runs(tmp_path), "latency")
     assert value == pytest.approx(1 / 1.25)
 
 

@@ -27,8 +27,7 @@ from rankrl.report import (
 )
 from rankrl.report.figures import plan_drawing
 from rankrl.report.run_folder import shown_command, write_section
-from rankrl.report.run_tables import remains
-from rankrl.report.write import comparison_rows
+from rankrl.report.run_tables import before_after, remains
 from rankrl.training import EpochRow
 
 VOID = {"meta", "br", "path", "use", "rect"}
@@ -301,13 +300,13 @@ def test_a_bar_for_every_measure_says_what_is_left(document: str, metrics: dict[
         r'<dt>([^<]*)</dt>\s*<dd class="track"><span class="(\w+)" style="width:([\d.]+)%', document
     )
     assert [(name, kind) for name, kind, _ in bars] == [
-        *(("Test accuracy", "good"), ("Parameters", "kept"), ("MACs", "kept"), ("Time", "kept")),
+        *(("Test accuracy", "good"), ("Parameters", "kept"), ("MACs", "kept"), ("Latency", "kept")),
     ]
     assert [float(width) for *_, width in bars] == pytest.approx([98.72, 39.93, 47.99, 76.34], abs=0.01)
     metrics["onnx"] |= {"baseline_file_bytes": 400_000, "latency_ms": 20.0}
     *_, time, size = remains({**metrics, "ratios": {}})
-    assert (time.name, time.share) == ("Time", "86.7\N{NO-BREAK SPACE}%")
-    assert (size.name, size.width, size.is_more) == ("Bytes of the file", 100.0, True)
+    assert (time.title, time.share) == ("Latency", "86.7\N{NO-BREAK SPACE}%")
+    assert (size.title, size.width, size.look) == ("File", 100.0, "more")
     assert remains({"baseline": metrics["baseline"]}) == []
 
 
@@ -322,12 +321,12 @@ def own_score(before: float, after: float, name: str = "mean IoU") -> dict[str, 
 
 def test_the_users_score_leads_under_its_name(whole_run: RunReport) -> None:
     numbers = own_score(0.983, 0.986)
-    _, rows = comparison_rows(numbers)
-    assert [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in rows[:2]] == [
+    rows = before_after(numbers).rows[:2]
+    assert [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in rows] == [
         ["mean IoU", "98.30 %", "98.60 %", "+0.30 points"],
         ["Agreement", "100.00 %", "86.28 %", "−13.72 points"],
     ]
-    assert [bar.name for bar in remains(numbers)][:2] == ["mean IoU", "Agreement"]
+    assert [bar.title for bar in remains(numbers)][:2] == ["mean IoU", "Agreement"]
     assert "for a mean IoU of 98.60\N{NO-BREAK SPACE}% instead of 98.30" in conclusion(numbers)
     page = run_page(dataclasses.replace(whole_run, metrics=numbers))
     assert '<dt>mean IoU</dt><dd class="value">98.60' in page
@@ -341,9 +340,9 @@ def test_the_users_score_leads_under_its_name(whole_run: RunReport) -> None:
 )
 def test_a_score_that_is_no_share_is_written_as_it_is(before: float, after: float, cells: list[str]) -> None:
     numbers = own_score(before, after, "PSNR")
-    assert comparison_rows(numbers)[1][0] == ["PSNR", *cells]
+    assert before_after(numbers).rows[0] == ["PSNR", *cells]
     assert f"PSNR of {cells[1]} instead of {cells[0]}" in conclusion(numbers)
-    assert next(bar.name for bar in remains(numbers) if bar.good_if_kept) == (
+    assert next(bar.title for bar in remains(numbers) if not bar.cost) == (
         "PSNR" if before > 0 else "Agreement"
     )
 
