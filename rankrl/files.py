@@ -80,7 +80,7 @@ PREVIOUS = ".previous"
 
 RESULTS = (
     *(METRICS, "plan.json", "model.safetensors", "model.onnx", "report.html"),
-    *(f"plots/{name}.png" for name in ("reward", "layers", "finetune", "rewards", "accuracies")),
+    *(f"plots/{name}.png" for name in ("reward", "layers", "finetune", "rewards")),
 )
 """Files that a run writes last, the mark first."""
 _FILES = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -27,12 +26,11 @@ from rankrl.report.figures import (
     is_narrow,
     number_axis,
     panels,
-    percent_axis,
     style_axes,
     upper_legend,
     whole_axis,
 )
-from rankrl.report.run_tables import UNKNOWN, Table, heldout_note, number, rival_note
+from rankrl.report.run_tables import UNKNOWN, Table, format_accuracy, heldout_note, number, rival_note
 from rankrl.report.write import Head, render, run_title, save_figure
 
 
@@ -200,20 +198,6 @@ def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WI
     return figure
 
 
-def accuracies_figure(
-    rows: Sequence[ComparisonRow], baseline: float | None = None, size: tuple[float, float] = WIDE
-) -> Figure:
-    """Draw the test accuracy of every search's plan, before and after fine-tuning."""
-    figure, (axes,) = panels(size, 1)
-    style_axes(axes, "", "test accuracy")
-    _draw_accuracies(axes, rows)
-    if baseline is not None:
-        axes.axhline(baseline, color=PALETTE["muted"], linewidth=1.1, linestyle=(0, (5, 3)), label="dense")
-    percent_axis(axes)
-    upper_legend(figure, columns=3)
-    return figure
-
-
 def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     longest = max(len(row.best_rewards) for row in rows)
     episodes = np.arange(1, longest + 1)
@@ -236,23 +220,6 @@ def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
             axes.fill_between(episodes, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0)
 
 
-def _draw_accuracies(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
-    names = [summary.selector for summary in summarise(rows)]
-    for label, attribute, colour, offset in (
-        ("before fine-tuning", "test_accuracy", "second", -0.12),
-        ("after fine-tuning", "finetuned_accuracy", "accent", 0.12),
-    ):
-        values = [(names.index(row.selector) + offset, getattr(row, attribute)) for row in rows]
-        points = [point for point in values if point[1] is not None]
-        if points:
-            axes.plot(
-                *zip(*points, strict=True), "o", color=PALETTE[colour], markersize=5, alpha=0.8, label=label
-            )
-    labels = [re.sub("(?<=[:,])", "\n", name) for name in names]  # broken, as long names shrink the panel
-    axes.set_xticks(range(len(names)), labels, rotation=60 if len(names) > 4 else 0)
-    axes.set_xlim(-0.6, len(names) - 0.4)
-
-
 _CAPTION = (
     "Every selector had the same evaluator, the same fits and as many evaluations. Test images gave the test "
     "accuracy and nothing else. Best reward first."
@@ -263,11 +230,12 @@ def comparison_page(
     rows: Sequence[ComparisonRow], metrics: Mapping[str, Any], setup: Mapping[str, str]
 ) -> str:
     """Write the page of a comparison as one self-contained HTML document."""
-    baseline = number(metrics, "baseline", "accuracy")
     rival = rival_note(metrics)
     note = interval_note(summary.runs for summary in summarise(rows))
     explained = f" Numbers: {note}." if note else ""
-    notes = (f"{_CAPTION}{explained}", f"{rival}." if rival else "", heldout_note(metrics))
+    accuracy = number(metrics, "baseline", "accuracy")
+    dense = "" if accuracy is None else f"The dense network has {format_accuracy(accuracy)}."
+    notes = (f"{_CAPTION}{explained}", dense, f"{rival}." if rival else "", heldout_note(metrics))
     return render(
         Head(f"Selectors compared: {run_title(metrics)}", warnings=metrics.get("warnings") or ()),
         {
@@ -281,14 +249,6 @@ def comparison_page(
                 ),
                 "table": progress_table(rows, f"{_PROGRESS}{explained}"),
             },
-            "Test accuracy": {
-                "figure": drawing(
-                    partial(accuracies_figure, rows, baseline),
-                    "accuracies",
-                    "Test accuracy of every search's plan. The table above holds the means.",
-                    "One dot for each search.",
-                )
-            },
             "Setup": {"facts": setup},
         },
     )
@@ -301,8 +261,6 @@ def write_comparison(
     write_atomically(folder / "compare.csv", comparison_csv(rows))
     write_atomically(folder / "compare.md", comparison_markdown(rows))
     save_figure(rewards_figure(rows), folder / "plots" / "rewards.png")
-    baseline = number(metrics, "baseline", "accuracy")
-    save_figure(accuracies_figure(rows, baseline), folder / "plots" / "accuracies.png")
     document = folder / "report.html"
     write_atomically(document, comparison_page(rows, metrics, setup))
     return document

@@ -123,7 +123,7 @@ class Column:
     key: str
     title: str
     value: Callable[[GatheredRun], Any]
-    write: Callable[[float | None], str] | None = None
+    write: Callable[[float], str] | None = None
     optional: bool = False
     words: Callable[[GatheredRun], str | None] | None = None
     is_measure: bool = False
@@ -132,6 +132,12 @@ class Column:
     def is_text(self) -> bool:
         """Whether it holds words."""
         return self.write is None
+
+    def text(self, value: Any) -> str:
+        """Write a value of the column."""
+        if value in (None, ""):
+            return UNKNOWN
+        return str(value) if self.write is None else self.write(value).replace("-", "−")
 
 
 def _final(name: str) -> Callable[[GatheredRun], Any]:
@@ -162,16 +168,8 @@ def _reduction(measure: str, attribute: str) -> Callable[[GatheredRun], float | 
     return value
 
 
-def _write_points(points: float | None) -> str:
-    return UNKNOWN if points is None else f"{points:+.2f}".replace("-", "−")
-
-
-def _write_number(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:g}"
-
-
-def _write_ratio(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.2f}×"
+_write_number = "{:g}".format
+_write_ratio = "{:.2f}×".format
 
 
 def _unchanged(run: GatheredRun) -> str | None:
@@ -187,11 +185,7 @@ def _write_score(run: GatheredRun) -> str | None:
     return None if score is None else score.write(score.after)
 
 
-def _measure(
-    key: str, title: str, value: Callable[[GatheredRun], Any], write: Callable[[float | None], str]
-) -> Column:
-    return Column(key, title, value, write, is_measure=True)
-
+_measure = partial(Column, is_measure=True)
 
 SCORE = "score"
 COLUMNS = (
@@ -201,25 +195,18 @@ COLUMNS = (
     Column("dataset", "Dataset", lambda run: run.named("dataset"), optional=True),
     Column("selector", "Selector", lambda run: run.named("selector"), optional=True),
     Column("task", "Task", lambda run: run.named("task"), optional=True),
-    Column("seed", "Seed", lambda run: run.metrics.get("seed"), lambda seed: f"{seed:g}", optional=True),
+    Column("seed", "Seed", lambda run: run.metrics.get("seed"), _write_number, optional=True),
     Column("score_name", "Scored by", lambda run: run.named("score_name"), optional=True),
-    Column(SCORE, "Score", _score, _write_number, words=_write_score, is_measure=True),
+    _measure(SCORE, "Score", _score, _write_number, words=_write_score),
     _measure("accuracy", "Test accuracy", _accuracy, format_accuracy),
-    _measure("accuracy_change_points", "Change, points", _change, _write_points),
+    _measure("accuracy_change_points", "Change, points", _change, "{:+.2f}".format),
     _measure("agreement", "Agreement", _final("agreement"), format_accuracy),
     _measure("params", "Parameters", _final("params"), format_count),
     _measure("params_ratio", "Fewer parameters", _reduction("params", "params"), _write_ratio),
     _measure("macs", "MACs", _final("macs"), format_large),
     _measure("macs_ratio", "Fewer MACs", _reduction("macs", "macs"), _write_ratio),
     _measure("latency_ms", "Latency", _final("latency_ms"), format_latency),
-    Column(
-        "latency_ratio",
-        "Faster",
-        _reduction("latency", "latency_ms"),
-        _write_ratio,
-        words=_unchanged,
-        is_measure=True,
-    ),
+    _measure("latency_ratio", "Faster", _reduction("latency", "latency_ms"), _write_ratio, words=_unchanged),
     _measure("file_bytes", "File", _final("file_bytes"), format_bytes),
     Column("best_in", "Best in", lambda run: ", ".join(run.best_in)),
     Column("folder", "Folder", lambda run: str(run.folder)),
@@ -272,12 +259,8 @@ def shared_values(runs: Sequence[GatheredRun]) -> dict[str, str]:
 
 
 def _written(column: Column, run: GatheredRun) -> str:
-    """Return a run's value in a column as text for the page."""
-    value = column.value(run)
-    if column.write is None:
-        return UNKNOWN if value in (None, "") else str(value)
     words = None if column.words is None else column.words(run)
-    return words or (UNKNOWN if value is None else column.write(value))
+    return words or column.text(column.value(run))
 
 
 def _best_first(runs: Sequence[GatheredRun]) -> list[GatheredRun]:
@@ -528,67 +511,47 @@ def _draw(axes: Axes, runs: Sequence[GatheredRun], cost: str, styles: Mapping[st
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-_CAPTION = "Runs that differ in nothing but their seed"
 _NO_MEANS = ("seed", "folder", "best_in")
 
 
 def mean_rows(runs: Sequence[GatheredRun]) -> list[dict[str, Any]]:
     """Return a row of means for each group of finished runs that differ in the seed alone."""
-    rows = []
+    finished = [run for run in runs if run.status == "finished"]
     columns = [column for column in (*varied_columns(runs), *COLUMNS) if column.key not in _NO_MEANS]
-    for group in seed_groups(runs):
-        row: dict[str, Any] = {"runs": len(group)}
-        for column in columns:
-            if not column.is_measure:
-                row[column.key] = column.value(group[0])
-                continue
-            spread = _spread(group, column.value)
-            row[column.key] = None if spread is None else spread.mean
-            row[f"{column.key}_interval"] = None if spread is None else spread.half_width
-        rows.append(row)
-    return rows
+    groups: dict[str, list[GatheredRun]] = {}
+    for run in finished:
+        asked = [column.value(run) for column in columns if not column.is_measure]
+        groups.setdefault(repr(asked), []).append(run)
+    return [_mean_row(group, columns) for group in groups.values()]
+
+
+def _mean_row(group: Sequence[GatheredRun], columns: Sequence[Column]) -> dict[str, Any]:
+    row: dict[str, Any] = {"runs": len(group)}
+    for column in columns:
+        if not column.is_measure:
+            row[column.key] = column.value(group[0])
+            continue
+        values = [value for run in group if (value := column.value(run)) is not None]
+        spread = Spread.of(values) if values else None
+        row[column.key] = None if spread is None else spread.mean
+        row[f"{column.key}_interval"] = None if spread is None else spread.half_width
+    return row
 
 
 def mean_table(runs: Sequence[GatheredRun]) -> Table:
     """Return the table of means for the page; without rows if no two runs differ in the seed alone."""
-    groups = seed_groups(runs)
-    if len(groups) == len(runs):
-        groups = []
+    rows = mean_rows(runs)
     columns = [column for column in shown_columns(runs) if column.key not in _NO_MEANS]
-    cells = [[*(_cell(group, column) for column in columns), str(len(group))] for group in groups]
+    caption = f"Runs that differ in nothing but their seed: {interval_note(row['runs'] for row in rows)}."
+    cells = [[*(_mean(column, row) for column in columns), str(row["runs"])] for row in rows]
     words = [index for index, column in enumerate(columns) if column.is_text]
-    caption = f"{_CAPTION}: {interval_note(map(len, groups))}."
-    return Table(caption, [*(column.title for column in columns), "Runs"], cells, words)
+    several = len(rows) < len(runs)
+    return Table(caption, [*(column.title for column in columns), "Runs"], cells if several else [], words)
 
 
-def seed_groups(runs: Sequence[GatheredRun]) -> list[list[GatheredRun]]:
-    """Group the finished runs that differ in the seed alone."""
-    finished = [run for run in runs if run.status == "finished"]
-    columns = [
-        column
-        for column in (*varied_columns(finished), *COLUMNS)
-        if not column.is_measure and column.key not in _NO_MEANS
-    ]
-    groups: dict[str, list[GatheredRun]] = {}
-    for run in finished:
-        groups.setdefault(repr([column.value(run) for column in columns]), []).append(run)
-    return list(groups.values())
-
-
-def _spread(runs: Sequence[GatheredRun], value: Callable[[GatheredRun], Any]) -> Spread | None:
-    values = [number for number in map(value, runs) if number is not None]
-    return Spread.of(values) if values else None
-
-
-def _cell(group: Sequence[GatheredRun], column: Column) -> str:
-    if not column.is_measure or column.write is None:
-        return _written(column, group[0])
-    spread = _spread(group, column.value)
-    if spread is None:
-        return UNKNOWN
-    mean = column.write(spread.mean)
-    half = column.write(spread.half_width).lstrip("+") if spread.half_width else ""
-    return f"{mean} ±\N{NO-BREAK SPACE}{half}" if half else mean
+def _mean(column: Column, row: Mapping[str, Any]) -> str:
+    mean, half = column.text(row[column.key]), row.get(f"{column.key}_interval")
+    return f"{mean} ±\N{NO-BREAK SPACE}{column.text(half).lstrip('+')}" if half else mean
 
 
 PAGE_FILE = "report.html"

@@ -47,7 +47,6 @@ from rankrl.report.run_tables import (
     estimate,
     estimate_note,
     format_accuracy,
-    format_bytes,
     format_count,
     format_large,
     format_latency,
@@ -160,9 +159,8 @@ def run_page(report: RunReport) -> str:
             "Layers": {
                 "plan": plan_drawing(layers),
                 "figure": _layers(layers),
-                "table": _layer_table(layers),
+                "table": _layer_table(report),
             },
-            "What each layer costs": {"table": layer_costs(metrics)},
             "Fine-tuning": {"figure": _fine_tuning(report)},
             "ONNX file": {"facts": _onnx_facts(metrics)},
             "Files": {"files": report.files},
@@ -206,6 +204,10 @@ def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
+_ONNX = (
+    *("max_abs_difference", "agreement", "accuracy"),
+    *("latency_low_ms", "latency_high_ms", "baseline_latency_low_ms", "baseline_latency_high_ms"),
+)
 _SCORED = {
     False: "on held-out images before fine-tuning",
     True: "(1 − relative error of the outputs, unless another score was chosen) before the refit",
@@ -258,7 +260,9 @@ def _layers(layers: Sequence[LayerRow]) -> Drawing | None:
     )
 
 
-def _layer_table(layers: Sequence[LayerRow]) -> Table:
+def _layer_table(report: RunReport) -> Table:
+    layers, lost_by = report.layers, {each["name"]: each for each in report.metrics.get("layers") or ()}
+    lost = sum(each["loss"] for each in lost_by.values()) or 1.0
     ranked = any(row.ranks for row in layers)
     pruned = any(row.channels for row in layers)
     mixed = len(layer_formats(layers)) > 1
@@ -275,6 +279,12 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table:
         ("MACs before", True, lambda row: format_large(row.macs_before)),
         ("MACs after", True, lambda row: format_large(row.macs_after)),
         ("Relative error", any(row.error is not None for row in layers), _error),
+        ("Share of the loss", bool(lost_by), lambda row: _share(lost_by, row, "loss", lost)),
+        (
+            "Time saved",
+            any(each["saved_time"] is not None for each in lost_by.values()),
+            lambda row: _share(lost_by, row, "saved_time"),
+        ),
         (
             "Outputs stay because" if pruned and not ranked else "Left dense because",
             reasoned,
@@ -285,12 +295,22 @@ def _layer_table(layers: Sequence[LayerRow]) -> Table:
     caption = "Every layer, before and after."
     if any(row.error and not row.ranks and not row.precision for row in layers):
         caption += " The error of a layer that is left dense is what those in front of it hand on."
+    if lost_by:
+        caption += (
+            " Shares are of the sum of the losses at the network's output, as the search estimated them. A layer "
+            "that loses much and saves little is one to leave as it is: decomposition.skip=[NAME]."
+        )
     return Table(
         caption,
         [title for title, _ in shown],
         [[cell(row) for _, cell in shown] for row in layers],
         text_columns=(0, len(shown) - 1) if reasoned else (0,),
     )
+
+
+def _share(costs: Mapping[str, Any], row: LayerRow, key: str, whole: float = 1.0) -> str:
+    value = costs.get(row.name, {}).get(key)
+    return UNKNOWN if value is None else format_share(value / whole).replace("-", "−")
 
 
 def _channels(row: LayerRow) -> str:
@@ -405,17 +425,15 @@ def runtime_times(metrics: Mapping[str, Any]) -> Table:
 
 
 def _runtime_note(section: Mapping[str, Any]) -> str:
-    """Explain the fastest file, the runtimes' relative speeds, and their checks."""
-    sentences = ["All were timed in the same turns", *_fastest(section), *_speeds(section), *_checks(section)]
-    sentences = [*_fastest(section), *_speeds(section), *_checks(section)]
+    """Explain the runtimes' relative speeds, clocks and checks."""
+    sentences = ["All were timed in the same turns"]
     clocks = {name: entry["clock"] for name, entry in section.items() if "clock" in entry}
     if len(set(clocks.values())) > 1:
         walls = [name for name, clock in clocks.items() if clock == "wall"]
         sentences.append(f"{', '.join(walls)}: timed on the wall, the others in processor time")
-    for name, entry in section.items():
-        if "failed" in entry:
-            sentences.append(f"{name}: not timed, since {entry['failed'].rstrip('.')}")
-    return "".join(f"{sentence}. " for sentence in sentences).rstrip()
+    for name in section:
+        sentences += [f"{name}: {fact}" for fact in _runtime_facts(section, name)]
+    return " ".join(f"{sentence}." for sentence in sentences)
 
 
 def _cell(section: Mapping[str, Any], runtime: str, before: str) -> str:
@@ -426,102 +444,40 @@ def _cell(section: Mapping[str, Any], runtime: str, before: str) -> str:
     return format_latency(time) + ("" if score is None else f", {format_accuracy(score)}")
 
 
-def _fastest(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence on the fastest file and its runtime."""
-    times = {
-        (name, before): time
-        for name in section
-        for before in _TIMED
-        if (time := number(section, name, f"{before}latency_ms")) is not None
-    }
-    if times:
-        runtime, before = min(times, key=lambda key: times[key])
-        yield f"Fastest is {_TIMED[before]} in {runtime}"
-
-
-def _speeds(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each runtime on its times relative to onnxruntime's."""
-    for name in section:
-        changes = []
-        for before, title in _TIMED.items():
-            ends = ("", "_low", "_high")
-            faster, low, high = (number(section, name, f"{before}latency_runtime_ratio{end}") for end in ends)
-            if faster is not None:
-                changes.append(f"{title} {format_speed(faster, low, high)}")
-        if changes:
-            yield f"{name} against {DEFAULT_RUNTIME}: {', '.join(changes)}"
-
-
-def _checks(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each runtime on the difference of its outputs from PyTorch's."""
-    for name in section:
-        difference, agreement = (number(section, name, key) for key in ("max_abs_difference", "agreement"))
-        if difference is not None:
-            yield f"{name}: outputs differ from PyTorch by at most {difference:.1e}"
-        if agreement is not None and agreement < 1:
-            share = format_accuracy(agreement)
-            yield f"{name}: {_TIMED['']} gives the class of PyTorch on {share} of the held-out images"
-
-
-_LAYER_COSTS = (
-    "Layers by what their compression loses: shares of the sum of the losses at the network's output, as the "
-    "search estimated them. A layer that loses much and saves little is one to leave as it is: "
-    "decomposition.skip=[NAME]."
-)
-
-
-def layer_costs(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of what each layer's compression loses and saves."""
-    layers = metrics.get("layers") or ()
-    whole = sum(layer["loss"] for layer in layers) or 1.0
-    timed = any(layer["saved_time"] is not None for layer in layers)
-    columns = ["Layer", "Loss", "Parameters saved", "MACs saved", *(["Time saved"] if timed else [])]
-    rows = [
-        [
-            layer["name"],
-            format_share(layer["loss"] / whole),
-            _signed(layer["saved_params"]),
-            _signed(layer["saved_macs"]),
-            *([_time(layer["saved_time"])] if timed else []),
-        ]
-        for layer in layers
-    ]
-    return Table(_LAYER_COSTS, columns, rows)
-
-
-def _signed(count: int) -> str:
-    return format_large(count) if count >= 0 else f"−{format_large(-count)}"
-
-
-def _time(share: float | None) -> str:
-    return UNKNOWN if share is None else format_share(share).replace("-", "−")
-
-
-def _onnx_facts(metrics: Mapping[str, Any]) -> dict[str, str]:
-    values = {}
-    difference = number(metrics, "onnx", "max_abs_difference")
-    agreement = number(metrics, "onnx", "agreement")
+def _runtime_facts(section: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yield a runtime's speed relative to onnxruntime's, and how its outputs differ from PyTorch's."""
+    changes = []
+    for before, title in _TIMED.items():
+        ends = ("", "_low", "_high")
+        faster, low, high = (number(section, name, f"{before}latency_runtime_ratio{end}") for end in ends)
+        if faster is not None:
+            changes.append(f"{title} {format_speed(faster, low, high)}")
+    if changes:
+        yield f"against {DEFAULT_RUNTIME}, {', '.join(changes)}"
+    difference, agreement = (number(section, name, key) for key in ("max_abs_difference", "agreement"))
     if difference is not None:
-        before = "" if agreement is None else ", before rounding"
-        values[f"Largest difference from PyTorch{before}"] = f"{difference:.1e}"
-    if agreement is not None:
-        values["Agreement with PyTorch, with rounding"] = format_accuracy(agreement)
-    accuracy = number(metrics, "onnx", "accuracy")
-    if accuracy is not None:
-        values["Test accuracy measured from the file"] = format_accuracy(accuracy)
-    size = number(metrics, "onnx", "file_bytes")
-    if size is not None:
-        values["File size"] = format_bytes(size)
+        yield f"outputs differ from PyTorch by at most {difference:.1e}"
+    if agreement is not None and agreement < 1:
+        share = format_accuracy(agreement)
+        yield f"{_TIMED['']} gives the class of PyTorch on {share} of the held-out images"
+    if "failed" in section[name]:
+        yield f"not timed, since {section[name]['failed'].rstrip('.')}"
+
+
+def _onnx_facts(metrics: Mapping[str, Any]) -> dict[str, str | None]:
+    onnx = {key: number(metrics, "onnx", key) for key in _ONNX}
+    rounded = ", before rounding" if onnx["agreement"] is not None else ""
+    difference = onnx["max_abs_difference"]
+    values = {
+        f"Largest difference from PyTorch{rounded}": None if difference is None else f"{difference:.1e}",
+        "Agreement with PyTorch, with rounding": format_accuracy(onnx["agreement"]),
+        "Test accuracy measured from the file": format_accuracy(onnx["accuracy"]),
+    }
     for name, prefix in (("Latency of the original", "baseline_latency"), ("Latency of the file", "latency")):
-        median = number(metrics, "onnx", f"{prefix}_ms")
-        if median is not None:
-            low, high = (
-                number(metrics, "onnx", f"{prefix}_low_ms"),
-                number(metrics, "onnx", f"{prefix}_high_ms"),
-            )
-            spread = f", 10th to 90th percentile {low:.3g} to {high:.3g} ms" if low and high else ""
-            values[name] = f"median {format_latency(median)}{spread}"
-    return values
+        low, high = onnx[f"{prefix}_low_ms"], onnx[f"{prefix}_high_ms"]
+        if low and high:
+            values[name] = f"10th to 90th percentile {low:.3g} to {high:.3g} ms"
+    return {name: value for name, value in values.items() if value not in (None, UNKNOWN)}
 
 
 _DOTS_PER_INCH = 160

@@ -89,7 +89,7 @@ def test_half_of_what_is_held_out_certifies_a_loss_that_is_accepted(tmp_path: Pa
     page = (tmp_path / "report.html").read_text()
     assert "On 40 unseen held-out inputs it " in page
     layers = json.loads((tmp_path / "metrics.json").read_text())["layers"]
-    assert "What each layer costs" in page
+    assert "Share of the loss" in page
     compressed = {layer.name for layer in result.plan if layer.operations}
     assert {layer["name"] for layer in layers} == compressed
     assert [layer["loss"] for layer in layers] == sorted((layer["loss"] for layer in layers), reverse=True)

@@ -97,7 +97,7 @@ def test_a_comparison_has_a_row_for_every_search(whole: Path) -> None:
     assert metrics["compare"]["greedy"]["best_reward"]["half_width"] is None
     assert metrics["compare"][LOCAL]["best_reward"]["half_width"] >= 0
     assert metrics["search"]["best_reward"] == max(float(row["best_reward"]) for row in found)
-    for name in ("compare.md", "report.html", "plots/rewards.png", "plots/accuracies.png", "plan.json"):
+    for name in ("compare.md", "report.html", "plots/rewards.png", "plan.json"):
         assert (whole / name).stat().st_size > 0, name
     written = (whole / "compare.md").read_text()
     assert f"| {LOCAL} | 2 |" in written

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from decomposition import list_formats
 from rankrl.report import EpisodeRow, LayerRow
-from rankrl.report.comparison import ComparisonRow, accuracies_figure, rewards_figure
+from rankrl.report.comparison import ComparisonRow, rewards_figure
 from rankrl.report.figures import (
     NARROW,
     WIDE,
@@ -201,8 +201,6 @@ def test_every_figure_of_a_comparison_has_true_labels(
 ) -> None:
     rows = comparison_rows(count, length)
     assert_true_figure(rewards_figure(rows, size))
-    for baseline in (None, 0.9173, 1.0):
-        assert_true_figure(accuracies_figure(rows, baseline, size))
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW])
