@@ -673,7 +673,8 @@ def _pareto(runs: Sequence[GatheredRun]) -> Drawing | None:
 
 
 def _table(runs: Sequence[GatheredRun]) -> Table:
-    columns, shown = shown_columns(runs), _best_first(runs)
+    columns = [column for column in shown_columns(runs) if column.key != "folder"]  # which the link names
+    shown = _best_first(runs)
     return Table(
         "The first column leads to the run's own page. A run is "
         "best in a cost where nothing that costs no more is as accurate, and in all at once where no other "

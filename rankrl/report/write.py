@@ -297,8 +297,8 @@ def _layer_table(report: RunReport) -> Table:
         caption += " The error of a layer that is left dense is what those in front of it hand on."
     if lost_by:
         caption += (
-            " Shares are of the sum of the losses at the network's output, as the search estimated them. A layer "
-            "that loses much and saves little is one to leave as it is: decomposition.skip=[NAME]."
+            " Shares are of the sum of the losses at the network's output, as the search estimated them. A "
+            "layer that loses much and saves little is one to leave as it is: decomposition.skip=[NAME]."
         )
     return Table(
         caption,
