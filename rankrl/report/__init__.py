@@ -12,7 +12,7 @@ from rankrl.report.run_folder import (
     read_metrics,
 )
 from rankrl.report.run_tables import ReportError, heldout_note
-from rankrl.report.sweep_page import load_runs, results_table, sweep_page, write_sweep_report
+from rankrl.report.sweep_page import load_runs, results_table, write_sweep_report
 from rankrl.report.write import (
     conclusion,
     device_table,
@@ -42,7 +42,6 @@ __all__ = [
     "run_page",
     "runtimes_table",
     "summary_table",
-    "sweep_page",
     "write_report",
     "write_sweep_report",
 ]

@@ -324,7 +324,8 @@ class Measure:
         """The CSS class of its bar: a quality, a cost that has fallen, or one that has grown."""
         if not self.cost:
             return "good"
-        return "more" if self.kept is not None and self.kept > 1 else "kept"
+        has_grown = self.kept is not None and self.kept > 1 and self.change != UNCHANGED
+        return "more" if has_grown else "kept"
 
 
 HELDOUT_ACCURACY = Measure("Held-out accuracy")

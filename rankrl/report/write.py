@@ -224,8 +224,7 @@ def _scored(metrics: Mapping[str, Any], value: float) -> str:
 
 def _search(report: RunReport) -> Drawing | None:
     rows = report.episodes
-    ruled = len(rows) == 1 and is_unlabelled(report.metrics)  # the single plan of a heuristic is no search
-    if not rows or ruled:
+    if len(rows) < 2:  # the single plan of a heuristic is no search
         return None
     best = max(rows, key=lambda row: row.reward)
     seconds = number(report.metrics, "search", "seconds")

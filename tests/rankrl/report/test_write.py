@@ -213,7 +213,8 @@ def test_one_thing_is_not_called_several(
     metrics["onnx"]["threads"] = count
     row = LayerRow("conv", (8, 3, 3, 3), (), 216, 108, 9000, 4500)
     page = run_page(RunReport(metrics, [row] * count, episodes[:count]))
-    for noun in ("layer", "thread", "evaluated plan"):
+    assert ("2 evaluated plans" in page) == (count == 2)  # one plan is no search
+    for noun in ("layer", "thread"):
         assert re.search(rf"\b{count} {noun}{'' if count == 1 else 's'}\b", page), noun
 
 
@@ -307,6 +308,10 @@ def test_a_bar_for_every_measure_says_what_is_left(document: str, metrics: dict[
     *_, time, size = remains({**metrics, "ratios": {}})
     assert (time.title, time.share) == ("Latency", "86.7\N{NO-BREAK SPACE}%")
     assert (size.title, size.width, size.look) == ("File", 100.0, "more")
+    slower = {**metrics, "ratios": {"latency": 0.5}}
+    assert [bar.look for bar in remains(slower) if bar.title == "Latency"] == ["more"]
+    slower["ratios"]["latency"] = 0.999
+    assert [bar.look for bar in remains(slower) if bar.title == "Latency"] == ["kept"]
     assert remains({"baseline": metrics["baseline"]}) == []
 
 
