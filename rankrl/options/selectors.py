@@ -55,16 +55,9 @@ class AgentOptions:
     plans_per_step: int = 1
 
     def __post_init__(self) -> None:
-        least = {
-            "batch_size": 1,
-            "warmup_episodes": 0,
-            "warmup_noise": 0.0,
-            "noise": 0.0,
-            "plans_per_step": 1,
-        }
-        for name, bound in least.items():
-            if not getattr(self, name) >= bound:
-                raise ConfigError(f"selector.{name} must be at least {bound}, got {getattr(self, name)}")
+        for name in ("features", "hidden"):  # lists, where they come from a file
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _check_least(self, batch_size=1, warmup_episodes=0, warmup_noise=0.0, noise=0.0, plans_per_step=1)
         if not self.learning_rate > 0:
             raise ConfigError(f"selector.learning_rate must be positive, got {self.learning_rate}")
         if any(units < 1 for units in self.hidden):
@@ -72,19 +65,6 @@ class AgentOptions:
         updates = self.updates_per_episode
         if updates is not None and updates < 1:
             raise ConfigError(f"selector.updates_per_episode must be at least 1 or null, got {updates}")
-
-    def noise_at(self, episode: int, episodes: int) -> float:
-        """Return the standard deviation of the policy's noise.
-
-        Args:
-            episode: Number of the episode, from 0 on.
-            episodes: Episodes that the decay spans.
-        """
-        if self.noise == 0:
-            return 0.0
-        first, last = self.warmup_episodes, max(episodes - 1, self.warmup_episodes + 1)
-        progress = min(1.0, max(0.0, (episode - first) / (last - first)))
-        return self.noise * (min(FINAL_SCALE, self.noise) / self.noise) ** progress
 
 
 def check_importance_scale(scale: float) -> None:

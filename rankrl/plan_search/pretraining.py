@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,11 @@ from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, NonFiniteError
 from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
 from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask, linear_layers
-from rankrl.plan_search.envs.actions import ImportanceMap
-from rankrl.plan_search.envs.observations import DESCRIBING, Feature, ObservationEncoder
+from rankrl.plan_search.envs.observations import DESCRIBING, Feature
+from rankrl.plan_search.envs.rank_selection import RankSelectionEnv, repeat, rollout
 from rankrl.plan_search.scores.evaluators import PlanEvaluator, ScoreMetric
 from rankrl.plan_search.scores.scoring import ImageScoring
-from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.state_file import read_state, write_state
 
 log = logging.getLogger(__name__)
@@ -113,35 +114,40 @@ def play_episodes(
     A plan's gain is its difference to greedy's plan on the same images, which cancels most of the noise of
     few images; batches take turns, so that all images are used equally often.
     """
-    generator = np.random.default_rng(seed)
-    actions = ImportanceMap(problem, scale=importance_scale)
     preset = tuple(problem.preset.tolist())
     batches = min(batches, evaluator.batches)
     starts = range(0, evaluator.batches - batches + 1, batches)
-    known = {
-        start: evaluator.metric(evaluator.forward(preset, start, start + batches), metric, start)
-        for start in starts
-    }
-    losses, gains = [], []
+
+    def score(choices: Choices, start: int) -> float:
+        return evaluator.metric(evaluator.forward(choices, start, start + batches), metric, start)
+
+    known = {start: score(preset, start) for start in starts}
+    turns = cycle(starts)
+
+    def gain(choices: Choices) -> float:
+        start = next(turns)
+        return score(choices, start) - known[start]
+
+    env = RankSelectionEnv(
+        problem, gain, action="importance", features=features, importance_scale=importance_scale
+    )
+    generator = np.random.default_rng(seed)
+    played = []
     for number in range(count):
-        noise = noises[number % len(noises)] * generator.standard_normal(len(problem.sites))
-        choices = tuple(actions.allocate(noise.clip(-1, 1)).tolist())
-        start = starts[number % len(starts)]
-        score = evaluator.metric(evaluator.forward(choices, start, start + batches), metric, start)
-        losses.append(_losses(problem, choices))
-        gains.append(score - known[start])
+        noise = noises[number % len(noises)] * generator.standard_normal(env.layers)
+        played.append(rollout(env, repeat(noise)))
         if on_plan is not None:
             on_plan(number + 1)
     return TaskEpisodes(
         task,
-        ObservationEncoder(problem, features).static,
+        env.encoder.static,
         _losses(problem, preset),
-        np.stack(losses),
-        np.array(gains),
+        np.stack([_losses(problem, episode.choices) for episode in played]),
+        np.array([episode.reward for episode in played]),
     )
 
 
-def _losses(problem: SearchProblem, choices: tuple[int, ...]) -> np.ndarray:
+def _losses(problem: SearchProblem, choices: Choices) -> np.ndarray:
     return np.array([site.losses[choice] for site, choice in zip(problem.sites, choices, strict=True)])
 
 

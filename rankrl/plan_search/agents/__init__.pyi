@@ -1,4 +1,3 @@
-from .policy_agent import ALGORITHMS, PolicyAgent
-from .policy_file import AgentOptions
+from .policy_file import AgentOptions, PolicyCard, PolicyFile, PolicyTask, read_policy
 
-__all__ = ["ALGORITHMS", "AgentOptions", "PolicyAgent"]
+__all__ = ["AgentOptions", "PolicyCard", "PolicyFile", "PolicyTask", "read_policy"]

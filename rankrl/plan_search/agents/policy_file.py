@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
-import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.files import write_atomically
 from rankrl.options.decomposition import AUTO
 from rankrl.options.selectors import ActionKind, AgentOptions
 from rankrl.plan_search.envs.observations import (
     DESCRIBING,
     Feature,
-    ObservationEncoder,
     descriptor_names,
     unknown_descriptors,
 )
-from rankrl.plan_search.space.problem import SearchProblem
-
-if TYPE_CHECKING:
-    from rankrl.plan_search.space.problem import SearchSetting
-
+from rankrl.plan_search.envs.rank_selection import RankSelectionEnv, rollout
+from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
+from rankrl.state_file import write_state
 
 __all__ = ["AgentOptions", "options_with_policy", "resolved_policy"]
 
@@ -43,18 +38,10 @@ _FIXED = ("features", "hidden")  # options on which the shapes of a policy's wei
 def resolved_policy(
     policy: str | Path | None, action: ActionKind | None, setting: SearchSetting
 ) -> str | Path | None:
-    """Return the policy that a search begins with.
+    """Return the policy that a search begins with: a file, a name, or None.
 
     The policy that comes with rankrl predicts the importance of each layer's loss in an allocation of ranks
     within a budget; it does not apply to channels or blocks, or without a budget.
-
-    Args:
-        policy: A file, a name, None for no policy, or `AUTO`.
-        action: What an action stands for, or None for what suits the search.
-        setting: What is known of the search.
-
-    Returns:
-        A file, a name, or None for no policy.
     """
     if policy != AUTO:
         return policy
@@ -63,21 +50,12 @@ def resolved_policy(
 
 
 def options_with_policy(options: AgentOptions, policy: PolicyFile) -> AgentOptions:
-    """Return the options with those that a policy fixes.
-
-    Args:
-        options: The agent's; what the policy fixes is its default or what the policy says.
-        policy: The policy.
-
-    Raises:
-        ConfigError: An option contradicts the policy.
-    """
+    """Return the options with those that a policy fixes; refuse others than the policy's or the defaults."""
     card = policy.card
-    defaults = {field.name: field.default for field in fields(AgentOptions)}
     fixed: dict[str, Any] = {name: getattr(card, name) for name in _FIXED}
     for name, value in fixed.items():
         asked = getattr(options, name)
-        if asked not in (defaults[name], value):
+        if asked not in (getattr(AgentOptions, name), value):
             raise ConfigError(
                 f"selector.{name}={_shown(asked)} contradicts selector.policy={options.policy}, which was "
                 f"trained with {_shown(value)}; leave selector.{name} out"
@@ -94,7 +72,6 @@ def _shown(value: Any) -> str:
 
 
 _VERSION = 1
-_METADATA = "rankrl"
 
 
 @dataclass(frozen=True)
@@ -171,46 +148,51 @@ class PolicyFile:
         return self.layers[0][0].shape[1]
 
     def actions(self, observations: Tensor) -> Tensor:
-        """Return the policy's action at every layer if each previous action is 0; shape (layers,)."""
+        """Return the policy's action for each observation without its last number, as after an action 0."""
         before = torch.full((len(observations), 1), 0.5)
-        return self._played(torch.cat([observations, before], dim=1))
+        return self._act(torch.cat([observations, before], dim=1))
 
-    def _played(self, values: Tensor) -> Tensor:
-        """Return the actions (layers,) for complete observations (layers, observed)."""
+    def _act(self, values: Tensor) -> Tensor:
+        """Return the actions, (N,), for observations (N, observed)."""
         for number, (weight, bias) in enumerate(self.layers):
             values = values @ weight.T + bias
             values = torch.relu(values) if number < len(self.layers) - 1 else torch.tanh(values)
         return values[:, 0]
 
+    def environment(self, problem: SearchProblem) -> RankSelectionEnv:
+        """Return a problem's environment, which shows what the policy sees."""
+        card = self.card
+        env = RankSelectionEnv(
+            problem,
+            action=card.action,
+            features=card.features,
+            importance_scale=card.importance_scale,
+            descriptors=card.descriptors,
+        )
+        if self.observed != env.encoder.size:
+            raise ConfigError(
+                f"the policy sees {self.observed} numbers of a layer, the environment shows "
+                f"{env.encoder.size}; train it anew with task=pretrain"
+            )
+        return env
+
     def actions_for(self, problem: SearchProblem) -> np.ndarray:
         """Roll out the policy without noise over a problem's layers; return its actions (layers,)."""
-        encoder = ObservationEncoder(problem, self.card.features, self.card.descriptors)
-        self.check_observed(encoder.size)
-        actions = np.zeros((1, len(problem.sites)))
-        for layer in range(len(problem.sites)):
-            actions[0, layer] = float(self._played(torch.from_numpy(encoder(layer, actions)))[0])
-        return actions[0]
+        env = self.environment(problem)
+        played = rollout(env, lambda _, seen: self._act(torch.from_numpy(seen[None])).numpy())
+        return played.actions[:, 0].astype(float)
 
     def counts(self, actions: np.ndarray) -> np.ndarray:
         """Return the factor of each layer's importance under actions (layers,), relative to greedy's."""
         factors: np.ndarray = np.exp(self.card.importance_scale * (actions - actions.mean()))
         return factors
 
-    def check_observed(self, shown: int) -> None:
-        """Refuse observations of another size."""
-        if self.observed != shown:
-            raise ConfigError(
-                f"the policy sees {self.observed} numbers of a layer, the environment shows {shown}; train "
-                "it anew with task=pretrain"
-            )
-
     def save(self, path: Path) -> None:
         """Write the file, atomically."""
         tensors = {}
         for number, (weight, bias) in enumerate(self.layers):
-            tensors[f"{number}.weight"], tensors[f"{number}.bias"] = weight.contiguous(), bias.contiguous()
-        text = json.dumps({"version": _VERSION, "card": asdict(self.card)})
-        write_atomically(path, safetensors.torch.save(tensors, metadata={_METADATA: text}))
+            tensors[f"{number}.weight"], tensors[f"{number}.bias"] = weight, bias
+        write_state(path, tensors, {"card": asdict(self.card)}, _VERSION)
 
     @classmethod
     def load(cls, path: Path) -> PolicyFile:
@@ -224,7 +206,7 @@ class PolicyFile:
             with safe_open(path, framework="pt", device="cpu") as file:
                 metadata = file.metadata() or {}
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-            content = json.loads(metadata[_METADATA])
+            content = json.loads(metadata["rankrl"])
             version = content["version"]
             if version != _VERSION:
                 raise CheckpointError(
@@ -273,18 +255,14 @@ def linear_layers(network: nn.Module) -> list[nn.Linear]:
     return [module for module in network.modules() if isinstance(module, nn.Linear)]
 
 
-def load_layers(targets: Sequence[nn.Linear], policy: PolicyFile) -> None:
-    """Copy the weights of a policy into an actor's layers of the same shapes."""
-    with torch.no_grad():
-        for target, (weight, bias) in zip(targets, policy.layers, strict=True):
-            target.weight.copy_(weight)
-            target.bias.copy_(bias)
-
-
-def actor_layers(actor: nn.Module) -> list[nn.Linear]:
-    """Return the linear layers behind the deterministic action of stable-baselines3's actors, in order.
+def load_actor(actor: nn.Module, policy: PolicyFile) -> None:
+    """Copy a policy into the layers behind the deterministic action of one of stable-baselines3's actors.
 
     TD3 and DDPG have them in `mu`; SAC in `latent_pi` and the mean, `mu`.
     """
     parts = [cast(nn.Module, getattr(actor, name)) for name in ("latent_pi", "mu") if hasattr(actor, name)]
-    return [layer for part in parts for layer in linear_layers(part)]
+    targets = [layer for part in parts for layer in linear_layers(part)]
+    with torch.no_grad():
+        for target, (weight, bias) in zip(targets, policy.layers, strict=True):
+            target.weight.copy_(weight)
+            target.bias.copy_(bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankrl.plan_search.envs.actions import ActionKind, ActionMap, create_action_map
-from rankrl.plan_search.envs.rank_selection import RankSelectionEnv, StepInfo
+from rankrl.plan_search.envs.rank_selection import RankSelectionEnv
 from rankrl.registration import ENVIRONMENT_ID
 
-__all__ = ["ENVIRONMENT_ID", "ActionKind", "ActionMap", "RankSelectionEnv", "StepInfo", "create_action_map"]
+__all__ = ["ENVIRONMENT_ID", "ActionKind", "ActionMap", "RankSelectionEnv", "create_action_map"]

@@ -17,34 +17,19 @@ from rankrl.plan_search.space.problem import Choices, SearchProblem, SearchSetti
 
 
 class ActionMap(ABC):
-    """Maps one action per layer, taken in forward order, to the candidate of every layer."""
+    """Maps one action per layer, in forward order, to the candidate of every layer."""
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
         self.sites = problem.sites
 
     @abstractmethod
-    def begin(self) -> None:
-        """Forget the actions taken."""
-
-    @abstractmethod
-    def take(self, layer: int, action: float) -> None:
-        """Take the action, in [-1, 1], of compressible layer number `layer`."""
-
-    @abstractmethod
-    def choices(self) -> Choices:
-        """Return the candidate of every layer once each has its action."""
-
     def choices_of(self, actions: np.ndarray) -> Choices:
-        """Return the candidate of every layer under a whole episode of actions, (layers,)."""
-        self.begin()
-        for layer, action in enumerate(actions):
-            self.take(layer, float(action))
-        return self.choices()
+        """Return the candidate of every layer under an episode's actions, (layers,)."""
 
     @abstractmethod
-    def budget_left(self) -> float:
-        """Return the share of the budget, 0 to 1, that the layers without an action have left."""
+    def budget_left(self, taken: np.ndarray) -> float:
+        """Return the share of the budget, 0 to 1, that is left for the layers after the actions taken."""
 
     @abstractmethod
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
@@ -66,35 +51,24 @@ class ImportanceMap(ActionMap):
         assert problem.budget is not None
         self.budget = problem.budget
         self.scale = scale
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the actions taken."""
-        self._actions = np.zeros(len(self.sites))
-        self._taken = 0
-
-    def take(self, layer: int, action: float) -> None:
-        """Take a layer's log-importance."""
-        self._actions[layer] = action
-        self._taken = layer + 1
+        self._dense = [float(site.cost(problem.measure)[-1]) for site in self.sites]
 
     def allocate(self, actions: np.ndarray) -> np.ndarray:
         """Allocate the budget under actions of shape (layers,); return the candidate of every layer."""
         return allocate(self.sites, self.budget, self.scale * (actions - actions.mean()))
 
-    def choices(self) -> Choices:
-        """Allocate the budget under the actions taken."""
-        return tuple(self.allocate(self._actions).tolist())
+    def choices_of(self, actions: np.ndarray) -> Choices:
+        """Allocate the budget under the actions."""
+        return tuple(self.allocate(actions.astype(float)).tolist())
+
+    def budget_left(self, taken: np.ndarray) -> float:
+        """Return the later layers' share of the dense cost, since nothing is spent before the last action."""
+        return sum(self._dense[len(taken) :]) / sum(self._dense)
 
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
         """Return the roots before `allocate` spends the rest of the budget and exchanges cost."""
         weights = self.scale * (actions - actions.mean(1, keepdims=True))
         return _loss_roots(self.sites, allocate_many(self.sites, self.budget, weights))
-
-    def budget_left(self) -> float:
-        """Return the later layers' share of the dense cost, since nothing is spent before the last action."""
-        dense = [float(site.cost(self.problem.measure)[-1]) for site in self.sites]
-        return sum(dense[self._taken :]) / sum(dense)
 
 
 class RankMap(ActionMap):
@@ -110,51 +84,33 @@ class RankMap(ActionMap):
         least = [cost.min() for cost in self._costs]
         self._least_after = [sum(least[j + 1 :]) for j in range(len(least))]
         self._available = math.inf if problem.budget is None else problem.budget.available
-        self.begin()
 
-    def begin(self) -> None:
-        """Forget the actions taken."""
-        self._left = self._available
-        self._chosen: list[int] = []
+    def choices_of(self, actions: np.ndarray) -> Choices:
+        """Choose one layer after the other, as many as there are actions."""
+        chosen: list[int] = []
+        left = self._available
+        for layer, action in enumerate(actions.tolist()):
+            chosen.append(self._choose(layer, action, left - self._least_after[layer]))
+            left -= self._costs[layer][chosen[-1]]
+        return tuple(chosen)
 
-    def take(self, layer: int, action: float) -> None:
-        """Choose a layer's candidate."""
-        choice = self.choose(layer, action, self._left - self._least_after[layer])
-        self._left -= self._costs[layer][choice]
-        self._chosen.append(choice)
-
-    def choose(self, layer: int, action: float, allowed: float) -> int:
-        """Return the candidate that an action stands for, at a cost of at most `allowed`."""
-        last, preset = len(self.sites[layer]) - 1, int(self.problem.preset[layer])
-        return self._within(
-            layer, round(preset + action * (last - preset if action > 0 else preset)), allowed
-        )
-
-    def choices(self) -> Choices:
-        """Return the candidates that the actions chose."""
-        return tuple(self._chosen)
+    def budget_left(self, taken: np.ndarray) -> float:
+        """Return the unspent share of the budget (of the dense cost, when there is no budget)."""
+        budget = self._available
+        if not math.isfinite(budget):
+            budget = sum(float(cost[-1]) for cost in self._costs)
+        chosen = self.choices_of(taken)
+        spent = sum(float(cost[j]) for cost, j in zip(self._costs, chosen, strict=False))
+        return max(0.0, 1 - spent / budget)
 
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
         """Return the roots of the losses of the candidates that the actions choose."""
-        choices = np.zeros(actions.shape[:2], dtype=int)
-        for episode, plan in zip(actions, choices, strict=True):
-            left = self._available
-            for layer, action in enumerate(episode):
-                plan[layer] = self.choose(layer, float(action), left - self._least_after[layer])
-                left -= self._costs[layer][plan[layer]]
-        return _loss_roots(self.sites, choices)
+        return _loss_roots(self.sites, np.array([self.choices_of(episode) for episode in actions]))
 
-    def budget_left(self) -> float:
-        """Return the unspent share of the budget (of the dense cost, when there is no budget)."""
-        if math.isfinite(self._available):
-            return max(0.0, self._left / self._available)
-        dense = sum(float(cost[-1]) for cost in self._costs)
-        spent = sum(float(site.params[j]) for site, j in zip(self.sites, self._chosen, strict=False))
-        return max(0.0, 1 - spent / dense)
-
-    def _within(self, layer: int, choice: int, allowed: float) -> int:
-        """Return the candidate, or the nearest below that costs at most `allowed`."""
-        cost = self._costs[layer]
+    def _choose(self, layer: int, action: float, allowed: float) -> int:
+        """Return the candidate of an action, or the nearest below that costs at most `allowed`."""
+        cost, preset = self._costs[layer], int(self.problem.preset[layer])
+        choice = round(preset + action * (len(cost) - 1 - preset if action > 0 else preset))
         if cost[choice] <= allowed:
             return choice
         # MACs need not grow with the rank, so all smaller candidates are checked.

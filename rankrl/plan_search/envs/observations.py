@@ -212,7 +212,7 @@ DESCRIBING: tuple[Feature, ...] = ("macs", "curve", "descriptors")
 
 
 class ObservationEncoder:
-    """Encodes the observations of many episodes at once.
+    """Encodes observations.
 
     An observation holds, in this order: the layer's index, output and input channels, kernel height and
     width, stride height and width, and parameters (the embedding of patent WO2021102679; counts divided by
@@ -228,33 +228,23 @@ class ObservationEncoder:
                 known = ", ".join(get_args(Feature))
                 raise ConfigError(f"selector.features may hold {known}; got {name!r}")
         self.features = tuple(features)
-        self.layers = len(problem.sites)
         self.static = _static_features(problem, self.features, descriptors)
-        changing = {"budget_left": 1, "last_reward": 1, "plan": self.layers}
-        self.size = self.static.shape[1] + 1 + sum(changing.get(name, 0) for name in features)
+        self.size = len(self(np.zeros(0)))
 
-    def __call__(
-        self, layer: int, actions: np.ndarray, budget_left: float = 1.0, last_reward: float = 0.0
-    ) -> np.ndarray:
-        """Return the observations before a layer's action, float32.
-
-        Shapes: actions (E, layers); returns (E, size).
-        """
-        episodes = len(actions)
-        taken = (actions + 1) / 2
-        previous = taken[:, [layer - 1]] if layer else np.full((episodes, 1), 0.5)
-        static = self.static[min(layer, self.layers - 1)]
-        parts = [np.broadcast_to(static, (episodes, len(static))), previous]
-        for feature in self.features:
-            if feature == "budget_left":
-                parts.append(np.full((episodes, 1), budget_left))
-            elif feature == "last_reward":
-                parts.append(np.full((episodes, 1), min(1.0, max(0.0, last_reward))))
-            elif feature == "plan":
-                so_far = taken.copy()
-                so_far[:, layer:] = 0.5
-                parts.append(so_far)
-        return np.concatenate(parts, axis=1).astype(np.float32)
+    def __call__(self, taken: np.ndarray, budget_left: float = 1.0, last_reward: float = 0.0) -> np.ndarray:
+        """Return the observation, float32, after the actions taken; after the last one, the last layer's."""
+        layers = len(self.static)
+        plan = np.full(layers, 0.5)
+        plan[: len(taken)] = (taken + 1) / 2
+        changing = {
+            "budget_left": [budget_left],
+            "last_reward": [min(1.0, max(0.0, last_reward))],
+            "plan": plan,
+        }
+        static = self.static[min(len(taken), layers - 1)]
+        previous = plan[[len(taken) - 1]] if len(taken) else [0.5]
+        shown = (changing[name] for name in self.features if name in changing)
+        return np.concatenate([static, previous, *shown]).astype(np.float32)
 
 
 def _static_features(

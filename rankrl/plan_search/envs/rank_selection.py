@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -22,19 +23,13 @@ PlanReward = Callable[[Choices], float]
 """From the candidate of every layer to the plan's reward."""
 
 
-class StepInfo(TypedDict, total=False):
-    """Information that `reset` and `step` return with the observation."""
-
-    layer: str
-    choices: Choices
-
-
 class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
     """One episode passes once over the compressible layers in forward order; one action chooses one rank.
 
     Observation: features in [0, 1] of the current layer (`ObservationEncoder`). Action: one number in
     [-1, 1], whose meaning depends on `action` (`envs.actions`); 0 everywhere is greedy's plan. The reward is
-    0 until every layer has its action; the last step returns the plan's reward and ends the episode.
+    0 until every layer has its action; the last step returns the plan's reward and ends the episode. `info`
+    names the layer whose action comes next, and at the end holds the plan's `choices`.
 
     The environment itself is deterministic: equal actions give equal observations and plans.
 
@@ -74,7 +69,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         self.map = create_action_map(problem, action, scale=importance_scale)
         self.encoder = ObservationEncoder(problem, features, descriptors)
         self.layers = len(problem.sites)
-        self._actions = np.zeros((1, self.layers), dtype=np.float32)
+        self._actions = np.zeros(self.layers, dtype=np.float32)
         self._layer = self.layers
         self._last_reward = 0.0
         self.observation_space = spaces.Box(0.0, 1.0, (self.encoder.size,), dtype=np.float32)
@@ -103,8 +98,6 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         if options is not None and "last_reward" in options:
             self._last_reward = float(options["last_reward"])
         self._layer = 0
-        self._actions[:] = 0
-        self.map.begin()
         return self._observation(), self._info()
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
@@ -122,9 +115,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         values = np.asarray(action, dtype=np.float32)
         if values.shape != self.action_space.shape or not np.isfinite(values).all():
             raise ValueError(f"an action must hold a finite number in [-1, 1], shape (1,); got {action!r}")
-        value = float(values.clip(-1, 1)[0])
-        self._actions[0, self._layer] = value
-        self.map.take(self._layer, value)
+        self._actions[self._layer] = values.clip(-1, 1)[0]
         self._layer += 1
         terminated, reward = self._layer == self.layers, 0.0
         info = self._info()
@@ -133,12 +124,41 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         return self._observation(), reward, terminated, False, info
 
     def _info(self) -> dict[str, Any]:
-        info = StepInfo()
         if self._layer < self.layers:
-            info["layer"] = self.problem.sites[self._layer].name
-        else:
-            info["choices"] = self.map.choices()
-        return dict(info)
+            return {"layer": self.problem.sites[self._layer].name}
+        return {"choices": self.map.choices_of(self._actions)}
 
     def _observation(self) -> np.ndarray:
-        return self.encoder(self._layer, self._actions, self.map.budget_left(), self._last_reward)[0]
+        taken = self._actions[: self._layer]
+        left = self.map.budget_left(taken) if "budget_left" in self.encoder.features else 1.0
+        return self.encoder(taken, left, self._last_reward)
+
+
+Act = Callable[[int, np.ndarray], np.ndarray]
+"""From a layer's number and the observation before its action to the action, shape (1,)."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What an episode showed, did and earned; observations have the shape (layers + 1, size)."""
+
+    observations: np.ndarray
+    actions: np.ndarray
+    choices: Choices
+    reward: float
+
+
+def rollout(env: RankSelectionEnv, act: Act, *, last_reward: float | None = None) -> Episode:
+    """Play one episode; `last_reward` as the option of `reset`."""
+    observation, _ = env.reset(options=None if last_reward is None else {"last_reward": last_reward})
+    observations, actions = [observation], np.zeros((env.layers, 1), dtype=np.float32)
+    for layer in range(env.layers):
+        actions[layer] = np.clip(act(layer, observation), -1, 1)
+        observation, reward, _, _, info = env.step(actions[layer])
+        observations.append(observation)
+    return Episode(np.stack(observations), actions, info["choices"], reward)
+
+
+def repeat(actions: np.ndarray) -> Act:
+    """Return the policy that takes given actions, (layers,), whatever it sees."""
+    return lambda layer, _: actions[layer]

@@ -1,49 +1,123 @@
-"""Select plans by reinforcement learning: DDPG, TD3 and SAC."""
+"""Select plans by reinforcement learning: stable-baselines3's DDPG, TD3 and SAC in `RankSelectionEnv`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
+import torch
+from torch import nn
 
-from rankrl.plan_search.agents import AgentOptions
+from rankrl.options.selectors import FINAL_SCALE, AgentOptions
+from rankrl.plan_search.agents.policy_file import PolicyFile, load_actor, options_with_policy, read_policy
 from rankrl.plan_search.envs.actions import ActionKind, check_action
+from rankrl.plan_search.envs.rank_selection import Act, Episode, RankSelectionEnv, repeat, rollout
 from rankrl.plan_search.selectors.selector import Proposal, Selector, register_selector
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
+if TYPE_CHECKING:
+    from stable_baselines3 import SAC, TD3
+
+# What the global generators are seeded for, besides the seed and the number of episodes.
+_ACTING, _LEARNING = 0, 1
+# Polyak coefficient of the target networks' updates.
+_TAU = 0.01
+
+
+@contextmanager
+def seeded(*seeds: int) -> Iterator[None]:
+    """Seed the global generators from which stable-baselines3 draws, on one thread; restore both.
+
+    For networks this small, several threads cost more than they gain.
+    """
+    seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
+    outside, threads = np.random.get_state(legacy=True), torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed)
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            np.random.set_state(outside)
+
+
+@contextmanager
+def kept(*parts: nn.Module | torch.optim.Optimizer) -> Iterator[None]:
+    """Restore modules and optimizers after training in the block."""
+    before = [copy.deepcopy(part.state_dict()) for part in parts]
+    yield
+    for part, state in zip(parts, before, strict=True):
+        part.load_state_dict(state)
+
+
+def noise_at(options: AgentOptions, episode: int, episodes: int) -> float:
+    """Return the standard deviation of the policy's noise in an episode, from 0 on, of so many."""
+    if options.noise == 0:
+        return 0.0
+    first, last = options.warmup_episodes, max(episodes - 1, options.warmup_episodes + 1)
+    progress = min(1.0, max(0.0, (episode - first) / (last - first)))
+    return options.noise * (min(FINAL_SCALE, options.noise) / options.noise) ** progress
+
+
+@dataclass(frozen=True)
+class PlayedPlan(Proposal):
+    """A plan with the episode that chose it."""
+
+    episode: Episode = field(kw_only=True, compare=False, repr=False)
+
 
 class ReinforcementSelector(Selector):
-    """Plays the policy of a `PolicyAgent` with noise; its options are those of `AgentOptions`.
+    """Plays episodes with a policy that learns from the plans' rewards.
 
-    The first plan is greedy's; a warm-up around it follows, then the policy acts. With a pretrained policy
-    the first plan is the policy's, without noise, the second is greedy's, and the warm-up, in which only the
-    critics learn, is around the first.
+    Every transition's target is the reward at the end of its episode, as in AMC (He et al., ECCV 2018), here
+    an n-step return over the whole episode; the reward of the first episode is subtracted as a baseline.
+
+    The first plan is greedy's; a warm-up around it follows, then the policy acts, with noise. With a
+    pretrained policy the first plan is the policy's, without noise, the second is greedy's, and the warm-up,
+    in which only the critics learn, is around the first.
     """
+
+    own_options: ClassVar[type[AgentOptions]] = AgentOptions
+    algorithm: ClassVar[str]
+    """Name of stable-baselines3's class."""
+    stochastic: ClassVar[bool] = False
+    """Whether the policy draws its actions, so that they need no noise."""
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self.agent_options = agent_options(options)
-        from rankrl.plan_search.agents import PolicyAgent  # imports stable-baselines3
-
-        self.agent = PolicyAgent(problem, self.name, self.agent_options, seed=seed, episodes=episodes)
-        self._pretrained = self.agent_options.policy is not None
-        self._centre = np.zeros(self.agent.env.layers, dtype=np.float32)
-        if self._pretrained:
-            self._centre = self.agent.act(np.zeros((1, self.agent.env.layers)), deterministic=True)[0]
-
-    @classmethod
-    def option_owner(cls) -> type[AgentOptions]:
-        """Return the dataclass of the agent's hyper-parameters."""
-        return AgentOptions
+        own = AgentOptions(**options)
+        policy = None if own.policy is None else read_policy(own.policy)
+        if policy is None:
+            self.env = RankSelectionEnv(problem, action=own.action, features=own.features)
+        else:
+            own = options_with_policy(own, policy)
+            self.env = policy.environment(problem)
+        self.agent_options = own
+        self._pretrained = policy is not None
+        self.model = self._model()
+        self._centre = np.zeros(self.env.layers, dtype=np.float32)
+        if policy is not None:
+            self._begin_with(policy)
+            with seeded(seed):
+                unexplored = rollout(
+                    self.env, lambda _, seen: self.model.predict(seen, deterministic=True)[0]
+                )
+            self._centre = unexplored.actions[:, 0]
+        self._baseline: float | None = None
+        self._last_reward = 0.0
 
     @classmethod
     def check_ranges(cls, options: Mapping[str, Any]) -> None:
         """Refuse hyper-parameters out of their ranges, and a policy that cannot be read or does not fit."""
-        own = agent_options(options)
+        own = AgentOptions(**options)
         if own.policy is not None:
-            from rankrl.plan_search.agents.policy_file import options_with_policy, read_policy
-
             options_with_policy(own, read_policy(own.policy))
 
     @classmethod
@@ -54,40 +128,103 @@ class ReinforcementSelector(Selector):
 
     def propose(self) -> list[Proposal]:
         """Play episodes."""
-        generator = self.generator()
-        alone = self.observed == 0 or (self._pretrained and self.observed == 1)
-        count = 1 if alone else self.agent_options.plans_per_step
-        shape, phase = (count, self.agent.env.layers), "policy"
+        options = self.agent_options
         if self._pretrained and self.observed == 0:
-            actions, phase = self._centre[None], "pretrained"
-        elif alone:
-            actions, phase = np.zeros(shape, dtype=np.float32), "preset"
-        elif self._warming_up:
-            noise = self.agent_options.warmup_noise * generator.standard_normal(shape)
-            actions, phase = (self._centre + noise).clip(-1, 1).astype(np.float32), "warm-up"
-        else:
-            scale = self.agent_options.noise_at(self.observed, self.episodes)
-            actions = self.agent.act(scale * generator.standard_normal(shape))
-        choices_of = self.agent.env.map.choices_of
-        return [Proposal(choices_of(each), phase, tuple(each.tolist())) for each in actions]
+            return self._play("pretrained", [repeat(self._centre)])
+        if self.observed == int(self._pretrained):
+            return self._play("preset", [repeat(np.zeros_like(self._centre))])
+        noise = self.generator().standard_normal((options.plans_per_step, self.env.layers))
+        if self._warming_up:
+            explored = (self._centre + options.warmup_noise * noise).astype(np.float32)
+            return self._play("warm-up", [repeat(actions) for actions in explored])
+        noise *= noise_at(options, self.observed, self.episodes)
+        return self._play("policy", [self._policy(of_episode) for of_episode in noise])
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Train the agent on the episodes."""
+        """Learn from the episodes; replay those of an earlier process."""
+        episodes = [self._episode_of(proposal) for proposal in proposals]
+        first = self.observed + 1
         super().observe(proposals, rewards)
-        keep_actor = self._pretrained and self._warming_up
-        for proposal, reward in zip(proposals, rewards, strict=True):
-            actions = np.array(proposal.actions, dtype=np.float32)
-            self.agent.learn(actions, reward, keep_actor=keep_actor)
+        for number, (episode, reward) in enumerate(zip(episodes, rewards, strict=True), first):
+            self._learn(number, episode, reward)
 
     @property
     def _warming_up(self) -> bool:
         return self.observed < self.agent_options.warmup_episodes
 
+    def _model(self) -> TD3 | SAC:
+        import stable_baselines3  # a second to import, for agents alone
+        from stable_baselines3.common.logger import Logger
 
-def agent_options(options: Mapping[str, Any]) -> AgentOptions:
-    """Build hyper-parameters from plain values, turning lists into tuples."""
-    lists = {name: tuple(options[name]) for name in ("features", "hidden") if name in options}
-    return AgentOptions(**{**options, **lists})
+        options = self.agent_options
+        with seeded(self.seed):
+            model = getattr(stable_baselines3, self.algorithm)(
+                "MlpPolicy",
+                self.env,
+                learning_rate=options.learning_rate,
+                buffer_size=self.episodes * self.env.layers,
+                batch_size=options.batch_size,
+                tau=_TAU,
+                gamma=1.0,
+                n_steps=self.env.layers,
+                policy_kwargs={"net_arch": list(options.hidden)},
+                device="cpu",  # networks this small are slower on a GPU
+            )
+        model.set_logger(Logger(None, []))
+        return cast("TD3 | SAC", model)
+
+    @property
+    def _actors(self) -> list[nn.Module]:
+        """The actor and, where the algorithm has one, its target."""
+        names = ("actor", "actor_target")
+        return [getattr(self.model, name) for name in names if hasattr(self.model, name)]
+
+    def _begin_with(self, policy: PolicyFile) -> None:
+        for actor in self._actors:
+            load_actor(actor, policy)
+
+    def _policy(self, noise: np.ndarray) -> Act:
+        """Return the policy, with the noise of each layer if it draws nothing itself."""
+
+        def act(layer: int, observation: np.ndarray) -> np.ndarray:
+            action, _ = self.model.predict(observation, deterministic=not self.stochastic)
+            return action if self.stochastic else action + noise[layer]
+
+        return act
+
+    def _play(self, phase: str, policies: Sequence[Act]) -> list[Proposal]:
+        """Play an episode with each of the policies."""
+        with seeded(self.seed, self.observed, _ACTING):
+            episodes = [rollout(self.env, act, last_reward=self._last_reward) for act in policies]
+        return [
+            PlayedPlan(each.choices, phase, tuple(each.actions[:, 0].tolist()), episode=each)
+            for each in episodes
+        ]
+
+    def _episode_of(self, proposal: Proposal) -> Episode:
+        if isinstance(proposal, PlayedPlan):
+            return proposal.episode
+        return rollout(self.env, repeat(np.array(proposal.actions)), last_reward=self._last_reward)
+
+    def _learn(self, number: int, episode: Episode, reward: float) -> None:
+        """Add an episode to the replay buffer and take gradient steps."""
+        if self._baseline is None:
+            self._baseline = reward
+        self._last_reward = reward
+        buffer, options = self.model.replay_buffer, self.agent_options
+        assert buffer is not None
+        for layer, action in enumerate(episode.actions):
+            seen, following = episode.observations[layer : layer + 2]
+            done = layer == self.env.layers - 1
+            earned = reward - self._baseline if done else 0.0
+            buffer.add(seen, following, action, np.array(earned), np.array(done), [{}])
+        if buffer.size() <= options.batch_size:
+            return
+        # The critics of a pretrained actor know nothing yet.
+        critics_alone = self._pretrained and self._warming_up
+        actor = kept(*self._actors, self.model.actor.optimizer) if critics_alone else nullcontext()
+        with seeded(self.seed, number, _LEARNING), actor:
+            self.model.train(options.updates_per_episode or self.env.layers, options.batch_size)
 
 
 @register_selector
@@ -96,6 +233,7 @@ class DDPGSelector(ReinforcementSelector):
 
     name = "ddpg"
     description = "deep deterministic policy gradient, from greedy's plan"
+    algorithm = "DDPG"
 
 
 @register_selector
@@ -107,6 +245,7 @@ class TD3Selector(ReinforcementSelector):
 
     name = "td3"
     description = "twin delayed DDPG: two critics, an actor that learns at every other step"
+    algorithm = "TD3"
 
 
 @register_selector
@@ -115,3 +254,12 @@ class SACSelector(ReinforcementSelector):
 
     name = "sac"
     description = "soft actor-critic: a stochastic policy that is paid for entropy"
+    algorithm = "SAC"
+    stochastic = True
+
+    def _begin_with(self, policy: PolicyFile) -> None:
+        super()._begin_with(policy)
+        with torch.no_grad():  # actions spread as in a warm-up
+            spread = cast(nn.Linear, self.model.actor.log_std)
+            spread.weight.zero_()
+            spread.bias.fill_(math.log(max(self.agent_options.warmup_noise, 1e-3)))  # 0 has no logarithm

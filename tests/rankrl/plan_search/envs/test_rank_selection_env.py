@@ -20,6 +20,7 @@ from rankrl.errors import ConfigError
 from rankrl.plan_search.envs import ENVIRONMENT_ID, RankSelectionEnv
 from rankrl.plan_search.envs.actions import ImportanceMap, create_action_map
 from rankrl.plan_search.envs.observations import Feature
+from rankrl.plan_search.envs.rank_selection import repeat, rollout
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 MAPS = {
@@ -115,6 +116,27 @@ def test_equal_actions_bring_equal_episodes(small_problem) -> None:
     second = play(RankSelectionEnv(small_problem, reward), actions, seed=2)
     assert np.array_equal(first[0], second[0])
     assert first[1:] == second[1:]
+
+
+def test_several_environments_play_the_episodes_of_one(small_problem) -> None:
+    several = gymnasium.make_vec(ENVIRONMENT_ID, num_envs=3, problem=small_problem, reward=reward)
+    env = RankSelectionEnv(small_problem, reward)
+    actions = np.random.default_rng(3).uniform(-1, 1, (env.layers, 3, 1)).astype(np.float32)
+    trails, values, *_ = play(several, actions)
+    for number in range(3):
+        trail, value, *_ = play(env, actions[:, number])
+        np.testing.assert_array_equal(trails[:, number], trail)
+        assert values[number] == value
+
+
+def test_a_rollout_is_what_reset_and_step_return(small_problem) -> None:
+    env = RankSelectionEnv(small_problem, reward, features=("last_reward",))
+    actions = np.random.default_rng(3).uniform(-2, 2, env.layers)
+    episode = rollout(env, repeat(actions), last_reward=0.75)
+    trail, value, *_, info = play(env, actions[:, None], options={"last_reward": 0.75})
+    np.testing.assert_array_equal(episode.observations, trail)
+    assert (episode.reward, episode.choices) == (value, info["choices"])
+    assert episode.actions[:, 0] == pytest.approx(actions.clip(-1, 1))
 
 
 def test_stepping_beyond_the_end_says_to_reset(small_problem) -> None:

@@ -4,57 +4,67 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import stable_baselines3
 import torch
-from stable_baselines3 import DDPG, SAC, TD3
 
-from rankrl.errors import ConfigError
-from rankrl.plan_search.agents import ALGORITHMS, AgentOptions, PolicyAgent
-from rankrl.plan_search.agents.policy_agent import one_thread, seeded
+from rankrl.options.selectors import AgentOptions
 from rankrl.plan_search.envs.actions import create_action_map
-from rankrl.plan_search.selectors import create_selector
+from rankrl.plan_search.selectors import Proposal, create_selector
+from rankrl.plan_search.selectors.reinforcement import ReinforcementSelector, noise_at, seeded
+from rankrl.plan_search.space.problem import SearchProblem
+
+AGENTS = ("ddpg", "td3", "sac")
 
 
-def played(agent: PolicyAgent, episodes: int, scale: float = 0.3) -> np.ndarray:
-    """Noisy passes of the policy, (episodes, layers)."""
-    noise = scale * np.random.default_rng(0).standard_normal((episodes, agent.env.layers))
-    return agent.act(noise)
+def make(
+    name: str, problem: SearchProblem, episodes: int = 20, seed: int = 0, **options
+) -> ReinforcementSelector:
+    """An agent whose second plan is its policy's."""
+    selector = create_selector(name, problem, seed=seed, episodes=episodes, warmup_episodes=0, **options)
+    assert isinstance(selector, ReinforcementSelector)
+    return selector
 
 
-def test_the_algorithms_are_stable_baselines3s(small_problem) -> None:
-    assert ALGORITHMS == {"ddpg": DDPG, "td3": TD3, "sac": SAC}
-    for name, cls in ALGORITHMS.items():
-        assert type(PolicyAgent(small_problem, name, AgentOptions(), seed=0, episodes=5).model) is cls
+def play(selector: ReinforcementSelector, rewards: list[float]) -> list[Proposal]:
+    """Search as long as there are rewards."""
+    played: list[Proposal] = []
+    while len(played) < len(rewards):
+        proposals = selector.propose()
+        selector.observe(proposals, rewards[len(played) : len(played) + len(proposals)])
+        played += proposals
+    return played
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", AGENTS)
+def test_the_algorithms_are_stable_baselines3s(small_problem, name) -> None:
+    assert type(make(name, small_problem).model) is getattr(stable_baselines3, name.upper())
+
+
+@pytest.mark.parametrize("name", AGENTS)
 def test_every_transitions_target_is_its_episodes_reward_less_the_first(small_problem, name) -> None:
     """Wherever in an episode a transition is drawn, nothing is discounted and nothing is bootstrapped."""
-    options = AgentOptions(batch_size=10**6)  # no gradient steps
-    agent = PolicyAgent(small_problem, name, options, seed=0, episodes=20)
+    selector = make(name, small_problem, batch_size=10**6)  # no gradient steps
     rewards = [0.5, 0.25, 0.875, 0.5]
-    for actions, reward in zip(played(agent, len(rewards)), rewards, strict=True):
-        agent.learn(actions, reward)
+    play(selector, rewards)
     np.random.seed(0)
-    drawn = agent._buffer.sample(400)
+    drawn = selector.model.replay_buffer.sample(400)
     assert set(drawn.rewards.flatten().tolist()) == {reward - rewards[0] for reward in rewards}
     assert drawn.dones.all()
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", AGENTS)
 def test_the_rate_is_that_of_actor_and_critics(small_problem, name) -> None:
-    options = AgentOptions(learning_rate=0.02, batch_size=8)
-    agent = PolicyAgent(small_problem, name, options, seed=0, episodes=5)
-    before = [parameter.clone() for parameter in agent.model.actor.parameters()]
-    for actions in played(agent, 4):
-        agent.learn(actions, 0.5 + float(actions[0]))
-    for part in (agent.model.actor, agent.model.critic):
+    selector = make(name, small_problem, learning_rate=0.02, batch_size=8)
+    before = [parameter.clone() for parameter in selector.model.actor.parameters()]
+    play(selector, [0.5, 0.3, 0.7, 0.6])
+    for part in (selector.model.actor, selector.model.critic):
         assert {group["lr"] for group in part.optimizer.param_groups} == {0.02}
-    pairs = zip(before, agent.model.actor.parameters(), strict=True)
+    pairs = zip(before, selector.model.actor.parameters(), strict=True)
     assert any(not torch.equal(old, new) for old, new in pairs)
 
 
 @pytest.mark.parametrize(
-    "name", ["ddpg", *(pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS if name != "ddpg")]
+    "name", ["ddpg", *(pytest.param(name, marks=pytest.mark.slow) for name in AGENTS if name != "ddpg")]
 )
 def test_it_learns_which_layers_matter(small_problem, name) -> None:
     """The reward wants the first layer important and the last unimportant; greedy's plan gets 0."""
@@ -77,57 +87,73 @@ def test_it_learns_which_layers_matter(small_problem, name) -> None:
     assert max(rewards[-10:]) > 0.9
 
 
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_step_plays_several_episodes_each_with_its_own_draws(small_problem, name) -> None:
+    selector = make(name, small_problem, plans_per_step=3, noise=0.1)
+    (preset,) = play(selector, [0.5])
+    assert set(preset.actions) == {0.0}
+    played = selector.propose()
+    assert len({proposal.actions for proposal in played}) == 3
+    assert selector.propose() == played
+
+
 @pytest.mark.parametrize("name", ["ddpg", "td3"])
-def test_without_noise_the_policy_plays_the_same_plan(small_problem, name) -> None:
-    agent = PolicyAgent(small_problem, name, AgentOptions(), seed=0, episodes=5)
-    # One after the other: a matrix product may round the rows of a batch in different orders.
-    (first,), (second,) = (agent.act(np.zeros((1, agent.env.layers))) for _ in range(2))
-    np.testing.assert_array_equal(first, second)
-    moved = agent.act(np.full((1, agent.env.layers), 0.01))[0]
-    np.testing.assert_allclose(moved[0], first[0] + 0.01, rtol=1e-6)
+def test_the_policy_acts_alone_without_noise(small_problem, name) -> None:
+    selector = make(name, small_problem, noise=0.0)
+    play(selector, [0.5])
+    (proposal,) = selector.propose()
+    observation, _ = selector.env.reset()
+    for action in proposal.actions:
+        wanted, _ = selector.model.predict(observation)
+        assert wanted == action
+        observation, *_ = selector.env.step(wanted)
 
 
-def test_sac_draws_by_itself(small_problem) -> None:
-    agent = PolicyAgent(small_problem, "sac", AgentOptions(), seed=0, episodes=5)
-    first, second = agent.act(np.zeros((2, agent.env.layers)))
-    assert not np.array_equal(first, second)
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", AGENTS)
 def test_the_seed_decides_and_another_differs(small_problem, name) -> None:
-    def actions(seed: int) -> np.ndarray:
-        agent = PolicyAgent(small_problem, name, AgentOptions(batch_size=8), seed=seed, episodes=5)
-        for each in played(agent, 4):
-            agent.learn(each, float(each.mean()))
-        return played(agent, 3)
-
-    np.testing.assert_array_equal(actions(1), actions(1))
-    assert not np.array_equal(actions(1), actions(2))
+    rewards = [0.5, 0.25, 0.875, 0.5, 0.5]
+    first, again, other = (
+        play(make(name, small_problem, seed=seed, batch_size=8), rewards) for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first[-1].actions != other[-1].actions
 
 
 def test_noise_decays_from_the_first_to_the_last_episode() -> None:
     options = AgentOptions(warmup_episodes=2, noise=0.4)
-    scales = [options.noise_at(episode, 12) for episode in range(12)]
+    scales = [noise_at(options, episode, 12) for episode in range(12)]
     assert scales[:3] == pytest.approx([0.4] * 3)
     assert scales[11] == pytest.approx(0.05)
     assert scales[2:] == sorted(scales[2:], reverse=True)
     assert len(set(scales[2:])) == 10
-    assert options.noise_at(40, 12) == pytest.approx(0.05)
-    assert AgentOptions(noise=0.0).noise_at(3, 12) == 0.0
-    assert options.noise_at(3, 1) == pytest.approx(0.05)  # fewer episodes than the warm-up
+    assert noise_at(options, 40, 12) == pytest.approx(0.05)
+    assert noise_at(AgentOptions(noise=0.0), 3, 12) == 0.0
+    assert noise_at(options, 3, 1) == pytest.approx(0.05)  # fewer episodes than the warm-up
 
 
 @pytest.mark.parametrize("feature", ["budget_left", "last_reward", "curve"])
-def test_what_the_policy_sees_is_what_the_environment_shows(small_problem, feature) -> None:
-    options = AgentOptions(action="rank", features=(feature, "plan"))
-    agent = PolicyAgent(small_problem, "ddpg", options, seed=0, episodes=5)
-    first, second = played(agent, 2)
-    agent.learn(first, 0.5)
-    observation, _ = agent.env.reset(options={"last_reward": 0.5})
-    for layer, action in enumerate(second):
-        seen = agent._observe(layer, second[None])[0]
-        np.testing.assert_array_equal(seen, observation)
-        observation, *_ = agent.env.step(np.array([action]))
+def test_the_buffer_holds_what_the_environment_shows_whether_played_or_recorded(
+    small_problem, feature
+) -> None:
+    options = {"action": "rank", "features": (feature, "plan"), "plans_per_step": 2, "batch_size": 10**6}
+    rewards = [0.5, 0.25, 0.75]
+    live, told = (make("ddpg", small_problem, **options) for _ in range(2))
+    played = play(live, rewards)
+    for step in (slice(0, 1), slice(1, 3)):
+        recorded = [Proposal(each.choices, each.phase, each.actions) for each in played[step]]
+        told.observe(recorded, rewards[step])
+    for part in ("observations", "actions", "next_observations", "rewards", "dones"):
+        buffers = [getattr(each.model.replay_buffer, part) for each in (live, told)]
+        np.testing.assert_array_equal(*buffers)
+    seen, env = live.model.replay_buffer.observations[:, 0], live.env
+    for number, last_reward in (
+        (1, 0.5),
+        (2, 0.5),
+    ):  # the step's first reward is not known to its second plan
+        observation, _ = env.reset(options={"last_reward": last_reward})
+        for layer, action in enumerate(played[number].actions):
+            np.testing.assert_array_equal(seen[number * env.layers + layer], observation)
+            observation, *_ = env.step(np.array([action]))
 
 
 def test_seeded_draws_leave_the_global_generators_alone() -> None:
@@ -146,14 +172,9 @@ def test_seeded_draws_leave_the_global_generators_alone() -> None:
 
 def test_one_thread_is_given_back() -> None:
     before = torch.get_num_threads()
-    with one_thread():
+    with seeded(0):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
-
-
-def test_an_unknown_algorithm_is_refused(small_problem) -> None:
-    with pytest.raises(ConfigError, match="there is no algorithm 'ppo'; choose from ddpg, td3, sac"):
-        PolicyAgent(small_problem, "ppo", AgentOptions(), seed=0, episodes=3)
 
 
 def test_bayes_plays_a_plan_twice_only_when_it_finds_no_other(small_problem) -> None:
