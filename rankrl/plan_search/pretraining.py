@@ -21,9 +21,9 @@ from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, NonFiniteError
 from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
 from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask, linear_layers
-from rankrl.plan_search.envs.observations import DESCRIBING, Feature
+from rankrl.plan_search.envs.observations import DESCRIBING
 from rankrl.plan_search.envs.rank_selection import RankSelectionEnv, repeat, rollout
-from rankrl.plan_search.scores.evaluators import PlanEvaluator, ScoreMetric
+from rankrl.plan_search.scores.evaluators import PlanEvaluator
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.state_file import read_state, write_state
@@ -35,40 +35,32 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class TaskEpisodes:
-    """Scored plans of one task."""
+    """Scored plans of one task; `identity` stands for the settings that they were drawn and scored with."""
 
     task: PolicyTask
     observations: np.ndarray
     preset_losses: np.ndarray
     losses: np.ndarray
     gains: np.ndarray
+    identity: str = ""
 
-    def save(self, path: Path, identity: str) -> None:
-        """Write the episodes atomically, with the identity of their settings."""
-        arrays = ("observations", "preset_losses", "losses", "gains")
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(self, name))) for name in arrays}
-        write_state(path, tensors, {"task": asdict(self.task), "identity": identity}, _VERSION)
-
-    @classmethod
-    def load(cls, path: Path, identity: str) -> TaskEpisodes | None:
-        """Read a file of `save`; None if it is missing or has another identity."""
-        if not path.exists():
-            return None
-        episodes, kept = _read(path)
-        return episodes if kept == identity else None
+    def save(self, path: Path) -> None:
+        """Write the episodes atomically."""
+        tensors = {
+            name: torch.from_numpy(np.ascontiguousarray(value))
+            for name, value in vars(self).items()
+            if isinstance(value, np.ndarray)
+        }
+        write_state(path, tensors, {"task": asdict(self.task), "identity": self.identity}, _VERSION)
 
 
 def read_episodes(path: Path) -> TaskEpisodes:
-    """Read the episodes of a task, whatever their identity."""
-    return _read(path)[0]
-
-
-def _read(path: Path) -> tuple[TaskEpisodes, str]:
+    """Read the episodes of a task."""
     tensors, content = read_state(path, _VERSION, "episodes of a task")
     try:
-        task = PolicyTask(**{**content["task"], "formats": tuple(content["task"]["formats"])})
         arrays = {name: tensor.numpy().copy() for name, tensor in tensors.items()}
-        return TaskEpisodes(task, **arrays), str(content["identity"])
+        task, identity = PolicyTask.from_values(content["task"]), str(content["identity"])
+        return TaskEpisodes(task, **arrays, identity=identity)
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged or holds no episodes: {error}") from error
 
@@ -99,14 +91,10 @@ def play_episodes(
     problem: SearchProblem,
     evaluator: PlanEvaluator,
     task: PolicyTask,
+    options: EpisodeOptions,
     *,
-    features: tuple[Feature, ...],
-    count: int,
-    noises: tuple[float, ...],
-    importance_scale: float,
-    batches: int,
-    metric: ScoreMetric,
     seed: int,
+    identity: str = "",
     on_plan: Callable[[int], None] | None = None,
 ) -> TaskEpisodes:
     """Score random plans around greedy's, each on a few batches of images, in turn.
@@ -115,11 +103,11 @@ def play_episodes(
     few images; batches take turns, so that all images are used equally often.
     """
     preset = tuple(problem.preset.tolist())
-    batches = min(batches, evaluator.batches)
+    batches = min(options.batches, evaluator.batches)
     starts = range(0, evaluator.batches - batches + 1, batches)
 
     def score(choices: Choices, start: int) -> float:
-        return evaluator.metric(evaluator.forward(choices, start, start + batches), metric, start)
+        return evaluator.metric(evaluator.forward(choices, start, start + batches), options.metric, start)
 
     known = {start: score(preset, start) for start in starts}
     turns = cycle(starts)
@@ -129,13 +117,15 @@ def play_episodes(
         return score(choices, start) - known[start]
 
     env = RankSelectionEnv(
-        problem, gain, action="importance", features=features, importance_scale=importance_scale
+        problem,
+        gain,
+        action="importance",
+        features=DESCRIBING,
+        importance_scale=options.importance_scale,
     )
-    generator = np.random.default_rng(seed)
-    played = []
-    for number in range(count):
-        noise = noises[number % len(noises)] * generator.standard_normal(env.layers)
-        played.append(rollout(env, repeat(noise)))
+    generator, played = np.random.default_rng(seed), []
+    for number, noise in zip(range(options.plans), cycle(options.noises), strict=False):
+        played.append(rollout(env, repeat(noise * generator.standard_normal(env.layers))))
         if on_plan is not None:
             on_plan(number + 1)
     return TaskEpisodes(
@@ -144,6 +134,7 @@ def play_episodes(
         _losses(problem, preset),
         np.stack([_losses(problem, episode.choices) for episode in played]),
         np.array([episode.reward for episode in played]),
+        identity,
     )
 
 
@@ -289,56 +280,42 @@ def play_tasks(
             warn(f"pretrain: {network.title} in {names} has no such task: {error}")
             continue
         task = task_of(problem, model=network.title, dataset=network.data.name)
-        played.append(_played(problem, network, scoring, task, options, folder, seed))
+        evaluator = scoring.plan_evaluator(network.library, problem)
+        played.append(_played(problem, evaluator, task, options, folder, seed))
     return played
 
 
 def _problem(
     network: FittedNetwork,
     sites: Sequence[CandidateSet],
-    *,
-    params: float | None = None,
-    macs: float | None = None,
+    **budget: float,
 ) -> SearchProblem:
     """Return the problem within fractions of the dense network's costs."""
     shape, library = network.data.input_shape, network.library
-    return SearchProblem.from_model(network.model, sites, shape, params=params, macs=macs, library=library)
+    return SearchProblem.from_model(network.model, sites, shape, library=library, **budget)
 
 
 def _played(
     problem: SearchProblem,
-    network: FittedNetwork,
-    scoring: ImageScoring,
+    evaluator: PlanEvaluator,
     task: PolicyTask,
     options: EpisodeOptions,
     folder: Path,
     seed: int,
 ) -> TaskEpisodes:
-    evaluator = scoring.plan_evaluator(network.library, problem)
     drawn = asdict(options)
     del drawn["params"], drawn["macs"]
     identity = json.dumps([problem.fingerprint, evaluator.fingerprint, DESCRIBING, seed, drawn])
     name = hashlib.sha256(json.dumps(task.decision, default=sorted).encode()).hexdigest()[:12]
     path = folder / f"{name}.safetensors"
-    known = TaskEpisodes.load(path, identity)
-    if known is not None:
+    if path.exists() and (known := read_episodes(path)).identity == identity:
         return known
     with progress_bar(f"play {task}", total=options.plans) as bar:
         episodes = play_episodes(
-            problem,
-            evaluator,
-            task,
-            features=DESCRIBING,
-            count=options.plans,
-            noises=options.noises,
-            importance_scale=options.importance_scale,
-            batches=options.batches,
-            metric=options.metric,
-            seed=seed,
-            on_plan=bar.update,
+            problem, evaluator, task, options, seed=seed, identity=identity, on_plan=bar.update
         )
     log.info("pretrain: %s: best gain of %d plans %.4f", task, options.plans, float(episodes.gains.max()))
-    episodes.save(path, identity)
+    episodes.save(path)
     return episodes
 
 

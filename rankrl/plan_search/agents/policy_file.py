@@ -84,6 +84,11 @@ class PolicyTask:
     formats: tuple[str, ...]
     budgets: Mapping[str, float]
 
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> PolicyTask:
+        """Read a task from the plain values of `dataclasses.asdict`."""
+        return cls(**{**values, "formats": tuple(values["formats"])})
+
     @property
     def decision(self) -> tuple[str, frozenset[str], tuple[tuple[str, float], ...]]:
         """Key of the task: network, formats and budgets; tasks with the same key are the same."""
@@ -130,7 +135,7 @@ class PolicyCard:
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> PolicyCard:
         """Read a card from the plain values of `dataclasses.asdict`."""
-        tasks = tuple(PolicyTask(**{**task, "formats": tuple(task["formats"])}) for task in values["tasks"])
+        tasks = tuple(PolicyTask.from_values(task) for task in values["tasks"])
         lists = {name: tuple(values[name]) for name in ("features", "hidden", "descriptors")}
         return cls(**{**values, **lists, "tasks": tasks})
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
+from stable_baselines3 import DDPG
 from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
+from stable_baselines3.common.vec_env import DummyVecEnv
 
 from decomposition.formats import list_formats
 from rankrl.plan_search.envs import ENVIRONMENT_ID, RankSelectionEnv
 from rankrl.plan_search.envs.observations import DESCRIBING, descriptor_names, layer_descriptors
-from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 SHAPE = (1, 8, 8)
 
@@ -41,6 +44,25 @@ def test_the_size_of_an_observation_does_not_depend_on_the_network(small_problem
     fewer = SearchProblem.from_model(small_network, small_problem.sites[1:], SHAPE, params=0.6)
     sizes = {RankSelectionEnv(each, features=DESCRIBING).encoder.size for each in (small_problem, fewer)}
     assert len(sizes) == 1
+
+
+def test_one_agent_learns_in_the_environments_of_several_networks(small_problem, small_network) -> None:
+    """Episodes have other lengths, so that one environment begins anew while the other is in the middle."""
+    fewer = SearchProblem.from_model(small_network, small_problem.sites[1:], SHAPE, params=0.6)
+    plans: dict[int, list[Choices]] = {0: [], 1: []}
+
+    def make(number: int, problem: SearchProblem) -> RankSelectionEnv:
+        return RankSelectionEnv(
+            problem, lambda choices: plans[number].append(choices) or 0.5, features=DESCRIBING
+        )
+
+    envs = [partial(make, *pair) for pair in enumerate((small_problem, fewer))]
+    agent = DDPG("MlpPolicy", DummyVecEnv(envs), learning_starts=8, n_steps=4, gamma=1.0, seed=0)
+    agent.learn(24)
+    assert [len(each) for each in plans.values()] == [3, 4]
+    assert all(len(choices) == len(small_problem.sites) for choices in plans[0])
+    buffer = agent.replay_buffer
+    assert buffer.rewards[: buffer.pos].sum() == 0.5 * (3 + 4)
 
 
 def test_both_checkers_pass_for_every_format(format_problem) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.options.tasks import PretrainingOptions
+from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
+from rankrl.plan_search import pretraining
 from rankrl.plan_search.agents.policy_file import PolicyCard, PolicyFile, PolicyTask
 from rankrl.plan_search.envs.actions import ImportanceMap
 from rankrl.plan_search.envs.observations import DESCRIBING, ObservationEncoder
@@ -104,22 +105,12 @@ def test_options_out_of_range_are_refused(options) -> None:
         PretrainingOptions(**options)
 
 
-def play(problem: SearchProblem, evaluator: PlanEvaluator, **options) -> TaskEpisodes:
-    return play_episodes(
-        problem,
-        evaluator,
-        task_of(problem, model="small", dataset="noise"),
-        features=DESCRIBING,
-        **{
-            "count": 6,
-            "noises": (0.3, 0.8),
-            "importance_scale": 2.0,
-            "batches": 1,
-            "metric": "soft_agreement",
-            "seed": 0,
-            **options,
-        },
-    )
+def play(
+    problem: SearchProblem, evaluator: PlanEvaluator, plans: int = 6, identity: str = ""
+) -> TaskEpisodes:
+    task = task_of(problem, model="small", dataset="noise")
+    options = EpisodeOptions(plans=plans, noises=(0.3, 0.8), batches=1)
+    return play_episodes(problem, evaluator, task, options, seed=0, identity=identity)
 
 
 def test_gains_are_taken_against_greedys_plan_on_the_same_images(small_problem, small_evaluator) -> None:
@@ -143,25 +134,36 @@ def test_gains_are_taken_against_greedys_plan_on_the_same_images(small_problem, 
 
 
 def test_episodes_hold_what_the_policy_will_see(small_problem, small_evaluator) -> None:
-    found = play(small_problem, small_evaluator, count=1)
+    found = play(small_problem, small_evaluator, plans=1)
     seen = ObservationEncoder(small_problem, DESCRIBING)(np.zeros(0))
     np.testing.assert_allclose(found.observations[0], seen[:-1], rtol=1e-6)
 
 
-def test_files_return_what_was_saved_and_only_for_the_same_question(
-    small_problem, small_evaluator, tmp_path: Path
-) -> None:
-    path, found = tmp_path / "task.safetensors", play(small_problem, small_evaluator)
-    assert TaskEpisodes.load(path, "a") is None
-    found.save(path, "a")
-    loaded = TaskEpisodes.load(path, "a")
-    assert loaded is not None
-    assert loaded.task == found.task
+def test_files_return_what_was_saved(small_problem, small_evaluator, tmp_path: Path) -> None:
+    path, found = tmp_path / "task.safetensors", play(small_problem, small_evaluator, identity="a")
+    found.save(path)
+    loaded = read_episodes(path)
+    assert (loaded.task, loaded.identity) == (found.task, "a")
     np.testing.assert_array_equal(loaded.gains, found.gains)
-    assert TaskEpisodes.load(path, "b") is None
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(CheckpointError, match="damaged"):
         read_episodes(path)
+
+
+def test_a_task_is_played_once_with_the_same_settings(
+    small_problem, small_evaluator, tmp_path, monkeypatch
+) -> None:
+    seeds, play_episodes = [], pretraining.play_episodes
+
+    def recording(*arguments, seed: int, **options) -> TaskEpisodes:
+        seeds.append(seed)
+        return play_episodes(*arguments, seed=seed, **options)
+
+    monkeypatch.setattr(pretraining, "play_episodes", recording)
+    one, options = task_of(small_problem, model="small", dataset="noise"), EpisodeOptions(plans=1, batches=1)
+    for seed in (0, 0, 1, 0):
+        pretraining._played(small_problem, small_evaluator, one, options, tmp_path, seed)
+    assert seeds == [0, 1, 0]
 
 
 def test_tasks_are_told_apart_by_weights_formats_and_budgets(small_problem, small_network) -> None:
