@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from itertools import cycle
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from decomposition import CandidateSet, DecompositionError, FitLibrary
+from decomposition import DecompositionError, FitLibrary
 from decomposition.progress import progress_bar
 from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, NonFiniteError
@@ -269,30 +270,23 @@ def play_tasks(
     warn: Callable[[str], None],
 ) -> list[TaskEpisodes]:
     """Play the episodes of a network's tasks, or read those that the folder holds."""
-    predicted = network.library.all_candidates(limit=network.candidates)
-    sites = scoring.weighed(network.library, _problem(network, predicted))
+    library, shape = network.library, network.data.input_shape
+    problem_of: Callable[..., SearchProblem] = partial(
+        SearchProblem.from_model, network.model, input_shape=shape, library=library
+    )
+    sites = scoring.weighed(library, problem_of(library.all_candidates(limit=network.candidates)))
     played = []
     for measure, fraction in options.budgets:
         try:
-            problem = _problem(network, sites, **{measure: fraction})
+            problem = problem_of(sites, **{measure: fraction})
         except DecompositionError as error:
-            names = "/".join(each.name for each in network.library.formats)
+            names = "/".join(each.name for each in library.formats)
             warn(f"pretrain: {network.title} in {names} has no such task: {error}")
             continue
         task = task_of(problem, model=network.title, dataset=network.data.name)
-        evaluator = scoring.plan_evaluator(network.library, problem)
+        evaluator = scoring.plan_evaluator(library, problem)
         played.append(_played(problem, evaluator, task, options, folder, seed))
     return played
-
-
-def _problem(
-    network: FittedNetwork,
-    sites: Sequence[CandidateSet],
-    **budget: float,
-) -> SearchProblem:
-    """Return the problem within fractions of the dense network's costs."""
-    shape, library = network.data.input_shape, network.library
-    return SearchProblem.from_model(network.model, sites, shape, library=library, **budget)
 
 
 def _played(
