@@ -2,34 +2,29 @@
 
     OMP_NUM_THREADS=1 python scripts/bench_decomposition.py --part fits --output fits.csv
     RANKRL_DATA=data python scripts/bench_decomposition.py --part accuracy --checkpoint cifar10-resnet20.th
-    RANKRL_DATA=data python scripts/bench_decomposition.py --part network --checkpoint cifar10-resnet56.th
     python scripts/bench_decomposition.py --part scale --networks convnext_tiny --formats cp
 
-`fits` compares time and error for the convolutions of ResNet-20 and for weights of 64x64x3x3 to
-512x512x3x3, in float64 on both sides, fitted to the weights alone since tensorly knows no data. A routine
-that computes one solution (SVDs, HOOI) is compared with our algebraic start, an iterative one with a fit.
-`accuracy` compresses a ResNet-20 to several budgets and measures the CIFAR-10 test set; with `--rows FILE` a
-killed run goes on where it was. `network` times calibration and fit of a whole ResNet at one plan and states
-the memory. `scale` states time and memory of calibration, of the fits of all candidates and of applying a
-plan for half of the parameters, for torchvision's networks, each in a process of its own. Their weights are
-random, with singular values that fall as i^-1/2: what counts here is the size. `stability` compares CP
-with and without the term that keeps its terms from cancelling (`FitOptions.stability`).
+`fits` compares time and error for weights of 64x64x3x3 to 512x512x3x3, in float64 on both sides, fitted to
+the weights alone since tensorly knows no data. A routine that computes one solution (SVDs, HOOI) is compared
+with our algebraic start, an iterative one with a fit. `accuracy` compresses a ResNet-20 to several budgets by
+greedy's ranks and measures the CIFAR-10 test set; with `--rows FILE` a killed run goes on where it was.
+`scale` states time and memory of calibration, of the fits of all candidates and of applying a plan for half
+of the parameters, for torchvision's networks, each in a process of its own. Their weights are random, with
+singular values that fall as i^-1/2: what counts here is the size.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
 import os
 import resource
 import statistics
-import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,6 +32,7 @@ from pathlib import Path
 import numpy as np
 import tensorly
 import torch
+from bench_frame import ResultRows, command_line, markdown, publish, say, zoo_network
 from tensorly import decomposition as tensorly_decomposition
 from tensorly.tenalg import multi_mode_dot
 from torch import nn
@@ -44,61 +40,38 @@ from torch import nn
 from decomposition import (
     Budget,
     CompressionPlan,
-    Factorise,
     FitLibrary,
     FitOptions,
-    LayerPlan,
-    Quantise,
     TensorFormat,
     WeightModes,
     apply_plan,
-    collect_moments,
-    collect_sensitivities,
     contracted,
     count_parameters,
     fit_weight,
     get_format,
     inspect_layers,
     list_formats,
-    make_plan,
     plan_from_choices,
-    reestimate_batch_norm,
 )
 from decomposition.choose.heuristics import get_heuristic
-from decomposition.fit.fit_options import CHOOSING
-from decomposition.operations.operation import FINAL
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images
-from rankrl.models import create_model, load_checkpoint
-from rankrl.report.run_folder import hardware_line, shown_command, write_section
-from rankrl.training.accuracy import report_accuracy
+from rankrl.training import report_accuracy
 
 ALGEBRAIC = FitOptions(iterations=0)
 ITERATED = FitOptions(iterations=300, starts=64)
 ITERATED_LARGE = FitOptions(iterations=240)
 LARGE = 256  # channels from which a fit gets fewer iterations
 SLOW_SECONDS = 20.0  # routines slower than that are run once
-TITLES = {
-    "fits": "Tensor decompositions and tensorly",
-    "accuracy": "Accuracy without fine-tuning",
-    "network": "Calibration and fit of a whole network",
-    "scale": "Large networks",
-    "stability": "Terms of CP that cancel",
-}
-WHOLE_RANKS = {"tucker": 16, "tensor_ring": 8, "tensor_train": 16, "cp": 48, "spatial_svd": 12}
 NETWORKS = ("resnet18", "resnet50", "convnext_tiny", "vit_b_16")
-SELECTORS = ("uniform", "greedy")
-COLUMNS = ("weights", "weights + BN", "data", "data + BN", "sequential", "sequential + BN")
+FITTED = ("weights", "data", "sequential")
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A routine of tensorly and what it is compared with.
+    """A routine of tensorly: from an array (out, in, kernel), ranks and iterations to the reconstruction.
 
-    Attributes:
-        format: Our format.
-        iterative: Whether it iterates to a minimum; if not, it is compared with our algebraic start.
-        run: Decomposes an array (out, in, kernel) at ranks and returns the reconstruction.
+    One that does not iterate to a minimum is compared with our algebraic start.
     """
 
     format: str
@@ -155,7 +128,7 @@ class Duel:
 
 
 def common_ranks(tensor_format: TensorFormat, modes: WeightModes, ratio: float) -> tuple[int, ...]:
-    """Return the largest single rank that leaves 1/ratio of the parameters and that tensorly accepts.
+    """Find the largest single rank that leaves 1/ratio of the parameters and that tensorly accepts.
 
     tensorly's tensor_ring refuses first bonds whose product exceeds the first mode.
     """
@@ -170,7 +143,7 @@ def common_ranks(tensor_format: TensorFormat, modes: WeightModes, ratio: float) 
 
 
 def timed(run: Callable[[], np.ndarray | torch.Tensor], repeats: int) -> tuple[np.ndarray, float]:
-    """Return the last result and the median seconds; slow runs are not repeated."""
+    """Measure median seconds, and return the last result, too; slow runs are not repeated."""
     seconds: list[float] = []
     while len(seconds) < repeats and not (seconds and seconds[0] > SLOW_SECONDS):
         start = time.perf_counter()
@@ -204,7 +177,7 @@ def duel(weight: torch.Tensor, rival: Rival, ratio: float, repeats: int, iterati
 
 
 def synthetic_weight(channels: int, seed: int = 0) -> torch.Tensor:
-    """Return a weight (channels, channels, 9) whose channel spectra fall like those of trained layers."""
+    """Make a weight (channels, channels, 9) whose channel spectra fall like those of trained layers."""
     generator = torch.Generator().manual_seed(seed)
 
     def mix() -> torch.Tensor:
@@ -215,207 +188,67 @@ def synthetic_weight(channels: int, seed: int = 0) -> torch.Tensor:
     return torch.einsum("oa,abk,ib->oik", mix(), core, mix()).contiguous()
 
 
-def load_network(checkpoint: Path, architecture: str = "resnet20") -> nn.Module:
-    """Return the trained network in evaluation mode."""
-    model = create_model(architecture, input_shape=(3, 32, 32), num_classes=10)
-    load_checkpoint(model, checkpoint)
-    return model.eval()
-
-
 def fits_report(options: argparse.Namespace) -> str:
-    """Compare all routines on all weights, as two Markdown tables."""
-    lines = [
-        "| weight | tensorly's routine | ranks | error, ours | error, tensorly | s, ours | s, tensorly |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
-    for channels in options.sizes:
-        for name, rival in RIVALS.items():
-            _say(f"{channels}x{channels}x3x3, {name} ...")
-            result = duel(
-                synthetic_weight(channels), rival, options.ratio, options.repeats, options.iterations
-            )
-            lines.append(
-                f"| {channels}x{channels}x3x3 | {name} | {', '.join(map(str, result.ranks))} | "
-                f"{result.error:.4f} | {result.rival_error:.4f} | {result.seconds:.3g} | "
-                f"{result.rival_seconds:.3g} |"
-            )
-    if options.checkpoint is None:
-        return "\n".join(lines)
-    lines += ["", "ResNet-20, error of ours / of tensorly's routine:", ""]
-    lines += [f"| layer | {' | '.join(RIVALS)} |", f"|---|{'---:|' * len(RIVALS)}"]
-    modules = load_network(options.checkpoint).named_modules()
-    totals = {name: [0.0, 0.0] for name in RIVALS}
-    for layer, module in modules:
-        if not isinstance(module, nn.Conv2d):
-            continue
-        _say(f"{layer} ...")
-        weight = module.weight.detach().double().flatten(2)
-        cells = []
-        for name, rival in RIVALS.items():
-            result = duel(weight, rival, options.ratio, options.repeats, options.iterations)
-            totals[name][0] += result.seconds
-            totals[name][1] += result.rival_seconds
-            cells.append(f"{result.error:.4f} / {result.rival_error:.4f}")
-        lines.append(f"| {layer} | {' | '.join(cells)} |")
-    seconds = [f"{ours:.3g} / {theirs:.3g}" for ours, theirs in totals.values()]
-    return "\n".join([*lines, f"| seconds, all layers | {' | '.join(seconds)} |"])
+    """Compare all routines on all weights, as a Markdown table."""
+    rows = []
+    for channels, (name, rival) in product(options.sizes, RIVALS.items()):
+        weight = f"{channels}x{channels}x3x3"
+        say(f"{weight}, {name} ...")
+        result = duel(synthetic_weight(channels), rival, options.ratio, options.repeats, options.iterations)
+        errors = f"{result.error:.4f}", f"{result.rival_error:.4f}"
+        seconds = f"{result.seconds:.3g}", f"{result.rival_seconds:.3g}"
+        rows.append((weight, name, ", ".join(map(str, result.ranks)), *errors, *seconds))
+    sides = [f"{what}, {side}" for what in ("error", "s") for side in ("ours", "tensorly")]
+    return markdown(("weight", "tensorly's routine", "ranks", *sides), rows, left=3)
 
 
-def accuracies(model: nn.Module, plan: CompressionPlan, images: torch.Tensor, data: ImageData) -> list[float]:
-    """Return the test accuracy of a plan for each entry of `COLUMNS`, in percent."""
-    fitted = (
+def accuracies(
+    model: nn.Module, plan: CompressionPlan, images: torch.Tensor, data: ImageData
+) -> dict[str, str]:
+    """Measure the test accuracy of a plan by what it is fitted to, in percent."""
+    networks = (
         apply_plan(model, plan),
         apply_plan(model, plan, images, sequential=False),
         apply_plan(model, plan, images),
     )
-    percents = []
-    normal = calibration_images(data, len(images), seed=0, augmented=True)
-    for compressed in fitted:
-        reestimated = copy.deepcopy(compressed)
-        reestimate_batch_norm(reestimated, normal.split(256))
-        for network in (compressed, reestimated):
-            # The same function, faster to evaluate here.
-            percents.append(
-                100 * report_accuracy(contracted(network), data.test, mean=data.mean, std=data.std)
-            )
-    return percents
+    # Contracted, they compute the same function, faster to evaluate here.
+    found = (report_accuracy(contracted(each), data.test, mean=data.mean, std=data.std) for each in networks)
+    return {name: f"{100 * accuracy:.1f}" for name, accuracy in zip(FITTED, found, strict=True)}
 
 
 def accuracy_report(options: argparse.Namespace) -> str:
-    """Measure every format at every budget with uniform and greedy ranks, as a Markdown table."""
-    model = load_network(options.checkpoint)
+    """Measure every format at every budget with greedy's ranks, as a Markdown table."""
     data = load_dataset("cifar10")
+    model = zoo_network("resnet20", data, options.checkpoint)
     images = calibration_images(data, options.calibration, seed=0)
-    all_specs = inspect_layers(model, data.input_shape)
-    specs = [spec for spec in all_specs if spec.refusal is None]
-    batched = images.split(256)
-    moments = collect_moments(model, specs, batched)
-    sensitivities = collect_sensitivities(model, specs, batched)
-    total = count_parameters(model)
-    fixed = total - sum(spec.params for spec in specs)
-    dense = 100 * report_accuracy(model, data.test, mean=data.mean, std=data.std)
-    lines = [
-        f"Test accuracy in %, dense {dense:.2f} %; {options.calibration} unlabelled training images.",
-        "",
-        f"| format | parameters ÷ | ranks | {' | '.join(COLUMNS)} |",
-        f"|---|---:|---|{'---:|' * len(COLUMNS)}",
-    ]
-    rows = _finished_rows(options.rows)
+    layers = inspect_layers(model, data.input_shape)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = ResultRows(options.rows or Path(folder) / "rows.csv", ("format", "ratio"), ("kept", *FITTED))
     for name in options.formats:
-        keys = [(name, ratio, selector) for ratio in options.ratios for selector in SELECTORS]
-        if all(key in rows for key in keys):
-            lines += [rows[key] for key in keys]
+        missing = [each for each in options.ratios if rows.find({"format": name, "ratio": each}) is None]
+        if not missing:
             continue
-        _say(f"{name}: fitting the candidates ...")
-        library = FitLibrary(model, specs, name, moments=moments, sensitivities=sensitivities)
+        say(f"{name}: fitting the candidates ...")
+        library = FitLibrary.calibrated(model, data.input_shape, name, images.split(256))
         sites = library.all_candidates()
-        for ratio in options.ratios:
-            budget = Budget(1 / ratio, "params", total, fixed)
-            for selector in SELECTORS:
-                if (name, ratio, selector) in rows:
-                    lines.append(rows[name, ratio, selector])
-                    continue
-                _say(f"{name}, {ratio:g}x, {selector} ranks ...")
-                choices = get_heuristic(selector).choose(library, sites, budget)
-                plan = plan_from_choices(sites, choices, all_specs, data.input_shape, selector)
-                spent = fixed + sum(int(site.params[j]) for site, j in zip(sites, choices, strict=True))
-                cells = " | ".join(f"{value:.1f}" for value in accuracies(model, plan, images, data))
-                _say(cells)
-                lines.append(f"| {name} | {total / spent:.2f} | {selector} | {cells} |")
-                if options.rows is not None:
-                    with options.rows.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps([name, ratio, selector, lines[-1]]) + "\n")
-    return "\n".join(lines)
-
-
-def stability_report(options: argparse.Namespace) -> str:
-    """Measure CP with terms of any size and with terms kept from cancelling, as a Markdown table."""
-    model = load_network(options.checkpoint)
-    data = load_dataset("cifar10")
-    lines = [
-        f"Test accuracy in % of greedy's plan after the sequential refit to {options.calibration} unlabelled "
-        f"training images, {options.seeds} draws of them, mean and range; in integers every layer is rounded "
-        "to 8 bits.",
-        "",
-        "| parameters ÷ | stability | float32 | 8-bit integers |",
-        "|---:|---:|---:|---:|",
-    ]
-    errors_of: dict[tuple[float, float], list[tuple[float, float]]] = {}
-    for seed, stability in product(range(options.seeds), options.stability):
-        images = calibration_images(data, options.calibration, seed=seed)
-        library = FitLibrary.calibrated(
-            model,
-            data.input_shape,
-            "cp",
-            images.split(256),
-            options=replace(CHOOSING, stability=stability),
-        )
-        sites = library.all_candidates()
-        for ratio in options.ratios:
+        for ratio in missing:
+            say(f"{name}, {ratio:g}x ...")
             budget = Budget.of_model(model, sites, data.input_shape, "params", 1 / ratio)
             choices = get_heuristic("greedy").choose(library, sites, budget)
-            specs = inspect_layers(model, data.input_shape)
-            plan = plan_from_choices(sites, choices, specs, data.input_shape, "greedy")
-            integers = replace(
-                plan,
-                layers=tuple(
-                    each
-                    if spec.refusal is not None
-                    else LayerPlan(each.name, (*each.operations, Quantise()), None)
-                    for each, spec in zip(plan.layers, specs, strict=True)
-                ),
-            )
-            cells = tuple(
-                100
-                * report_accuracy(
-                    apply_plan(model, each, images, options=replace(FINAL, stability=stability)),
-                    data.test,
-                    mean=data.mean,
-                    std=data.std,
-                )
-                for each in (plan, integers)
-            )
-            _say(f"{ratio:g}x, stability {stability:g}, seed {seed}: {cells[0]:.2f}, {cells[1]:.2f}")
-            errors_of.setdefault((ratio, stability), []).append((cells[0], cells[1]))
-    for (ratio, stability), pairs in sorted(errors_of.items()):
-        columns = (
-            f"{np.mean(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in zip(*pairs, strict=True)
-        )
-        lines.append(f"| {ratio:g} | {stability:g} | {' | '.join(columns)} |")
-    return "\n".join(lines)
-
-
-def network_report(options: argparse.Namespace) -> str:
-    """Time the compression of a whole network by a given rank, as a Markdown table."""
-    architecture = options.checkpoint.stem.rsplit("-", 1)[-1]
-    model = load_network(options.checkpoint, architecture)
-    data = load_dataset("cifar10")
-    images = calibration_images(data, options.calibration, seed=0)
-    before = peak_memory()
-    lines = [
-        f"{architecture}, {options.calibration} images; peak memory of the process before: {before:.2f} GiB.",
-        "",
-        "| format | rank | layers | s, sequential | s, to the dense inputs | peak memory, GiB |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for name in options.formats:
-        plan = make_plan(model, data.input_shape, name, ranks=WHOLE_RANKS[name])
-        count = len(plan.chosen(Factorise))
-        seconds = []
-        for sequential in (True, False):
-            _say(f"{name}, {'sequential' if sequential else 'to the dense inputs'} ...")
-            start = time.perf_counter()
-            apply_plan(model, plan, images, sequential=sequential)
-            seconds.append(time.perf_counter() - start)
-        lines.append(
-            f"| {name} | {WHOLE_RANKS[name]} | {count} | {seconds[0]:.1f} | {seconds[1]:.1f} | "
-            f"{peak_memory():.2f} |"
-        )
-    return "\n".join(lines)
+            plan = plan_from_choices(sites, choices, layers, data.input_shape, "greedy")
+            kept = f"{budget.total / budget.spent(sites, choices):.2f}"
+            found = accuracies(model, plan, images, data)
+            rows.add({"format": name, "ratio": ratio}, {"kept": kept, **found})
+    dense = 100 * report_accuracy(model, data.test, mean=data.mean, std=data.std)
+    shown = [[row[column] for column in ("format", "kept", *FITTED)] for row in rows.rows]
+    return (
+        f"Test accuracy in %, dense {dense:.2f} %; {options.calibration} unlabelled training images.\n\n"
+        f"{markdown(('format', 'parameters ÷', *FITTED), shown)}"
+    )
 
 
 def spectral_network(name: str, size: int) -> nn.Module:
-    """Return a network of torchvision, random, the singular values of its weights falling as i^-1/2."""
+    """Make a network of torchvision, random, the singular values of its weights falling as i^-1/2."""
     import torchvision
 
     torch.manual_seed(0)
@@ -431,8 +264,8 @@ def spectral_network(name: str, size: int) -> nn.Module:
     return model.eval()
 
 
-def scale_row(name: str, format_name: str, size: int, count: int, workers: int) -> str:
-    """Time all that a network goes through, as a row of a Markdown table."""
+def scale_row(name: str, format_name: str, size: int, count: int, workers: int) -> tuple[str, ...]:
+    """Time all that a network goes through, as a row of the table."""
     torch.set_num_threads(1)
     model = spectral_network(name, size)
     shape = (3, size, size)
@@ -440,7 +273,7 @@ def scale_row(name: str, format_name: str, size: int, count: int, workers: int) 
     clock = _Clock()
     library = FitLibrary.calibrated(model, shape, format_name, images.split(64))
     cells = [clock.lap()]
-    sites = library.all_candidates(progress=_say, workers=workers if workers > 1 else None)
+    sites = library.all_candidates(progress=say, workers=workers if workers > 1 else None)
     cells.append(clock.lap())
     budget = Budget.of_model(model, sites, shape, "params", 0.5)
     choices = get_heuristic("greedy").choose(library, sites, budget)
@@ -448,9 +281,8 @@ def scale_row(name: str, format_name: str, size: int, count: int, workers: int) 
     clock.lap()
     apply_plan(model, plan, images)
     cells.append(clock.lap())
-    params = count_parameters(model) / 1e6
-    cells.append(f"{1024 * (peak_memory() + workers * peak_memory(resource.RUSAGE_CHILDREN)):.0f}")
-    return f"| {name} | {format_name} | {params:.1f} M | {' | '.join(cells)} |"
+    peak = _peak_mib(resource.RUSAGE_SELF) + workers * _peak_mib(resource.RUSAGE_CHILDREN)
+    return name, format_name, f"{count_parameters(model) / 1e6:.1f} M", *cells, f"{peak:.0f}"
 
 
 class _Clock:
@@ -471,56 +303,49 @@ class _Clock:
         return text
 
 
+def _peak_mib(who: int) -> float:
+    """Return the largest resident size of this process, or of one that it started, so far."""
+    return resource.getrusage(who).ru_maxrss / 1024
+
+
 def scale_report(options: argparse.Namespace) -> str:
     """Time whole networks of torchvision, as a Markdown table."""
-    lines = [
+    rows = []
+    for name, format_name in product(options.networks, options.formats):
+        say(f"{name}, {format_name} ...")
+        # A process of its own, whose peak of memory is its own.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            asked = options.size, options.calibration, options.workers
+            rows.append(pool.submit(scale_row, name, format_name, *asked).result())
+        say(" | ".join(rows[-1]))
+    head = (
+        "network",
+        "format",
+        "parameters",
+        "calibration, s",
+        "all candidates, s",
+        "applying half, s",
+        "MiB",
+    )
+    return (
         f"{options.calibration} inputs of 3x{options.size}x{options.size}; the fits in {options.workers} "
         "processes, the rest in one, one thread each; seconds of the processor, on the wall in brackets; "
-        "peak memory of all processes together.",
-        "",
-        "| network | format | parameters | calibration, s | all candidates, s | applying half, s | MiB |",
-        f"|---|---|{'---:|' * 5}",
-    ]
-    for name in options.networks:
-        for format_name in options.formats:
-            _say(f"{name}, {format_name} ...")
-            # A process of its own, whose peak of memory is its own.
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                row = pool.submit(
-                    scale_row, name, format_name, options.size, options.calibration, options.workers
-                )
-                lines.append(row.result())
-            _say(lines[-1])
-    return "\n".join(lines)
+        f"peak memory of all processes together.\n\n{markdown(head, rows, left=2)}"
+    )
 
 
-def peak_memory(who: int = resource.RUSAGE_SELF) -> float:
-    """Return the largest resident size of this process, or of one that it started, so far, in GiB."""
-    return resource.getrusage(who).ru_maxrss / 2**20
-
-
-def _finished_rows(path: Path | None) -> dict[tuple[str, float, str], str]:
-    """Return the rows of an earlier run by format, ratio and selector."""
-    if path is None or not path.exists():
-        return {}
-    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {(name, ratio, selector): row for name, ratio, selector, row in entries}
-
-
-def write_part(path: Path, part: str, text: str) -> None:
-    """Write the section of a part; see `rankrl.report.run_folder.write_section`."""
-    marker = "bench_decomposition" if part == "fits" else f"bench_decomposition_{part}"
-    write_section(path, marker, TITLES[part], text)
+REPORTS = {
+    "fits": ("Tensor decompositions and tensorly", fits_report),
+    "accuracy": ("Accuracy without fine-tuning", accuracy_report),
+    "scale": ("Large networks", scale_report),
+}
 
 
 def main() -> None:
-    """Read the command line, run one part, print and perhaps save its tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--part", choices=TITLES, default="fits", help="which part to run (default fits)")
-    parser.add_argument("--checkpoint", type=Path, help="weights of a CIFAR-10 ResNet-20")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
+    """Run one part, print and perhaps save its table."""
+    parser = command_line(__doc__)
+    parser.add_argument("--part", choices=REPORTS, default="fits", help="which part to run (default fits)")
+    parser.add_argument("--checkpoint", type=Path, help="accuracy: weights of a CIFAR-10 ResNet-20")
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128, 256, 512], help="fits: channels")
     parser.add_argument("--ratio", type=float, default=6.0, help="fits: parameters ÷ (default 6)")
     parser.add_argument("--repeats", type=int, default=3, help="fits: runs per median (default 3)")
@@ -528,45 +353,32 @@ def main() -> None:
         "--iterations", type=int, default=100, help="fits: tensorly's iterations (default 100, its own)"
     )
     parser.add_argument(
-        "--formats",
-        nargs="+",
-        choices=list_formats(),
-        default=list_formats(),
-        help="accuracy, scale: formats",
+        "--formats", nargs="+", choices=list_formats(), default=list_formats(), help="accuracy, scale"
     )
     parser.add_argument(
-        "--ratios", type=float, nargs="+", default=[2, 3, 4, 6], help="accuracy, stability: parameters ÷"
+        "--ratios", type=float, nargs="+", default=[2, 3, 4, 6], help="accuracy: parameters ÷"
     )
-    parser.add_argument("--rows", type=Path, help="accuracy: file of finished rows, to go on after a kill")
-    parser.add_argument("--calibration", type=int, default=768, help="all but fits: images (default 768)")
+    parser.add_argument("--rows", type=Path, help="accuracy: CSV file of finished rows")
+    parser.add_argument("--calibration", type=int, default=768, help="accuracy, scale: images (default 768)")
     parser.add_argument("--networks", nargs="+", default=NETWORKS, help="scale: networks of torchvision")
     parser.add_argument("--size", type=int, default=64, help="scale: height and width (default 64)")
     parser.add_argument("--workers", type=int, default=2, help="scale: processes (default 2)")
-    parser.add_argument("--stability", type=float, nargs="+", default=[0, 0.03], help="stability: values")
-    parser.add_argument("--seeds", type=int, default=3, help="stability: draws of images (default 3)")
     options = parser.parse_args()
-    if options.part not in ("fits", "scale") and options.checkpoint is None:
-        parser.error(f"--part {options.part} needs --checkpoint")
-    if min(options.repeats, options.iterations, options.calibration, options.seeds) < 1:
-        parser.error("--repeats, --iterations, --calibration and --seeds must be at least 1")
-    reports = {
-        "fits": fits_report,
-        "accuracy": accuracy_report,
-        "network": network_report,
-        "scale": scale_report,
-        "stability": stability_report,
-    }
-    table = reports[options.part](options)
-    short = {} if options.checkpoint is None else {str(options.checkpoint): options.checkpoint.name}
-    command = shown_command(sys.argv, shortened=short, dropped=["--rows"])
-    text = f"`{command}`\n\n{hardware_line('tensorly')}\n\n{table}"
-    print(text)
-    if options.output:
-        write_part(options.output, options.part, text)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if options.part == "accuracy" and options.checkpoint is None:
+        parser.error("--part accuracy needs --checkpoint")
+    if min(options.repeats, options.iterations, options.calibration) < 1:
+        parser.error("--repeats, --iterations and --calibration must be at least 1")
+    title, report = REPORTS[options.part]
+    short: dict[Path | None, str] = {options.checkpoint: getattr(options.checkpoint, "name", "")}
+    publish(
+        report(options),
+        options.output,
+        section=f"bench_decomposition_{options.part}",
+        title=title,
+        packages=["tensorly"],
+        shortened=short,
+        dropped=["--rows"],
+    )
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_frame import ResultRows
 from given_files import find_file, names_of_files
 from int8_tuning import RIVALS, Rival, outputs_of
 from limited import LimitError, Limits
 from made_inputs import MissingFileError
 from ours_on_files import PARTS, ours
 from real_files import RealFile
-from result_rows import ResultRows
 
 from rankrl.device import processor_name
 from rankrl.onnx.runtimes import open_session

@@ -8,16 +8,14 @@ time is the median over the rounds. Temporary memory is the peak of what one ste
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from bench_frame import command_line, in_turns, markdown, publish, say, seconds_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from torchvision.models import resnet50
 
 from optim import OnnxAdagrad, OnnxAdam
-from rankrl.report.run_folder import hardware_line, shown_command, write_section
 
 SAMPLE_SECONDS = 0.02
 
@@ -48,7 +45,7 @@ CONTESTANTS: dict[str, dict[str, Callable[[list[nn.Parameter]], Optimizer]]] = {
 
 
 def cifar_resnet_shapes(depth: int) -> Shapes:
-    """Return the parameter shapes of the CIFAR ResNet of a depth 6n + 2 (He et al. 2016, section 4.2)."""
+    """List the parameter shapes of the CIFAR ResNet of a depth 6n + 2 (He et al. 2016, section 4.2)."""
     shapes: Shapes = [(16, 3, 3, 3), (16,), (16,)]
     channels = 16
     for width in (16, 32, 64):
@@ -59,17 +56,13 @@ def cifar_resnet_shapes(depth: int) -> Shapes:
 
 
 def resnet50_shapes() -> Shapes:
-    """Return the parameter shapes of torchvision's ResNet-50, 25.6 million parameters."""
+    """List the parameter shapes of torchvision's ResNet-50, 25.6 million parameters."""
     with torch.device("meta"):
         return [tuple(parameter.shape) for parameter in resnet50().parameters()]
 
 
 class PeakMemory(TorchDispatchMode):
-    """Follows the bytes of the tensors that operations create while it is active.
-
-    Attributes:
-        peak: The most bytes of such tensors alive at a time.
-    """
+    """Follows the most bytes, alive at a time, of tensors that operations create while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +83,7 @@ class PeakMemory(TorchDispatchMode):
 
 
 def make_parameters(shapes: Shapes, device: str) -> list[nn.Parameter]:
-    """Return random parameters of the shapes, with random gradients."""
+    """Make random parameters of the shapes, with random gradients."""
     generator = torch.Generator().manual_seed(0)
     parameters = []
     for shape in shapes:
@@ -100,42 +93,25 @@ def make_parameters(shapes: Shapes, device: str) -> list[nn.Parameter]:
     return parameters
 
 
-def sample(optimizer: Optimizer, steps: int, device: str) -> float:
-    """Return the mean seconds of a step."""
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        optimizer.step()
-    _wait(device)
-    return (time.perf_counter() - start) / steps
-
-
-def _wait(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-
-
 def state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of all tensors in an optimizer's state."""
+    """Count the bytes of all tensors in an optimizer's state."""
     return sum(leaf.nbytes for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
 
 
 def compare(shapes: Shapes, algorithm: str, rounds: int, device: str) -> list[tuple[str, float, int, int]]:
-    """Return name, median seconds per step, bytes of state and of temporaries for each contestant."""
+    """Measure name, median seconds of a step, bytes of state and of temporaries of each contestant."""
     optimizers = {
         name: make(make_parameters(shapes, device)) for name, make in CONTESTANTS[algorithm].items()
     }
-    times: dict[str, list[float]] = {name: [] for name in optimizers}
-    temporaries, steps = {}, {}
+    temporaries, samples = {}, {}
     for name, optimizer in optimizers.items():
         optimizer.step()  # makes the state
         with PeakMemory() as memory:
             optimizer.step()
         temporaries[name] = memory.peak
-        steps[name] = max(1, round(SAMPLE_SECONDS / sample(optimizer, 3, device)))
-    for _ in range(rounds):
-        for name, optimizer in optimizers.items():
-            times[name].append(sample(optimizer, steps[name], device))
+        sample = partial(seconds_of, optimizer.step, device=torch.device(device))
+        samples[name] = partial(sample, max(1, round(SAMPLE_SECONDS / sample(3))))
+    times = in_turns(samples, rounds)
     return [
         (name, statistics.median(times[name]), state_bytes(optimizer), temporaries[name])
         for name, optimizer in optimizers.items()
@@ -149,45 +125,39 @@ def report(rounds: int, device: str) -> str:
         "ResNet-56": cifar_resnet_shapes(56),
         "ResNet-50": resnet50_shapes(),
     }
-    lines = [
-        "| model | optimizer | ms per step | time ÷ torch foreach | state, MiB | temporary, MiB |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
+    lines = []
     for model, shapes in models.items():
         size = sum(torch.Size(shape).numel() for shape in shapes)
         for algorithm in CONTESTANTS:
-            print(f"{model}, {algorithm} ...", file=sys.stderr, flush=True)
+            say(f"{model}, {algorithm} ...")
             rows = compare(shapes, algorithm, rounds, device)
             reference = next(seconds for name, seconds, _, _ in rows if name == "torch foreach")
-            for name, seconds, state, temporary in rows:
-                label = name if name.startswith("Onnx") else f"{algorithm}, {name}"
-                lines.append(
-                    f"| {model} ({len(shapes)} tensors, {size / 1e6:.2f} M) | {label} | "
-                    f"{seconds * 1e3:.3f} | {seconds / reference:.2f} | "
-                    f"{state / 2**20:.2f} | {temporary / 2**20:.2f} |"
+            lines += [
+                (
+                    f"{model} ({len(shapes)} tensors, {size / 1e6:.2f} M)",
+                    name if name.startswith("Onnx") else f"{algorithm}, {name}",
+                    f"{seconds * 1e3:.3f}",
+                    f"{seconds / reference:.2f}",
+                    f"{state / 2**20:.2f}",
+                    f"{temporary / 2**20:.2f}",
                 )
-    return "\n".join(lines)
+                for name, seconds, state, temporary in rows
+            ]
+    head = ("model", "optimizer", "ms per step", "time ÷ torch foreach", "state, MiB", "temporary, MiB")
+    return markdown(head, lines, left=2)
 
 
 def main() -> None:
-    """Read the command line, run the comparisons, print and perhaps save the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=31, help="interleaved rounds per comparison (default 31)"
-    )
+    """Run the comparisons, print and perhaps save the table."""
+    parser = command_line(__doc__)
+    parser.add_argument("--rounds", type=int, default=31, help="rounds per comparison (default 31)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}: give at least 1")
     table = report(options.rounds, options.device)
-    conditions = f"{hardware_line()}; medians of {options.rounds} interleaved rounds."
-    text = f"`{shown_command(sys.argv)}`\n\n{conditions}\n\n{table}"
-    print(text)
-    if options.output:
-        write_section(options.output, "bench_optim", "Optimizer steps", text)
+    text = f"Medians of {options.rounds} interleaved rounds.\n\n{table}"
+    publish(text, options.output, section="bench_optim", title="Optimizer steps")
 
 
 if __name__ == "__main__":

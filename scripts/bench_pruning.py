@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
-from result_rows import ResultRows
+from bench_frame import ResultRows
 from torch import nn
 
 from decomposition import count_macs, count_parameters, reestimate_batch_norm

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from result_rows import ResultRows
+from bench_frame import ResultRows
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torchvision import models

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_frame import ResultRows
 from leaderboard_tasks import NOTHING, TASKS, Opened, Task, opened, read_tasks
 from made_inputs import MissingFileError
 from matplotlib.figure import Figure
-from result_rows import ResultRows
 
 from decomposition import DecompositionError
 from rankrl import reuse_memory

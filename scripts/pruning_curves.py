@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from bench_frame import ResultRows
 from matplotlib.figure import Figure
-from result_rows import ResultRows
 from torch import Tensor, nn
 
 from decomposition import CompressionPlan, build_structure, count_parameters

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import yaml
-from result_rows import ResultRows, epochs_of
+from bench_frame import ResultRows
 
 from rankrl.cli.app import BUDGET_MISSED, COLLAPSED
 from rankrl.report.run_folder import hardware_line, shown_command, write_section
@@ -203,6 +203,11 @@ def run_cells(cells: Sequence[Cell], folder: Path, *, jobs: int, seconds: float)
             except subprocess.TimeoutExpired:
                 process.kill()
     return failed
+
+
+def epochs_of(metrics: Mapping[str, Any]) -> int:
+    """Read how many epochs a finished run fine-tuned for: its own, a later call may ask for others."""
+    return int(metrics.get("trainings", {}).get("finetune", {"epochs": 0})["epochs"])
 
 
 def record_of(metrics: Mapping[str, Any]) -> dict[str, object]:

@@ -1,8 +1,6 @@
-"""The benchmark script compares like with like and writes only its own section."""
+"""The benchmark script compares like with like."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import bench_decomposition as bench
 import pytest
@@ -45,34 +43,6 @@ def test_synthetic_weights_are_reproducible_and_decay() -> None:
     assert torch.equal(weight, bench.synthetic_weight(16))
     values = torch.linalg.svdvals(weight.flatten(1))
     assert values[0] > 2 * values[-1]
-
-
-@pytest.mark.parametrize("part", ["fits", "accuracy"])
-def test_a_section_is_appended_then_replaced(tmp_path: Path, part: str) -> None:
-    page = tmp_path / "benchmarks.md"
-    page.write_text("# Benchmarks\n\nKept.\n")
-    bench.write_part(page, part, "first")
-    page.write_text(page.read_text() + "\nAlso kept.\n")
-    bench.write_part(page, part, "second")
-    text = page.read_text()
-    assert "first" not in text
-    assert [word in text for word in ("Kept.", "second", "Also kept.")] == [True] * 3
-    assert text.count("start -->") == text.count("end -->") == 1
-
-
-def test_the_two_parts_do_not_touch_each_other(tmp_path: Path) -> None:
-    page = tmp_path / "benchmarks.md"
-    for part in ("fits", "accuracy", "fits"):
-        bench.write_part(page, part, f"section {part}")
-    text = page.read_text()
-    assert text.count("section fits") == text.count("section accuracy") == 1
-
-
-def test_half_a_pair_of_markers_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "benchmarks.md"
-    page.write_text("<!-- bench_decomposition:start -->")
-    with pytest.raises(ValueError, match="put the other one back"):
-        bench.write_part(page, "fits", "text")
 
 
 def test_weights_of_large_networks_are_random_with_a_falling_spectrum() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from rankrl.timing.latency import TimedTurns, time_in_turns
 
 pytestmark = pytest.mark.slow
 SMALL = ["--runs", "2", "--repeats", "3"]
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_latency.py", "--folders", str(folder), *map(str, arguments)])
+    bench_latency.main()
 
 
 def test_rows_hold_what_runs_wrote_down_and_times_of_their_files(
@@ -33,11 +39,13 @@ def test_rows_hold_what_runs_wrote_down_and_times_of_their_files(
 
     monkeypatch.setattr(bench_latency, "time_in_turns", known)
     page = tmp_path / "page.md"
-    bench_latency.main(["--folders", str(whole_run), *SMALL, "--output", str(page)])
+    _run(monkeypatch, whole_run, *SMALL, "--output", page)
     text = capsys.readouterr().out.strip()
     assert text in page.read_text()
-    dense, integers, row = (
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]
+    _, _, dense, integers, row = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
     )
     metrics = read_json(whole_run / "metrics.json")
     assert dense[:6] == [metrics["model"], "dense", "", "1", "2.50", "20.0"]
@@ -52,8 +60,10 @@ def test_rows_hold_what_runs_wrote_down_and_times_of_their_files(
     assert row[2] == ""  # no budget in time
 
 
-def test_what_has_no_file_to_time_is_refused(training: Path, tmp_path: Path) -> None:
+def test_what_has_no_file_to_time_is_refused(
+    training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SystemExit, match="is no finished run: it has no metrics"):
-        bench_latency.main(["--folders", str(tmp_path)])
+        _run(monkeypatch, tmp_path)
     with pytest.raises(SystemExit, match="has written no ONNX file that could be timed"):
-        bench_latency.main(["--folders", str(training)])
+        _run(monkeypatch, training)
