@@ -304,7 +304,7 @@ class _Clock:
 
 
 def _peak_mib(who: int) -> float:
-    """Return the largest resident size of this process, or of one that it started, so far."""
+    """Read the largest resident size of this process, or of one that it started, so far."""
     return resource.getrusage(who).ru_maxrss / 1024
 
 

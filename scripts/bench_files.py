@@ -84,14 +84,7 @@ ALL_METHODS = METHODS | ABLATIONS
 
 @dataclass(frozen=True)
 class Made:
-    """What a process says of the file it made.
-
-    Attributes:
-        score: The file's score, None where there is no file.
-        minutes: Of processor time.
-        memory: The most memory that it took, in MB.
-        words: What else there is to say: of the file, or why there is none.
-    """
+    """Describe a file that a process made (no score where it failed), with minutes and MB that it took."""
 
     score: float | None
     minutes: float
@@ -100,14 +93,7 @@ class Made:
 
 
 def make(file: Callable[[tuple[int, int]], RealFile], method: Rival, target: Path, options: Any) -> Made:
-    """Make and score a file, in this process.
-
-    Args:
-        file: From the numbers of inputs to the file.
-        method: What makes it.
-        target: The file to write.
-        options: The command line.
-    """
+    """Make and score a file, in this process."""
     counts = QUICK_COUNTS if options.quick else COUNTS
     fitted = file((counts[0], 1))
     limits, failure = Limits(options.limit, options.memory), ""
@@ -129,13 +115,13 @@ def make(file: Callable[[tuple[int, int]], RealFile], method: Rival, target: Pat
 
 
 def _told(error: Exception) -> str:
-    """Return what a row says of a failure, without paths and what they lead to."""
+    """Shorten an error for a row, without paths and what they lead to."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).replace("|", "/")
     return " ".join(word for word in text.split() if "/" not in word)[:160]
 
 
 def in_a_process(name: str, method: str, target: Path, options: argparse.Namespace) -> Made:
-    """Return what another process made; what it says on the way goes into a .log next to the target."""
+    """Make a file in another process; what that prints goes into a .log next to the target."""
     answer = target.with_suffix(".json")
     answer.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--files", name, "--methods", method, "--here", str(target)]
@@ -151,7 +137,7 @@ def in_a_process(name: str, method: str, target: Path, options: argparse.Namespa
 
 
 def times_of(file: RealFile, made: Mapping[str, Path], runs: int) -> dict[str, float]:
-    """Return the time of each method's file as a fraction of the original's, all timed in turns."""
+    """Time each method's file, as a fraction of the original's, all in turns."""
     pairs = [(ALL_METHODS[method].runtime, path) for method, path in made.items()]
     feed = next(file.fitted.feeds)
     timed = time_in_turns([("onnxruntime", file.path), *pairs], batch=1, runs=runs, inputs=feed)
@@ -196,13 +182,13 @@ def _plain(method: str) -> str:
 
 
 def _bytes(path: Path) -> int:
-    """Return the bytes of a file, with the weights that OpenVINO keeps next to it."""
+    """Count the bytes of a file, with the weights that OpenVINO keeps next to it."""
     weights = path.with_suffix(".bin")
     return path.stat().st_size + (weights.stat().st_size if path.suffix == ".xml" and weights.exists() else 0)
 
 
 def _obstacle(method: str) -> str | None:
-    """Return which package a method lacks, if any."""
+    """Name the package that a method lacks, if any."""
     missing = [name for name in ALL_METHODS[method].packages if importlib.util.find_spec(name) is None]
     return f"{method}: {missing[0]} is missing: pip install {missing[0]}" if missing else None
 
@@ -212,7 +198,7 @@ def _line(row: Mapping[str, str]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> list[str]:
-    """Return the lines of the table: of each file the methods in their order."""
+    """List the lines of the table: of each file the methods in their order."""
     order = list(ALL_METHODS)
     kept = [row for row in rows if row["file"] in files and row["method"] in order]
     kept.sort(key=lambda row: (files.index(row["file"]), order.index(row["method"])))
@@ -220,7 +206,7 @@ def table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> list[str]:
 
 
 def page_table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> list[str]:
-    """Return the lines of the page's table: for each file score / time / size by the main methods."""
+    """List the lines of the page's table: for each file score / time / size by the main methods."""
     cells = {
         (row["file"], row["method"]): f"{row['score']} / {row['time']} / {row['size']}"
         for row in rows

@@ -96,7 +96,7 @@ def in_turns(measures: Mapping[Name, Callable[[], float]], rounds: int) -> dict[
 
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """Return the median over the rounds of one quantity divided by another."""
+    """Divide two quantities round by round and take the median."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 

@@ -45,7 +45,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> dict[str, Any]:
-        """Its measurements."""
+        """Read its measurements."""
         path = self.folder / "metrics.json"
         if not path.exists():
             raise SystemExit(f"{self.folder} is no finished run: it has no metrics.json. Resume it first")
@@ -58,7 +58,7 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The options it was run with."""
+        """Read the options that it was run with."""
         path = self.folder / "state" / "configuration.json"
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["config"]
         return config
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def choices(self) -> str:
-        """The candidates that the plan was chosen from, for the table."""
+        """Describe the candidates that the plan was chosen from."""
         decomposition, budget = self.settings["decomposition"], self.settings["budget"]
         formats = decomposition["formats"] or [decomposition["format"]]
         kinds = (

@@ -1,4 +1,4 @@
-"""What it brings to keep freed memory for the next batch: evaluation and training of whole networks.
+"""Measure what keeping freed memory for the next batch brings: evaluation and training of whole networks.
 
     OMP_NUM_THREADS=1 python scripts/bench_memory.py --output scripts/results/bench_memory.csv
 
@@ -63,15 +63,7 @@ _QUICK = {"candidates": 3, "iterations": 8, "final_iterations": 8}
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process measured.
-
-    Attributes:
-        reused: Whether freed memory was kept.
-        evaluated: Images a second.
-        trained: Images a second.
-        faults: Page faults for each image that was evaluated.
-        memory: The most memory of the process, in MB.
-    """
+    """Hold what one process measured: images a second, page faults an image, and its peak memory in MB."""
 
     reused: bool
     evaluated: float
@@ -135,7 +127,7 @@ def _seconds(work: Callable[[], None], times: int) -> list[float]:
 
 
 def in_a_process(arguments: Sequence[str], *, reuse: bool) -> Measured:
-    """Return what another process measures."""
+    """Measure in another process."""
     command = [sys.executable, __file__, *arguments, "--here", "reuse" if reuse else "return"]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return Measured(**json.loads(answer.stdout))
@@ -143,13 +135,7 @@ def in_a_process(arguments: Sequence[str], *, reuse: bool) -> Measured:
 
 @dataclass(frozen=True)
 class Wide:
-    """A network with a very wide layer or large maps.
-
-    Attributes:
-        layers: Makes its layers.
-        shape: Shape of an input.
-        inputs: How many it is calibrated on.
-    """
+    """A network with a very wide layer or large maps."""
 
     layers: Callable[[], list[nn.Module]]
     shape: tuple[int, ...]
@@ -255,7 +241,7 @@ def _stage_of_file(path: Path, x: np.ndarray, stage: str) -> None:
 
 
 def onnx_inputs(path: Path) -> list[str]:
-    """Return the names of a file's inputs."""
+    """List the names of a file's inputs."""
     return [each.name for each in onnx.load(path, load_external_data=False).graph.input]
 
 

@@ -52,7 +52,7 @@ Prune = Callable[[nn.Module], nn.Module]
 
 
 class Bench:
-    """The results of one dataset."""
+    """Measure and keep the results of one dataset."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -124,7 +124,7 @@ class Bench:
     def _own(
         self, name: str, target: float, *, rewind: bool = False, solve: bool = True, multiple: int = 1
     ) -> Prune:
-        """Return one of our pruners, to a number of multiply-accumulates."""
+        """Make one of our pruners, to a number of multiply-accumulates."""
 
         def prune(dense: nn.Module) -> nn.Module:
             own: dict[str, object] = {}
@@ -140,7 +140,7 @@ class Bench:
         return prune
 
     def _rival(self, target: float, *, sparse: bool) -> Prune:
-        """Return a pruner of Torch-Pruning, to a number of multiply-accumulates."""
+        """Make a pruner of Torch-Pruning, to a number of multiply-accumulates."""
         import torch_pruning
 
         def prune(dense: nn.Module) -> nn.Module:
@@ -229,7 +229,7 @@ class Bench:
         return report_accuracy(tested, self.data.test, mean=self.data.mean, std=self.data.std)
 
     def _latency(self, dense: nn.Module, network: nn.Module) -> float:
-        """Return the time of a network's ONNX file on one thread as a share of the dense network's."""
+        """Time a network's ONNX file on one thread, as a share of the dense network's."""
         with TemporaryDirectory() as folder:
             files = [Path(folder) / f"{name}.onnx" for name in ("dense", "network")]
             for file, each in zip(files, (dense, network), strict=True):
@@ -264,7 +264,7 @@ class Bench:
 
 
 def with_projections(network: nn.Module, calibration: torch.Tensor) -> nn.Module:
-    """Return a copy of an option-A ResNet whose shortcuts are 1x1 convolutions that compute the same.
+    """Copy an option-A ResNet so that its shortcuts are 1x1 convolutions that compute the same.
 
     Each picks the channels that the padding kept. The batch norm behind it has the statistics that the
     shortcut really sees and undoes itself, so that training mode starts from the same function too.
@@ -292,7 +292,7 @@ def with_projections(network: nn.Module, calibration: torch.Tensor) -> nn.Module
 def _shortcut_statistics(
     network: nn.Module, calibration: torch.Tensor
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return mean and variance of every channel that a zero-padding shortcut hands on, by block."""
+    """Measure mean and variance of every channel that a zero-padding shortcut hands on, by block."""
     moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = []
     for name, block in network.named_modules():

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def report(costs: list[Costs], options: argparse.Namespace) -> str:
-    """Return the table as Markdown."""
+    """Make the table."""
     precision = inference_precision()
     parts = ("fitting", "scoring", "agent", "bookkeeping")
     rows = [

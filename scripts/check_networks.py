@@ -60,13 +60,13 @@ from rankrl.report.run_folder import hardware_line, shown_command, write_section
 
 
 def small() -> nn.Module:
-    """Return a ResNet-20 for 10 classes."""
+    """Make a ResNet-20 for 10 classes."""
     network: nn.Module = create_model("resnet20", input_shape=(3, 32, 32), num_classes=10)
     return network
 
 
 class Star(nn.Module):
-    """Hands on whatever it is called with."""
+    """Hand on whatever it is called with."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Star(nn.Module):
 
 
 class KeepsFeatures(Star):
-    """Keeps the features of its last pass in a list, and in a dict that a hook fills."""
+    """Keep the features of its last pass in a list, and in a dict that a hook fills."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__(inner)
@@ -88,7 +88,7 @@ class KeepsFeatures(Star):
         inner.register_forward_hook(lambda module, inputs, output: self.seen.update(last=output))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Return class scores (N, 10)."""
+        """Compute class scores (N, 10)."""
         outputs: torch.Tensor = self.inner(x)
         self.features = [outputs]
         return outputs
@@ -98,7 +98,7 @@ class Normalising(Star):
     """Normalises the images that it is given in place."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Return class scores (N, 10) of images (N, 3, 32, 32)."""
+        """Compute class scores (N, 10) of images (N, 3, 32, 32)."""
         outputs: torch.Tensor = self.inner(x.sub_(0.1).div_(1.2))
         return outputs
 
@@ -107,7 +107,7 @@ class Detailed(Star):
     """Returns a size, a name and None besides its scores."""
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:  # type: ignore[override]
-        """Return class scores (N, 10) and more."""
+        """Compute class scores (N, 10) and more."""
         return {"scores": self.inner(x), "size": x.shape[-2:], "name": "net", "mask": None}
 
 
@@ -124,7 +124,7 @@ class UNet(nn.Module):
         self.last, self.head = _block(2 * width, width), nn.Conv2d(width, 2, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a map (N, 2, H, W) of images (N, 3, H, W)."""
+        """Compute a map (N, 2, H, W) of images (N, 3, H, W)."""
         first = self.first(x)
         down = self.down(first)
         middle = self.middle(torch.cat([self.up(self.bottom(down)), down], 1))
@@ -138,7 +138,7 @@ def _block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
 
 
 def weight_normed() -> nn.Module:
-    """Return convolutions under the old `torch.nn.utils.weight_norm`, after a pass with gradients."""
+    """Make convolutions under the old `torch.nn.utils.weight_norm`, after a pass with gradients."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         normed = [
@@ -151,7 +151,7 @@ def weight_normed() -> nn.Module:
 
 
 def frozen() -> nn.Module:
-    """Return a ResNet-20 whose first stage is frozen and whose last has a hook."""
+    """Make a ResNet-20 whose first stage is frozen and whose last has a hook."""
     network = small()
     network.get_submodule("layer1").requires_grad_(False)
     network.get_submodule("layer3.0.conv1").register_forward_pre_hook(lambda module, inputs: None)
@@ -187,15 +187,7 @@ _CANDIDATES = 8
 
 @dataclass(frozen=True)
 class Network:
-    """A network to check.
-
-    Attributes:
-        build: Makes it, with random weights.
-        size: Height and width of its input.
-        tensor_format: Format that its layers are decomposed in.
-        kept: Share of its parameters to keep.
-        sequential: Whether layers are refitted on what they receive in the compressed network.
-    """
+    """A network to check."""
 
     build: Callable[[], nn.Module]
     size: int = 64
@@ -218,7 +210,7 @@ class TransformerClassifier(nn.Module):
         self.head = nn.Linear(features, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return class scores (N, classes) of images (N, 3, H, W)."""
+        """Compute class scores (N, classes) of images (N, 3, H, W)."""
         logits: torch.Tensor = self.head(self.encoder(self.patches(x).flatten(2).mT).mean(1))
         return logits
 
@@ -278,29 +270,19 @@ NETWORKS |= ODD_NETWORKS
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a network.
-
-    Attributes:
-        params: Parameters of the dense network.
-        kept: Share of them that is left.
-        seconds: From the plan to the verified file.
-        peak_mib: Largest memory of the process, libraries included.
-        loaded: Largest difference of outputs between the saved and the loaded network.
-        onnx: Largest difference of outputs between file and network, relative to the largest output.
-        refusal: Why it was refused; empty when it was not.
-    """
+    """Hold a network's outcome: costs, largest differences of its outputs, or why it was refused."""
 
     params: int
     kept: float = float("nan")
     seconds: float = float("nan")
     peak_mib: float = float("nan")
-    loaded: float = float("nan")
-    onnx: float = float("nan")
+    loaded: float = float("nan")  # between the saved and the loaded network
+    onnx: float = float("nan")  # between file and network, relative to the largest output
     refusal: str = ""
 
 
 def smooth_images(count: int, size: int, seed: int) -> torch.Tensor:
-    """Return noise (count, 3, size, size) that is smooth and of a colour and contrast of its own each."""
+    """Make noise (count, 3, size, size) that is smooth and of a colour and contrast of its own each."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(count, 3, 7, 7, generator=generator)
     contrast = 0.3 + torch.rand(count, 1, 1, 1, generator=generator)
@@ -310,7 +292,7 @@ def smooth_images(count: int, size: int, seed: int) -> torch.Tensor:
 
 
 def uniform_plan(model: nn.Module, network_entry: Network) -> CompressionPlan:
-    """Return the plan of the uniform heuristic, which looks at costs alone and so needs no fits."""
+    """Make the plan of the uniform heuristic, which looks at costs alone and so needs no fits."""
     shape = (3, network_entry.size, network_entry.size)
     library = FitLibrary.calibrated(model, shape, network_entry.tensor_format, None)
     sites = [library.unfitted(name, limit=_CANDIDATES) for name in library.specs]
@@ -321,12 +303,7 @@ def uniform_plan(model: nn.Module, network_entry: Network) -> CompressionPlan:
 
 
 def check(name: str, folder: Path) -> Outcome:
-    """Take a network through all steps.
-
-    Args:
-        name: A key of `NETWORKS`.
-        folder: Where its files are written.
-    """
+    """Take a network through all steps."""
     network_entry = NETWORKS[name]
     torch.manual_seed(0)
     model = plain_weights(network_entry.build()).eval()
@@ -366,7 +343,7 @@ def check(name: str, folder: Path) -> Outcome:
 
 
 def _tensors(outputs: object) -> list[torch.Tensor]:
-    """Return the tensors among a network's outputs."""
+    """List the tensors among a network's outputs."""
     return [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor)]
 
 
@@ -384,7 +361,7 @@ def check_apart(name: str, limit: float) -> Outcome:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Return the outcomes as a Markdown table."""
+    """Show the outcomes as a Markdown table."""
     lines = [
         "| network | input | format | parameters | kept | s | peak MiB | loaded − saved | ONNX ÷ largest |",
         "|---|---:|---|---:|---:|---:|---:|---:|---:|",
@@ -403,7 +380,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def report(rows: list[dict[str, str]]) -> str:
-    """Return the section of the page."""
+    """Make the section of the page."""
     checked = {row["network"]: NETWORKS[row["network"]] for row in rows}
     others = [
         f"{name} keeps {network.kept:.0%}" for name, network in checked.items() if network.kept != _USUAL.kept

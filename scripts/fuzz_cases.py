@@ -36,9 +36,6 @@ class Good:
     """Input that is right, from which cases are made.
 
     The network is small, for 8x8 grey images in 10 classes.
-
-    Attributes:
-        folder: Where it lies.
     """
 
     folder: Path
@@ -60,21 +57,13 @@ class Good:
 
     @property
     def weights(self) -> Path:
-        """The network compressed under the plan."""
+        """The network, compressed under the plan."""
         return self.folder / "good.safetensors"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One input.
-
-    Attributes:
-        kind: One of `KINDS`.
-        number: Its number within the kind.
-        what: What was done to it.
-        arguments: The command line.
-        folder: Where it is run; what a file would do if it could run code is to make `marker` there.
-    """
+    """One input."""
 
     kind: str
     number: int
@@ -83,7 +72,7 @@ class Case:
     folder: Path
 
     def wrong_results(self) -> list[str]:
-        """Return what is wrong with the files of a command that was accepted, as far as the kind can tell."""
+        """List what is wrong with the files of a command that was accepted, as far as the kind can tell."""
         if self.kind == "modules":
             return module_problems(self.folder)
         return onnx_problems(self.folder) if self.kind == "onnx" else []
@@ -95,12 +84,12 @@ class Case:
 
     @property
     def marker(self) -> Path:
-        """What hostile code would make."""
+        """The file that hostile code would make."""
         return self.folder / "marker"
 
 
 class Code:
-    """Runs code when it is unpickled."""
+    """Run code when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -126,7 +115,7 @@ def make_good(folder: Path) -> Good:
 
 
 def make_case(kind: str, number: int, seed: int, good: Good, folder: Path) -> Case:
-    """Return a case; the same arguments make the same one."""
+    """Make a case; the same arguments make the same one."""
     draw = random.Random(f"{kind} {number} {seed}")
     folder.mkdir(parents=True, exist_ok=True)
     what, arguments = _MAKERS[kind](draw, good, folder)
@@ -137,7 +126,7 @@ def make_case(kind: str, number: int, seed: int, good: Good, folder: Path) -> Ca
 
 
 def damaged(draw: random.Random, content: bytes) -> tuple[str, bytes]:
-    """Return the bytes of a file, damaged, and how."""
+    """Damage the bytes of a file; return how, and the bytes."""
     way = draw.choice(("truncated", "flipped", "emptied", "zeroed", "extended", "length", "text", "shuffled"))
     if way == "truncated":
         return way, content[: draw.randrange(len(content))]
@@ -186,7 +175,7 @@ def placed(draw: random.Random, path: Path) -> tuple[str, Path]:
 
 
 def hostile(draw: random.Random, marker: Path) -> tuple[str, bytes]:
-    """Return a file that would run code if it were unpickled."""
+    """Make a file that would run code if it were unpickled."""
     protocol = draw.randrange(5)
     plain = pickle.dumps({"state_dict": Code(marker)}, protocol)
     way = draw.choice(("pickle", "torch", "archive", "array"))
@@ -207,7 +196,7 @@ def hostile(draw: random.Random, marker: Path) -> tuple[str, bytes]:
 
 
 def odd(draw: random.Random) -> Any:
-    """Return a value that JSON can hold and hardly any option wants."""
+    """Draw a value that JSON can hold and hardly any option wants."""
     lists = [[], [[]], [None], [-1], [1e308], [1] * 1000, [10**9, 10**9], _nested(60), {}, {"a": 1}]
     numbers = [0, -1, 1, 2, 3, 1.5, -0.5, 1e308, float("nan"), float("inf"), 10**30, -(2**63)]
     texts = ["", "abc", "nan", "ä\u202e", "../../etc/passwd", "a\0b", "x" * 5000]
@@ -254,7 +243,7 @@ def _evaluate(good: Good, *more: str) -> tuple[str, ...]:
 
 @functools.cache
 def _options() -> list[tuple[tuple[str, ...], str]]:
-    """Return every option with the choices of groups that have it."""
+    """List every option with the choices of groups that have it."""
     cases: list[tuple[tuple[str, ...], str]] = []
     root = OmegaConf.load(config_folder() / "config.yaml")
     for name, _ in _leaves(

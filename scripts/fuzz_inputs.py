@@ -54,15 +54,7 @@ _SUBPROCESS_EVERY = 25
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case.
-
-    Attributes:
-        case: The case.
-        refused: Whether it was refused.
-        problems: What was wrong with that; nothing should be.
-        message: What was printed as an error.
-        seconds: Processor time.
-    """
+    """Hold what came of a case: problems should be none; seconds are of processor time."""
 
     case: Case
     refused: bool
@@ -186,7 +178,7 @@ def run_all(cases: int, seed: int, folder: Path) -> list[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return the counts by kind, as Markdown."""
+    """Count by kind, as a Markdown table."""
     lines = ["| kind | cases | refused | accepted | failures |", "|---|---|---|---|---|"]
     for kind in (*KINDS, "all"):
         of_kind = [each for each in outcomes if kind in (each.case.kind, "all")]

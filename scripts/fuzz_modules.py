@@ -49,7 +49,7 @@ STATEMENTS = (
     ),
     *("y.relu_().mul_(2)", "y.clamp_(min=0.3).neg_()", "y.clamp_(min=-1)", "z = y\n    z.mul_(2)"),
 )
-"""What changes a layer's output y, numbers from 0 to 1 mostly, in place, beside the functions of torch."""
+"""Statements that change an output y (0 to 1 mostly) in place, beside the functions of torch."""
 
 UNTRANSLATED = frozenset(
     ("digamma_", "erfinv_", "hypot_", "i0_", "igamma_", "igammac_", "lgamma_", "nextafter_")
@@ -67,7 +67,7 @@ _ARGUMENTS = (
 
 @functools.cache
 def in_place_functions() -> tuple[str, ...]:
-    """Return a statement for every function of torch that changes numbers in place and is not random."""
+    """Find a statement for every function of torch that changes numbers in place and is not random."""
     torch.manual_seed(0)
     x = torch.rand(2, 4, 3, 3) * 0.6 + 0.2
     found = []
@@ -94,19 +94,15 @@ def _changes(call: str, x: torch.Tensor) -> bool:
 
 
 def statements() -> tuple[str, ...]:
-    """Return everything that may be done to the output of a layer in place."""
+    """List everything that may be done to the output of a layer in place."""
     return (*STATEMENTS, *in_place_functions())
 
 
 def source_of(changes: Sequence[str], kind: str) -> str:
-    """Return the code of a network: a layer, a change in place and a second layer for each of some changes.
+    """Write the code of a network: a layer, a change in place and a second layer for each of some changes.
 
     It takes numbers from -1 to 1, of shape (N, 3 or 1, 8, 8), and returns scores of classes, or the output of
-    every second layer (`Net(outcomes=True)`).
-
-    Args:
-        changes: Statements that change `y`.
-        kind: What the layers are: `convolution` or `linear`, over the last axis.
+    every second layer (`Net(outcomes=True)`). Layers are of the kind `convolution` or `linear`.
     """
     layers = "nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 5, 1)"
     if kind == "linear":
@@ -153,20 +149,14 @@ def source_of(changes: Sequence[str], kind: str) -> str:
 
 
 def plan_in_integers(dense: nn.Module, shape: tuple[int, ...]) -> CompressionPlan:
-    """Return the plan by which every layer of a network computes in integers."""
+    """Make the plan by which every layer of a network computes in integers."""
     specs, bits = inspect_layers(dense, shape), 7 if sums_overflow() else 8
     layers = tuple(LayerPlan(spec.name, () if spec.refusal else (Quantise(bits),)) for spec in specs)
     return CompressionPlan(layers, fingerprint(specs), shape)
 
 
 def module_case(draw: random.Random, data: Path, folder: Path) -> tuple[str, tuple[str, ...]]:
-    """Write a random network, in integers, and return what it does, and a command that exports it.
-
-    Args:
-        draw: Draws the network.
-        data: Images of 8x8 pixels and their labels, as `dataset=npz` takes them.
-        folder: Where the network goes.
-    """
+    """Write a random network, in integers, and return what it does, and a command that exports it."""
     with np.load(data) as arrays:
         images = torch.from_numpy(arrays["x_train"]).permute(0, 3, 1, 2) / 255
     name = f"net_{draw.getrandbits(64)}"  # modules of all cases stay imported
@@ -195,7 +185,7 @@ def module_case(draw: random.Random, data: Path, folder: Path) -> tuple[str, tup
 
 
 def module_problems(folder: Path) -> list[str]:
-    """Return what is wrong with the file that a command wrote of a network in integers; nothing should be."""
+    """List what is wrong with the file that a command wrote of a network in integers; nothing should be."""
     path = folder / "run" / "model.onnx"
     if not path.exists():
         return ["wrote no file"]

@@ -19,7 +19,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_dynamic, quantize_static
 
 LARGEST_ERROR = 0.2
-"""Of the outputs, relative, on all inputs: more than integers lose, less than a misread weight costs."""
+"""Relative error of the outputs: more than integers lose, less than a misread weight costs."""
 _CHANNELS, _SIZE, _INPUTS = 3, 8, 40
 _RANK = 4
 _OPTIMISED = ("ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL")
@@ -39,7 +39,7 @@ def _change(function: Change) -> Change:
 
 
 def right_model() -> ModelProto:
-    """Return a network that can be compressed without any loss."""
+    """Make a network that can be compressed without any loss."""
     rng = np.random.default_rng(0)
 
     def low(rows: int, columns: int) -> np.ndarray[Any, Any]:
@@ -73,7 +73,7 @@ def right_model() -> ModelProto:
 
 
 def right_inputs() -> np.ndarray[Any, Any]:
-    """Return inputs for it, (N, channels, height, width)."""
+    """Draw inputs for it, (N, channels, height, width)."""
     shape = (_INPUTS, _CHANNELS, _SIZE, _SIZE)
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
@@ -102,7 +102,7 @@ def onnx_case(draw: random.Random, folder: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def onnx_problems(folder: Path) -> list[str]:
-    """Return what is wrong with the file that an accepted command wrote; nothing should be."""
+    """List what is wrong with the file that an accepted command wrote; nothing should be."""
     source, target = folder / "net.onnx", folder / "run" / "model.onnx"
     if not target.exists():
         return []  # task=inspect
@@ -473,7 +473,7 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
         self._feeds = iter([{"x": right_inputs()[:8]}])
 
     def get_next(self) -> Any:
-        """Return the next inputs, or None."""
+        """Hand on the next inputs, or None."""
         return next(self._feeds, None)
 
 

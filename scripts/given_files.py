@@ -36,20 +36,12 @@ _BATCH = 50
 
 
 def names_of_files() -> list[str]:
-    """Return the names of the files that need no path."""
+    """List the names of the files that need no path."""
     return [*SOURCES, *NETWORKS]
 
 
 def find_file(name: str, counts: tuple[int, int]) -> RealFile:
-    """Return a file with its inputs.
-
-    Args:
-        name: A name (`names_of_files`), or the path of a .onnx file.
-        counts: Inputs that methods see, and those that scores are measured on.
-
-    Raises:
-        MissingFileError: It is not to be had here.
-    """
+    """Find a file by name or path, with `counts` inputs that methods see, and that scores are measured on."""
     if name in SOURCES:
         return packaged(name, counts)
     if name in NETWORKS:
@@ -131,7 +123,7 @@ def _cases(prepare: ModuleType, names: list[str], count: int) -> dict[str, _Case
 
 
 def _network(name: str, counts: tuple[int, int]) -> RealFile:
-    """Return a network trained on CIFAR-10, exported, with images that it was not trained on.
+    """Export a network trained on CIFAR-10, with images that it was not trained on.
 
     They are test images, as it knows the others by heart: methods see the last ones, scores are those of
     the first.

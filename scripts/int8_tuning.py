@@ -30,7 +30,7 @@ from rankrl.timing.latency import measure_latency
 COMPUTING = ("Conv", "MatMul", "Gemm")
 """Nodes whose sensitivity decides what is left in floating point."""
 DROP = 0.005
-"""What tuning may cost of the score on the inputs that methods see."""
+"""Loss that tuning may cost of the score on the inputs that methods see."""
 _LEAST_OPSET = 13
 RANGES, _HISTOGRAMS, _COMPARED, _JUDGED = 64, 16, 8, 40
 """Inputs for ranges by their ends, by histograms, for the sensitivity of nodes, and to judge what is made."""
@@ -42,7 +42,7 @@ _METHODS = {
 
 
 class _Reader(CalibrationDataReader):
-    """Hands batches to a calibrator."""
+    """Hand batches to a calibrator."""
 
     def __init__(self, feeds: Iterable[Feed]) -> None:
         self._feeds = iter(feeds)
@@ -55,10 +55,6 @@ class Quantiser:
     """onnxruntime's static quantiser over one file; ranges are measured once for each way.
 
     Weights are int8, one scale a channel; activations uint8.
-
-    Args:
-        file: The file and its inputs.
-        folder: For files in between.
     """
 
     def __init__(self, file: RealFile, folder: Path) -> None:
@@ -67,7 +63,7 @@ class Quantiser:
 
     @cached_property
     def plain(self) -> Path:
-        """The file in an operator set with a scale a channel, as onnxruntime advises to prepare it."""
+        """The file in an operator set with a scale a channel, prepared as onnxruntime advises."""
         model = onnx.load(self.file.path)
         opset = next(each.version for each in model.opset_import if each.domain in ("", "ai.onnx"))
         if opset < _LEAST_OPSET:
@@ -106,7 +102,7 @@ class Quantiser:
         return names
 
     def ranges(self, way: str) -> Any:
-        """Return the ranges of all tensors, by one of `_METHODS`."""
+        """Measure the ranges of all tensors, by one of `_METHODS`."""
         if way not in self._known:
             method, options = _METHODS[way]
             calibrator = create_calibrator(
@@ -125,14 +121,7 @@ class Quantiser:
     def write(
         self, target: Path, *, only: Sequence[str] = (), without: Collection[str] = (), way: str = "minmax"
     ) -> Path:
-        """Write the file in integers.
-
-        Args:
-            target: The file to write.
-            only: Names of nodes; all that can when empty.
-            without: Names of nodes that stay as they are.
-            way: How ranges are found.
-        """
+        """Write the file in integers: all nodes that can be, or `only` those named, `without` others."""
         quantiser = QDQQuantizer(
             load_model_with_shape_infer(self.plain),
             True,
@@ -165,11 +154,7 @@ class _Attempt:
 
 
 class Tuning:
-    """Integers tuned as an expert would: ranges in three ways, and the most sensitive nodes left out.
-
-    Args:
-        quantiser: The quantiser of the file.
-    """
+    """Integers tuned as an expert would: ranges in three ways, and the most sensitive nodes left out."""
 
     def __init__(self, quantiser: Quantiser) -> None:
         self.quantiser, self.file = quantiser, quantiser.file
@@ -177,7 +162,7 @@ class Tuning:
         self.originals = outputs_of(open_session(self.file.path, threads=1), self.judged.feeds)
 
     def error(self, path: Path, count: int) -> float:
-        """Return how far the outputs are from the original's, relative to their spread (the mean square)."""
+        """Measure how far the outputs are from the original's, relative to their spread (the mean square)."""
         answers = outputs_of(open_session(path, threads=1), islice(self.judged.feeds, count))
         errors = []
         for new, old in zip(
@@ -191,7 +176,7 @@ class Tuning:
         return float(np.mean(errors))
 
     def score(self, path: Path) -> float:
-        """Return the score on the inputs that methods see."""
+        """Score a file on the inputs that methods see."""
         answers = outputs_of(open_session(path, threads=1), self.judged.feeds)
         return self.file.tuned(answers, self.judged.known, self.originals)
 
@@ -245,7 +230,7 @@ class Tuning:
 
 
 def outputs_of(session: Session, feeds: Iterable[Feed]) -> list[Outputs]:
-    """Return the outputs of every batch."""
+    """Compute the outputs of every batch."""
     return [session.run(feed) for feed in feeds]
 
 
@@ -328,13 +313,7 @@ def _nncf() -> Any:
 
 @dataclass(frozen=True)
 class Rival:
-    """A method.
-
-    Attributes:
-        write: What it does.
-        runtime: What runs its file.
-        packages: Modules that it needs.
-    """
+    """A method, what runs its file, and the modules that it needs."""
 
     write: Written
     runtime: str = "onnxruntime"

@@ -65,11 +65,7 @@ _TUNED_TASKS = 4
 
 
 def entry(text: str) -> SelectorEntry:
-    """Read an entry of the command line.
-
-    Raises:
-        argparse.ArgumentTypeError: There is no such selector or option, or a value does not suit it.
-    """
+    """Read an entry of the command line."""
     try:
         return selector_entry(text)
     except RankrlError as error:
@@ -77,7 +73,7 @@ def entry(text: str) -> SelectorEntry:
 
 
 def seeds_of(one: SelectorEntry, seeds: Sequence[int]) -> Sequence[int]:
-    """Return the seeds to search with; the first alone where nothing is drawn."""
+    """List the seeds to search with; the first alone where nothing is drawn."""
     return seeds if selector_is_seeded(one.selector) else seeds[:1]
 
 
@@ -90,12 +86,12 @@ def selector(text: str) -> SelectorEntry:
 
 
 def after(evaluations: int) -> list[int]:
-    """Return after how many evaluations the plans of a search are judged."""
+    """List after how many evaluations the plans of a search are judged."""
     return sorted({*(each for each in AFTER if each < evaluations), evaluations})
 
 
 def best_plans(rows: Sequence[EpisodeRow], ends: Iterable[int]) -> dict[int, Choices]:
-    """Return the best plan after some numbers of evaluations, by their number; after 0 that is the first."""
+    """Find the best plan after some numbers of evaluations, by their number; after 0 that is the first."""
     return {end: max(rows[: max(1, end)], key=lambda row: row.reward).key for end in ends}
 
 
@@ -163,7 +159,7 @@ def _searched(
 
 
 def _judged(ready: Opened, result: SearchResult, options: argparse.Namespace) -> dict[int, dict[str, str]]:
-    """Return the values of rows by evaluations."""
+    """Judge plans: the values of rows by evaluations."""
     judged = {}
     for evaluations, plan in best_plans(result.rows, after(options.evaluations)).items():
         score, accuracy = ready.judge(plan)
@@ -177,33 +173,19 @@ def _judged(ready: Opened, result: SearchResult, options: argparse.Namespace) ->
 
 @dataclass(frozen=True)
 class Board:
-    """Regrets.
-
-    Attributes:
-        selectors: The selectors.
-        tasks: The tasks on which all of them were judged.
-        evaluations: After how many evaluations.
-        regrets: Mean over the seeds; shape (selectors, tasks, evaluations).
-        seconds: Of a search, likewise; shape (selectors, tasks).
-    """
+    """Hold mean regrets over the seeds, on tasks on which all selectors were judged."""
 
     selectors: tuple[str, ...]
     tasks: tuple[str, ...]
     evaluations: tuple[int, ...]
-    regrets: np.ndarray
-    seconds: np.ndarray
+    regrets: np.ndarray  # (selectors, tasks, evaluations)
+    seconds: np.ndarray  # (selectors, tasks)
 
     @classmethod
     def of(
         cls, rows: Sequence[Mapping[str, str]], evaluations: int, selectors: Sequence[str] = SELECTORS
     ) -> Board:
-        """Return the regrets of searches of so many evaluations.
-
-        Args:
-            rows: The rows; the best plan of a task is the best of all of them.
-            evaluations: Of a search.
-            selectors: Which of them; those without any row are left out.
-        """
+        """Take regrets to the best plan of all rows; selectors without any row are left out."""
         shown = [row for row in rows if row["search"] == str(evaluations) and row["selector"] in selectors]
         names = tuple(name for name in selectors if any(row["selector"] == name for row in shown))
         ends = tuple(after(evaluations))
@@ -231,18 +213,18 @@ class Board:
         return cls(names, tasks, ends, np.array(regrets), np.array(seconds))
 
     def of_selector(self, name: str, evaluations: int) -> np.ndarray:
-        """Return the regrets of a selector after so many evaluations, (tasks,)."""
+        """Select the regrets of a selector after so many evaluations, (tasks,)."""
         of_all: np.ndarray = self.regrets[self.selectors.index(name), :, self.evaluations.index(evaluations)]
         return of_all
 
     def against(self, name: str, evaluations: int) -> str:
-        """Return on how many tasks a selector's plan is better, and worse, than greedy's."""
+        """Count on how many tasks a selector's plan is better, and worse, than greedy's."""
         gains = self.of_selector(GREEDY, evaluations) - self.of_selector(name, evaluations)
         return f"{int((gains > 1e-9).sum())} / {int((gains < -1e-9).sum())}"
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of a mean, (tasks,) values, tasks drawn with replacement."""
+    """Draw the 95 % bootstrap interval of a mean, (tasks,) values, tasks drawn with replacement."""
     drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
     low, high = np.quantile(values[drawn].mean(1), (0.025, 0.975))
     return float(low), float(high)
@@ -254,7 +236,7 @@ def _cell(values: np.ndarray) -> str:
 
 
 def report(board: Board) -> str:
-    """Return the table, in points of the score, the least regret first, and what pretraining saves."""
+    """Make the table, in points of the score, the least regret first, and what pretraining saves."""
     last, shown = board.evaluations[-1], [end for end in board.evaluations if end != 1]
     head = ["selector", *(f"regret at {end}" for end in shown), "less regret than greedy at 0"]
     head += [f"better / worse than greedy at {end}" for end in (0, last)] + ["seconds"]
@@ -271,7 +253,7 @@ def report(board: Board) -> str:
 
 
 def paid(board: Board) -> str:
-    """Return what the policy's plan saves in evaluations, and what pretraining cost."""
+    """Say what the policy's plan saves in evaluations, and what pretraining cost."""
     if not {POLICY, PLAIN} <= {*board.selectors}:
         return ""
     known = board.of_selector(POLICY, 0).mean()
@@ -292,7 +274,7 @@ def paid(board: Board) -> str:
 
 
 def finetuned(board: Board, tasks: Mapping[str, Task], options: argparse.Namespace) -> str:
-    """Return a table of accuracies after the refit and after fine-tuning, in %.
+    """Make a table of accuracies after the refit and after fine-tuning, in %.
 
     Its tasks are those whose plans at 0 differ most between the selectors of one plan, files left out.
     """

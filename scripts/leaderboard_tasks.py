@@ -1,4 +1,4 @@
-"""The tasks of `leaderboard.yaml`: networks, what plans of them are searched with, and what judges them."""
+"""Read and open the tasks of `leaderboard.yaml`: networks, searches of their plans, and judges of those."""
 
 from __future__ import annotations
 
@@ -42,25 +42,12 @@ from rankrl.training.networks import DISTILLATION, heldout_accuracy
 TASKS = Path(__file__).with_name("leaderboard.yaml")
 _BATCH = 128
 NOTHING = "nothing"
-"""What is new to a policy that was trained on a task."""
+"""Nothing of a task is new to a policy that was trained on it."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network of the YAML file.
-
-    Attributes:
-        name: What its tasks are called by.
-        family: Networks of one family are left out together.
-        dataset: Its images, of which `heldout` are held out and `train_images` trained on (None for the
-            data set's own number, and all others).
-        model: Its name in the registry; None for `name`.
-        target: Dotted path of what makes it, instead.
-        options: Of the model.
-        checkpoint: File of its weights in RANKRL_CHECKPOINTS; None where it is trained here, by `recipe`
-            (`TrainingRecipe`) and to at least the held-out `accuracy`.
-        file: ONNX file in RANKRL_CHECKPOINTS, instead of all that.
-    """
+    """A network of the YAML file: in RANKRL_CHECKPOINTS, or trained by `recipe` to at least `accuracy`."""
 
     name: str
     family: str
@@ -77,11 +64,7 @@ class Network:
 
     @property
     def path(self) -> Path | None:
-        """The file of its weights or of the whole network; None where it is trained here.
-
-        Raises:
-            MissingFileError: It is not there.
-        """
+        """Find the file of its weights or of the whole network; None where it is trained here."""
         named = self.checkpoint or self.file
         if named is None:
             return None
@@ -91,7 +74,7 @@ class Network:
         return path
 
     def load(self, folder: Path) -> tuple[torch.nn.Module, ImageData]:
-        """Return the network and its images; it is trained here where it has no checkpoint, and kept."""
+        """Make the network and its images; it is trained here where it has no checkpoint, and kept."""
         data = load_dataset(self.dataset, heldout=self.heldout, train_images=self.train_images)
         options = dict(self.options) | ({"_target_": self.target} if self.target else {})
         name = "custom" if self.target else self.model or self.name
@@ -112,11 +95,7 @@ class Network:
 
 
 def what_is_new(policy: PolicyFile, task: PolicyTask) -> str:
-    """Return what of a task the policy was not trained on.
-
-    Raises:
-        ConfigError: Nothing is.
-    """
+    """Name the parts of a task that the policy was not trained on."""
     policy.card.check_held_out(task)
     known = policy.card.tasks
     parts = {
@@ -147,12 +126,12 @@ class Task:
 
     @property
     def name(self) -> str:
-        """What its rows are called."""
+        """The name of its rows."""
         words = [self.network.name, self.layers, self.measure, f"{self.fraction:g}"]
         return " ".join(words + [self.runtime] * (self.runtime != "none"))
 
     def request(self) -> Request:
-        """Return what is searched for, in the terms of the package."""
+        """Ask for the search, in the terms of the package."""
         kept = cache_folder()
         timing = LatencyOptions(runtime=self.runtime) if self.runtime != "none" else LatencyOptions()
         budget = BudgetOptions(**{self.measure: self.fraction})
@@ -164,13 +143,7 @@ class Task:
         return Request(goal, layers, selector="bayes", cache=kept, progress=False)
 
     def new_to(self, policy: PolicyFile, known: PolicyTask, families: Mapping[str, str]) -> str:
-        """Return what of the task a policy was not trained on, or `NOTHING`.
-
-        Args:
-            policy: The policy.
-            known: The task as the policy's card has it.
-            families: Families of networks by their names.
-        """
+        """Name what of the task a policy was not trained on, or `NOTHING`; families are those of networks."""
         told = {(each.model, each.dataset, each.formats, *each.budgets.items()) for each in policy.card.tasks}
         names = (known.model, known.dataset, known.formats, *known.budgets.items())
         if policy.card.known(known) or names in told:  # calibration may differ, names do not
@@ -183,31 +156,23 @@ class Task:
 
 
 Judge = Callable[[Choices], tuple[float, float | None]]
+"""From a plan to its score and accuracy after the refit, on inputs that no search sees."""
 Tune = Callable[[Choices, int], tuple[float, float]]
+"""From a plan and a number of steps of fine-tuning to the accuracy there before and after them."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A task, fitted.
-
-    Attributes:
-        session: Its problem, and what scores plans on the images that searches see.
-        judge: From a plan to its score after the refit on inputs that no search sees, and to its accuracy
-            there (None where inputs have no labels).
-        tuned: From a plan and a number of steps to the accuracy there of the network that it becomes, before
-            and after that many steps of fine-tuning; None for a file, which is not trained.
-        known: The task as the card of a policy has it.
-        seconds: What that took: network, moments, fits and times, as far as the cache lacks them.
-    """
+    """A task, fitted."""
 
     session: SearchSession
     judge: Judge
-    tuned: Tune | None
+    tuned: Tune | None  # None for a file, which is not trained
     known: PolicyTask
     seconds: float
 
     def predicted(self) -> SearchProblem:
-        """Return the problem with the losses that divergences did not weigh; those of files are measured."""
+        """Make the problem with the losses that divergences did not weigh; those of files are measured."""
         problem, library = self.session.problem, self.session.library
         if self.tuned is None:
             return problem
@@ -217,16 +182,7 @@ class Opened:
 
 @contextmanager
 def opened(task: Task, folder: Path, images: int) -> Iterator[Opened]:
-    """Fit a task.
-
-    Args:
-        task: The task.
-        folder: Where networks that are trained here are kept.
-        images: Held-out images that searches see at most: no more than two fifths of all; others judge.
-
-    Raises:
-        MissingFileError: Its network is not to be had here.
-    """
+    """Fit a task; searches see at most `images` held-out images or two fifths of all, others judge."""
     start = time.perf_counter()
     begin = _of_images if task.network.file is None else _of_file
     session, judging = begin(task, folder, images)
@@ -297,7 +253,7 @@ def _of_file(task: Task, _: Path, images: int) -> tuple[SearchSession, Judging]:
 
 
 def read_tasks(path: Path = TASKS, pattern: str = "*") -> list[Task]:
-    """Return the tasks of a YAML file whose names match a pattern, in order."""
+    """List the tasks of a YAML file whose names match a pattern, in order."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     networks = {name: Network(name, **entry) for name, entry in content["networks"].items()}
     tasks = [Task.parse(networks[name], text) for name, texts in content["tasks"].items() for text in texts]

@@ -18,15 +18,8 @@ class Limits:
     """A block that may take so much processor time and memory.
 
     Processor time counts on a machine that is shared as on one that is not. Past the limit the block ends
-    with an error as soon as it comes back from compiled code.
-
-    Args:
-        minutes: Of processor time, all threads together.
-        gigabytes: Of memory beyond what the process holds, as far as the system can limit it.
-
-    Attributes:
-        memory: The most memory that the block held at once beyond what the process held before, in MB, once
-            it is left.
+    with an error as soon as it comes back from compiled code. Once it is left, `memory` is the most that it
+    held at once beyond what the process held before, in MB.
     """
 
     memory: float
@@ -77,13 +70,13 @@ def _start_peak() -> float:
 
 
 def _peak() -> float:
-    """Return the most memory that this process has held at once, in MB."""
+    """Read the most memory that this process has held at once, in MB."""
     kilobytes = _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kilobytes / 1000
 
 
 def _status(name: str) -> int:
-    """Return one of the kernel's figures of this process, in kB, or 0 where it tells none."""
+    """Read one of the kernel's figures of this process, in kB, or 0 where it tells none."""
     if not _STATUS.is_file():
         return 0
     lines = _STATUS.read_text().splitlines()

@@ -30,11 +30,7 @@ class MissingFileError(Exception):
 
 @cache
 def photographs() -> list[Image.Image]:
-    """Return the sample photographs of scikit-image and scikit-learn.
-
-    Raises:
-        MissingFileError: Neither of them is installed.
-    """
+    """Load the sample photographs of scikit-image and scikit-learn."""
     folders = []
     for module, inside in (("skimage", "data"), ("sklearn", "datasets/images")):
         spec = importlib.util.find_spec(module)
@@ -49,7 +45,7 @@ def photographs() -> list[Image.Image]:
 
 
 def _crop(size: tuple[int, int], generator: np.random.Generator) -> Image.Image:
-    """Return a piece of a photograph, mirrored or not, as (width, height) pixels."""
+    """Cut a piece of a photograph, mirrored or not, as (width, height) pixels."""
     images = photographs()
     image = images[generator.integers(len(images))]
     side = generator.uniform(0.35, 1.0) * min(image.size)
@@ -70,7 +66,7 @@ def _text(generator: np.random.Generator, words: int) -> str:
 
 
 def _line(generator: np.random.Generator) -> tuple[Image.Image, str]:
-    """Return a line of text, 48 pixels high and at most 320 wide, and what it says."""
+    """Draw a line of text, 48 pixels high and at most 320 wide, and what it says."""
     text, size = _text(generator, int(generator.integers(1, 4))), int(generator.integers(20, 34))
     dark, light = sorted(generator.integers(0, 255, 2))
     if light - dark < 90:
@@ -87,7 +83,7 @@ def _line(generator: np.random.Generator) -> tuple[Image.Image, str]:
 
 
 def _centred(image: Image.Image, width: int) -> Array:
-    """Return pixels from -1 to 1, channels first, as wide as asked for: zeros follow on the right."""
+    """Scale pixels to lie from -1 to 1, channels first, as wide as asked for: zeros follow on the right."""
     pixels = np.asarray(image, np.float32).transpose(2, 0, 1) / 127.5 - 1
     filled = np.zeros((3, image.height, width), np.float32)
     filled[:, :, : min(width, image.width)] = pixels[:, :, :width]
@@ -95,13 +91,13 @@ def _centred(image: Image.Image, width: int) -> Array:
 
 
 def photograph(generator: np.random.Generator) -> tuple[Array, None]:
-    """Return a piece of a photograph, (224, 224, 3), blue first, less the mean of ImageNet."""
+    """Cut a piece of a photograph, (224, 224, 3), blue first, less the mean of ImageNet."""
     pixels = np.asarray(_crop((224, 224), generator), np.float32)[:, :, ::-1]
     return pixels - np.array([104, 117, 123], np.float32), None
 
 
 def text_page(generator: np.random.Generator) -> tuple[Array, Any]:
-    """Return a page, (3, 480, 640), and the places of its lines: left, top, right, bottom."""
+    """Draw a page, (3, 480, 640), and the places of its lines: left, top, right, bottom."""
     image, places = _page_of((640, 480), generator)
     return _centred(image, 640), places
 
@@ -109,7 +105,7 @@ def text_page(generator: np.random.Generator) -> tuple[Array, Any]:
 def _page_of(
     size: tuple[int, int], generator: np.random.Generator
 ) -> tuple[Image.Image, list[tuple[float, ...]]]:
-    """Return a photograph or a sheet with lines of text on it, and the places of the lines."""
+    """Draw a photograph or a sheet with lines of text on it, and the places of the lines."""
     if generator.random() < 0.5:
         page = _crop(size, generator)
     else:
@@ -131,19 +127,19 @@ def _page_of(
 
 
 def line_of_text(generator: np.random.Generator) -> tuple[Array, str]:
-    """Return a line of text, (3, 48, 320), and what it says."""
+    """Draw a line of text, (3, 48, 320), and what it says."""
     image, text = _line(generator)
     return _centred(image, 320), text
 
 
 def turned_line(generator: np.random.Generator) -> tuple[Array, int]:
-    """Return a line of text, (3, 48, 192), and whether it stands upside down."""
+    """Draw a line of text, (3, 48, 192), and whether it stands upside down."""
     image, turned = _line(generator)[0], int(generator.integers(2))
     return _centred(image.rotate(180) if turned else image, 192), turned
 
 
 def windows(generator: np.random.Generator, count: int = 32) -> Array:
-    """Return windows of sound one after the other, (count, 576) at 16 kHz: vowels with pauses, in noise."""
+    """Make windows of sound one after the other, (count, 576) at 16 kHz: vowels with pauses, in noise."""
     length = 64 + 512 * count
     seconds = np.arange(length) / 16000
     pitch = generator.uniform(90, 240) * (1 + 0.05 * np.sin(2 * np.pi * generator.uniform(2, 6) * seconds))

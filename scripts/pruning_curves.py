@@ -93,7 +93,7 @@ class Conv6(nn.Module):
 
 
 class Curves:
-    """The points of one dataset and network, measured once and kept."""
+    """Measure the points of one dataset and network, once, and keep them."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -195,7 +195,7 @@ class Curves:
                 nn.init.zeros_(parameter)
 
     def _dense(self, seed: int) -> nn.Module:
-        """Return the trained dense network of a seed, on the CPU."""
+        """Train the dense network of a seed, on the CPU."""
         network, path = self._network(seed), self.state / f"dense-seed{seed}.safetensors"
         if path.exists():
             load_checkpoint(network, path)

@@ -19,47 +19,29 @@ Feed = dict[str, Array]
 
 @dataclass(frozen=True)
 class Sample:
-    """Inputs.
-
-    Attributes:
-        arrays: All inputs by the network's input names, counted on the first axis.
-        known: What is known of each input, None where nothing is.
-        step: Inputs that are run at a time.
-        whole: Whether each is run as it is, without an axis that counts: the steps of a sequence, say.
-    """
+    """Hold inputs by name, counted on the first axis, and what is known of each (None: nothing)."""
 
     arrays: Feed = field(repr=False)
     known: Sequence[Any] = field(repr=False)
-    step: int = 1
-    whole: bool = False
+    step: int = 1  # inputs of a batch
+    whole: bool = False  # each is run as it is, without a counting axis: the steps of a sequence, say
 
     @property
     def feeds(self) -> Iterator[Feed]:
-        """What is run, one batch after the other."""
+        """Yield what is run, one batch after the other."""
         for index in range(0, len(self.known), self.step):
             part = index if self.whole else slice(index, index + self.step)
             yield {name: array[part] for name, array in self.arrays.items()}
 
     def part(self, start: int, stop: int | None = None) -> Sample:
-        """Return some of the inputs."""
+        """Cut some of the inputs out."""
         arrays = {name: array[start:stop] for name, array in self.arrays.items()}
         return replace(self, arrays=arrays, known=self.known[start:stop])
 
 
 @dataclass(frozen=True)
 class RealFile:
-    """A file, what it is used on, and how it is judged.
-
-    Attributes:
-        name: What its rows are called.
-        path: The file.
-        fitted: What methods may see.
-        tested: What scores are measured on.
-        score: The score.
-        meaning: What the score is.
-        tuned: What methods that are tuned by hand are judged by on `fitted`.
-        batch_axes: As in `rankrl.compress`.
-    """
+    """Hold a file, the inputs that methods may see, and those on which it is scored."""
 
     name: str
     path: Path
@@ -67,35 +49,25 @@ class RealFile:
     tested: Sample
     score: Score
     meaning: str
-    tuned: Score
+    tuned: Score  # on `fitted`, for methods that are tuned by hand
     batch_axes: dict[str, int | None] | None = None
 
     @property
     def inputs(self) -> Any:
-        """The inputs for `rankrl.compress`, which sees no labels."""
+        """List the inputs for `rankrl.compress`, which sees no labels."""
         return list(self.fitted.feeds) if self.fitted.whole else self.fitted.arrays
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a file is from.
-
-    Attributes:
-        package: The package that holds it, as it is installed.
-        module: The package as it is imported.
-        inside: The file's path in there.
-    """
+    """Name the package that holds a file, its module and the path inside."""
 
     package: str
     module: str
     inside: str
 
     def find(self) -> Path:
-        """Return the file's path.
-
-        Raises:
-            MissingFileError: The package is not installed, or holds no such file.
-        """
+        """Find the file's path."""
         spec = importlib.util.find_spec(self.module)
         if spec is None or spec.origin is None:
             raise MissingFileError(f"{self.package} is missing: pip install {self.package}")
@@ -118,7 +90,7 @@ def _drawn(
 
 
 def _characters(path: Path) -> Sequence[str]:
-    """Return what the classes of a recogniser stand for but the first, the blank of CTC."""
+    """Read what the classes of a recogniser stand for but the first, the blank of CTC."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return [*session.get_modelmeta().custom_metadata_map["character"].splitlines(), " "]
 
@@ -143,15 +115,7 @@ SOURCES = {
 
 
 def packaged(name: str, counts: tuple[int, int]) -> RealFile:
-    """Return a file of a package with its inputs.
-
-    Args:
-        name: One of `SOURCES`.
-        counts: Inputs that methods see, and those that scores are measured on.
-
-    Raises:
-        MissingFileError: A package is not installed.
-    """
+    """Find a file of `SOURCES` with inputs that methods see, and that scores are measured on."""
     path, logits = SOURCES[name].find(), "correlation of logits"
     if name == "voice":
         axes = dict.fromkeys(("input", "h", "c"))
@@ -173,7 +137,7 @@ Score = Callable[[Sequence[Outputs], Sequence[Any], Sequence[Outputs]], float]
 
 
 def correlation(outputs: Sequence[Outputs], _: Sequence[Any], originals: Sequence[Outputs]) -> float:
-    """Return the correlation with the original's outputs, the mean over the outputs.
+    """Correlate outputs with the original's, the mean over the outputs.
 
     Each number is compared by how it differs from its mean over the inputs. Where all lie between 0 and 1
     they are taken for probabilities, and compared by their logits.
@@ -193,19 +157,19 @@ def correlation(outputs: Sequence[Outputs], _: Sequence[Any], originals: Sequenc
 
 
 def first_output(outputs: Sequence[Outputs], known: Sequence[Any], originals: Sequence[Outputs]) -> float:
-    """Return the correlation of the first output: the others are states, which follow from what is heard."""
+    """Correlate the first output alone: the others are states, which follow from what is heard."""
     return correlation([each[:1] for each in outputs], known, [each[:1] for each in originals])
 
 
 def accuracy(outputs: Sequence[Outputs], known: Sequence[Any], _: Sequence[Outputs]) -> float:
-    """Return the share of inputs whose largest output is that of their class."""
+    """Count the share of inputs whose largest output is that of their class."""
     return float(np.mean(np.concatenate([each[0].argmax(1) for each in outputs]) == np.asarray(known)))
 
 
 def strings(
     characters: Sequence[str], outputs: Sequence[Outputs], known: Sequence[Any], _: Sequence[Outputs]
 ) -> float:
-    """Return the share of lines that are read without an error, blanks apart (greedy decoding of CTC)."""
+    """Count the share of lines that are read without an error, blanks apart (greedy decoding of CTC)."""
     right = []
     for each, text in zip(outputs, known, strict=True):
         best = each[0][0].argmax(1)
@@ -216,7 +180,7 @@ def strings(
 
 
 def boxes(outputs: Sequence[Outputs], known: Sequence[Any], _: Sequence[Outputs]) -> float:
-    """Return the F1 of the boxes that a map of probabilities stands for: right where the IoU is above 0.5."""
+    """Compute the F1 of boxes from a map of probabilities: right where the IoU is above 0.5."""
     hits = found_count = known_count = 0
     for each, places in zip(outputs, known, strict=True):
         predicted = _boxes_of(each[0][0, 0])
@@ -231,7 +195,7 @@ def boxes(outputs: Sequence[Outputs], known: Sequence[Any], _: Sequence[Outputs]
 
 
 def _boxes_of(scores: Array) -> list[tuple[float, ...]]:
-    """Return upright boxes around the patches above 0.3, made larger as DB does (Liao et al., AAAI 2020)."""
+    """Find upright boxes around the patches above 0.3, made larger as DB does (Liao et al., AAAI 2020)."""
     from scipy import ndimage
 
     labels, _ = ndimage.label(scores > 0.3)

@@ -1,4 +1,4 @@
-"""The table of results: every cell of a grid trained at length, with the published figures.
+"""Fill the table of results: every cell of a grid trained at length, with the published figures.
 
     RANKRL_DATA=data python scripts/results.py --checkpoints CHECKPOINTS --folder results --hours 8
 
@@ -41,15 +41,7 @@ _PATIENCE_SECONDS = 300
 
 @dataclass(frozen=True)
 class Published:
-    """A row of another paper's table.
-
-    Attributes:
-        method: Its name, and the paper's.
-        accuracy: In %.
-        base: Of its dense network, in %; None where the paper does not say.
-        cost: What was saved, in the paper's words.
-        protocol: What it did that ours does not.
-    """
+    """Hold a row of another paper's table; accuracies in %."""
 
     method: str
     accuracy: float
@@ -65,30 +57,19 @@ class Published:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row: a run of `rankrl`.
-
-    Attributes:
-        name: Name of its folder.
-        network: Name of the network and its data.
-        method: What is done, for the table.
-        options: What it is run with.
-        epochs: Of fine-tuning; 0 for a network that is trained from scratch, whose options say how long.
-        seed: Of everything random.
-        goal: Test accuracy to reach, in %.
-        published: Rows to compare it with.
-    """
+    """One row: a run of `rankrl`."""
 
     name: str
     network: str
     method: str
     options: tuple[str, ...]
-    epochs: int
+    epochs: int  # of fine-tuning; 0 for a network that is trained from scratch
     seed: int
     goal: float | None = None
     published: tuple[Published, ...] = field(default=())
 
     def command(self, folder: Path) -> list[str]:
-        """Return the command that runs it in a folder, or goes on there."""
+        """Make the command that runs it in a folder, or goes on there."""
         start = [sys.executable, "-c", "from rankrl.cli.app import main; main()"]
         if (folder / ".hydra").exists():
             return [*start, f"resume={folder}"]
@@ -97,16 +78,7 @@ class Cell:
 
 
 def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
-    """Return the cells of a grid in its order.
-
-    Args:
-        path: The YAML file.
-        checkpoints: Folder of the dense networks' weights.
-        epochs: Of fine-tuning, where a cell does not say.
-
-    Raises:
-        SystemExit: If a cell names a network that the grid does not describe, or two have one name.
-    """
+    """Read the cells of a grid in its order."""
     grid: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     cells = []
     for entry in grid["cells"]:
@@ -147,7 +119,7 @@ def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
 
 
 def _teachers(networks: Sequence[Mapping[str, Any]], checkpoints: Path) -> list[str]:
-    """Return the options that make networks of the grid the teachers."""
+    """List the options that make networks of the grid the teachers."""
     if not networks:
         return []
     files = ",".join(str(checkpoints / each["checkpoint"]) for each in networks)
@@ -162,17 +134,7 @@ def finished(folder: Path) -> bool:
 
 
 def run_cells(cells: Sequence[Cell], folder: Path, *, jobs: int, seconds: float) -> list[str]:
-    """Run what is not finished, in the order of the grid, and stop in time.
-
-    Args:
-        cells: The cells.
-        folder: Folder of their run folders.
-        jobs: How many run side by side, each in a process of its own.
-        seconds: After so many the running ones are interrupted; they keep their state.
-
-    Returns:
-        Names of the cells that failed; what they said is in `NAME.log`.
-    """
+    """Run what is not finished, in the order of the grid, and stop in time; list the names that failed."""
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + seconds
     waiting = [cell for cell in cells if not finished(folder / cell.name)]
@@ -211,7 +173,7 @@ def epochs_of(metrics: Mapping[str, Any]) -> int:
 
 
 def record_of(metrics: Mapping[str, Any]) -> dict[str, object]:
-    """Return what the table says of a finished run, with empty text where it does not apply."""
+    """Read the numbers of a finished run, empty text where one does not apply."""
     record: dict[str, object] = dict.fromkeys(("epochs", *RECORDED), "")
     record |= {"dense": metrics["baseline"]["accuracy"], "hardware": hardware_line()}
     if "finetuned" not in metrics:  # trained from scratch
@@ -240,7 +202,7 @@ def keep_finished(cells: Sequence[Cell], folder: Path, records: ResultRows) -> N
 
 
 def table(cells: Sequence[Cell], records: ResultRows) -> str:
-    """Return the finished cells as a Markdown table, what they ran on, and the names of the others."""
+    """Show the finished cells as a Markdown table, what they ran on, and the names of the others."""
     head = [
         *("network", "method", "epochs", "seed", "dense, %", "before, %", "after, %", "difference"),
         *("goal, %", "parameters", "MACs", "time", "file", "on", "published"),

@@ -20,13 +20,7 @@ Shape = tuple[int, int, int]
 def separable(
     input_shape: Shape, num_classes: int, widths: Sequence[int] = (32, 64, 96, 128)
 ) -> nn.Sequential:
-    """Return depthwise-separable convolutions (MobileNet's blocks), the third with stride 2.
-
-    Args:
-        input_shape: (channels, height, width).
-        num_classes: Classes.
-        widths: Channels of the first convolution and of each block.
-    """
+    """Make depthwise-separable convolutions (MobileNet's blocks), the third with stride 2."""
     layers: list[nn.Module] = [*_normed(nn.Conv2d(input_shape[0], widths[0], 3, padding=1, bias=False))]
     for number, (inside, outside) in enumerate(pairwise(widths)):
         stride = 2 if number == 1 else 1
@@ -40,14 +34,7 @@ def _normed(convolution: nn.Conv2d) -> tuple[nn.Module, ...]:
 
 
 class Transformer(nn.Module):
-    """A vision transformer with patches of 2x2, whose tokens are averaged before the last layer.
-
-    Args:
-        input_shape: (channels, height, width), height and width even.
-        num_classes: Classes.
-        width: Numbers in a token, a multiple of 16.
-        depth: Layers.
-    """
+    """A vision transformer with patches of 2x2, whose tokens are averaged before the last layer."""
 
     def __init__(self, input_shape: Shape, num_classes: int, width: int = 48, depth: int = 3) -> None:
         super().__init__()
@@ -67,19 +54,13 @@ class Transformer(nn.Module):
 
 
 def transformer(input_shape: Shape, num_classes: int, width: int = 48, depth: int = 3) -> nn.Module:
-    """Return a `Transformer` whose projections are layers of their own, so that they can be factorised."""
+    """Make a `Transformer` whose projections are layers of their own, so that they can be factorised."""
     model: nn.Module = plain_attention(Transformer(input_shape, num_classes, width, depth))
     return model
 
 
 def one_dimensional(input_shape: Shape, num_classes: int, width: int = 48) -> nn.Sequential:
-    """Return 1-D convolutions over the pixels of an image, row after row.
-
-    Args:
-        input_shape: (channels, height, width).
-        num_classes: Classes.
-        width: Channels of the first convolutions; the last has twice as many.
-    """
+    """Make 1-D convolutions over the pixels of an image, row after row."""
     layers: list[nn.Module] = [nn.Flatten(2)]
     for inside, outside, stride in (
         (input_shape[0], width, 1),
