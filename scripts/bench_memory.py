@@ -35,6 +35,7 @@ import numpy as np
 import onnx
 import torch
 import torch.nn.functional as F
+from bench_frame import command_line, markdown, publish, say
 from torch import nn
 
 import decomposition
@@ -51,7 +52,6 @@ from rankrl.onnx.export import export_onnx
 from rankrl.onnx.graph import PreparedFile
 from rankrl.onnx.graph.capture import collect_moments
 from rankrl.onnx.graph.refit import refitted_graph
-from rankrl.report.run_folder import hardware_line, shown_command, write_section
 from rankrl.training.accuracy import predict_logits
 
 _CLASSES = 10
@@ -252,7 +252,7 @@ def _limit(size: int) -> None:
 
 def stages(options: argparse.Namespace) -> str:
     """Measure stages and return the table as Markdown."""
-    lines = ["| network | as | stage | memory, GB | processor time, s |", "|---|---|---|---:|---:|"]
+    rows = []
     names = list(WIDE) if options.stages == ["all"] else options.stages
     for name, kind, stage in product(names, options.kinds, options.of or STAGES):
         command = [sys.executable, __file__, "--here", "reuse", "--stages", name, "--of", kind, stage]
@@ -273,49 +273,42 @@ def stages(options: argparse.Namespace) -> str:
                 lines_of_it[-1][:90] if process.returncode > 0 else signal.Signals(-process.returncode).name
             )
             memory = f"ended at {memory}: {reason}"
-        lines.append(f"| {name} | {kind} | {stage} | {memory} | {usage.ru_utime + usage.ru_stime:.0f} |")
-        print(lines[-1], file=sys.stderr, flush=True)
-    return "\n".join(lines)
+        rows.append((name, kind, stage, memory, f"{usage.ru_utime + usage.ru_stime:.0f}"))
+        say(", ".join(rows[-1]))
+    return markdown(("network", "as", "stage", "memory, GB", "processor time, s"), rows, left=3)
 
 
 def report(options: argparse.Namespace) -> str:
     """Measure every network in turns and return the table as Markdown."""
-    lines = [
-        "| network | input | evaluated, images/s | with memory reused | ratio | trained, images/s "
-        "| with memory reused | ratio | faults an image | then | memory, MB | then |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows = []
     for asked in options.networks:
         name, size, *_ = asked.split(":")
+        words = ["--networks", asked, "--steps", str(options.steps)]
         sides: dict[bool, list[Measured]] = {False: [], True: []}
-        for turn in range(options.turns):
-            for reuse, results in sides.items():
-                print(
-                    f"{asked}, turn {turn + 1}, {'with' if reuse else 'without'}", file=sys.stderr, flush=True
-                )
-                results.append(
-                    in_a_process(["--networks", asked, "--steps", str(options.steps)], reuse=reuse)
-                )
+        for turn, (reuse, results) in product(range(options.turns), sides.items()):
+            say(f"{asked}, turn {turn + 1}, {'with' if reuse else 'without'}")
+            results.append(in_a_process(words, reuse=reuse))
         if not all(each.reused for each in sides[True]):
             sys.exit("bench_memory.py: memory cannot be reused here; see rankrl.reuse_memory")
-
-        def both(value: str, sides: dict[bool, list[Measured]] = sides) -> list[float]:
-            return [statistics.median(getattr(each, value) for each in results) for results in sides.values()]
-
-        cells = [name, f"{size} x {size}"]
-        for value in ("evaluated", "trained"):
-            without, reused = both(value)
-            cells += [f"{without:.0f}", f"{reused:.0f}", f"{reused / without:.2f}"]
-        cells += [f"{each:.0f}" for value in ("faults", "memory") for each in both(value)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        medians = {
+            value: [statistics.median(getattr(each, value) for each in side) for side in sides.values()]
+            for value in ("evaluated", "trained", "faults", "memory")
+        }
+        row = [name, f"{size} x {size}"]
+        for value, (without, reused) in medians.items():
+            row += [f"{without:.0f}", f"{reused:.0f}"]
+            row += [f"{reused / without:.2f}"] if value in ("evaluated", "trained") else []
+        rows.append(row)
+    speeds = [f"{kind}, images/s" for kind in ("evaluated", "trained")]
+    head = ["network", "input"]
+    for speed in speeds:
+        head += [speed, "with memory reused", "ratio"]
+    return markdown([*head, "faults an image", "then", "memory, MB", "then"], rows)
 
 
 def main() -> None:
     """Read the command line, run, print and perhaps save the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--networks",
         nargs="+",
@@ -326,7 +319,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9, help="of training (default 9)")
     parser.add_argument("--turns", type=int, default=3, help="(default 3)")
     parser.add_argument("--here", choices=["reuse", "return"], help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     parser.add_argument("--stages", nargs="+", metavar="NETWORK", help=f"all, or some of {list(WIDE)}")
     parser.add_argument("--of", nargs="+", metavar="STAGE", help=f"some of {STAGES} (default all)")
     parser.add_argument("--kinds", nargs="+", default=["module", "file"], help="(default module file)")
@@ -342,10 +334,7 @@ def main() -> None:
         print(json.dumps(asdict(measured)))
         return
     table = stages(options) if options.stages else report(options)
-    text = f"`{shown_command(sys.argv)}`\n\n{hardware_line()}\n\n{table}"
-    print(text)
-    if options.output:
-        write_section(options.output, "bench_memory", "Memory that is used again", text)
+    publish(table, options.output, section="bench_memory", title="Memory that is used again")
 
 
 if __name__ == "__main__":

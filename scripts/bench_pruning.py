@@ -8,8 +8,8 @@ for --mask-epochs and is fine-tuned for --finetune-epochs, what only computes is
 same recipe and the dense network as teacher. Torch-Pruning needs 1x1 convolutions as shortcuts (option B),
 because the widths of the checkpoints' zero padding (option A) are constants to it: it gets the same network
 with shortcuts that compute the zero padding exactly at the start, and so do the pruners of --option-b, for
-comparison. Our criteria solve for the weights that stay, or do not (--only-cut); masks keep what they have
-learned, or go back to the dense weights and solve for them too (--rewound). The target is the same number of
+comparison. Masks keep what they have learned, or go back to the dense weights and solve for those that stay
+(--rewound). The target is the same number of
 multiply-accumulates for both forms. The latency is that of the ONNX file in onnxruntime on one thread, 64
 images a batch, timed in turns with the dense network's. Every result is written to a CSV file at once, and
 the same command goes on where it was stopped; a Markdown table is printed at the end.
@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
-from bench_frame import ResultRows
+from bench_frame import ResultRows, markdown, zoo_network
 from torch import nn
 
 from decomposition import count_macs, count_parameters, reestimate_batch_norm
@@ -36,7 +36,6 @@ from pruning import get_pruner, list_pruners
 from rankrl.data import batches, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.device import channel_block, inference_precision, select_device
-from rankrl.models import create_model, load_checkpoint
 from rankrl.models.zoo import BasicBlock, ZeroPadShortcut
 from rankrl.onnx.export import export_onnx
 from rankrl.pruners.options import pruning_options
@@ -75,8 +74,6 @@ class Bench:
                 self._measure(model, "A", name, dense, self._own(name, target))
             for name in self.arguments.rewound:
                 self._measure(model, "A", f"{name}, rewound", dense, self._own(name, target, rewind=True))
-            for name in self.arguments.only_cut:
-                self._measure(model, "A", f"{name}, only cut", dense, self._own(name, target, solve=False))
             for name in self.arguments.multiples:
                 label = f"{name}, multiples of {MULTIPLE}"
                 self._measure(model, "A", label, dense, self._own(name, target, multiple=MULTIPLE))
@@ -91,10 +88,8 @@ class Bench:
         self._print()
 
     def _dense(self, model: str) -> nn.Module:
-        network = create_model(model, input_shape=self.data.input_shape, num_classes=self.data.classes)
-        if self.arguments.checkpoints is not None:
-            load_checkpoint(network, self.arguments.checkpoints / f"{self.arguments.dataset}-{model}.th")
-        return network.eval()
+        folder, name = self.arguments.checkpoints, f"{self.arguments.dataset}-{model}.th"
+        return zoo_network(model, self.data, folder and folder / name)
 
     def _measure(self, model: str, shortcut: str, name: str, dense: nn.Module, prune: Prune) -> None:
         key = {"model": model, "shortcut": shortcut, "pruner": name, **self.settings}
@@ -121,9 +116,7 @@ class Bench:
         self.rows.add(key, values)
         print(f"{model} {shortcut} {name}: {values['finetuned']:.2%}", flush=True)
 
-    def _own(
-        self, name: str, target: float, *, rewind: bool = False, solve: bool = True, multiple: int = 1
-    ) -> Prune:
+    def _own(self, name: str, target: float, *, rewind: bool = False, multiple: int = 1) -> Prune:
         """Make one of our pruners, to a number of multiply-accumulates."""
 
         def prune(dense: nn.Module) -> nn.Module:
@@ -134,7 +127,6 @@ class Bench:
                 own = {"epochs": self.arguments.mask_epochs, "rewind": rewind}
             kept = target / count_macs(dense, self.data.input_shape)
             options = pruning_options(name, own, params=None, macs=kept, seed=self.arguments.seed)
-            options = dataclasses.replace(options, sequential=solve)
             return prune_network(dense, self.data, options, self.calibration).network
 
         return prune
@@ -246,21 +238,21 @@ class Bench:
             f"{settings['mask_epochs']} + {settings['finetune_epochs']} epochs, seed {settings['seed']}, "
             f"{self.device.type}\n"
         )
-        print(
-            "| model | shortcuts | pruner | MACs kept | parameters kept | latency | dense | pruned "
-            "| fine-tuned | change |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|---|")
+        lines = []
         for row in self.rows.rows:
             if all(row[column] == wanted[column] for column in SETTINGS):
-                kept = " | ".join(
-                    f"{float(row[name]):.1%}" for name in ("kept_macs", "kept_params", "latency")
-                )
+                names = ("kept_macs", "kept_params", "latency")
                 dense, pruned, tuned = (float(row[name]) for name in ("dense", "pruned", "finetuned"))
-                print(
-                    f"| {row['model']} | {row['shortcut']} | {row['pruner']} | {kept} | {dense:.2%} "
-                    f"| {pruned:.2%} | {tuned:.2%} | {100 * (tuned - dense):+.2f} |"
+                lines.append(
+                    (
+                        *(row[name] for name in ("model", "shortcut", "pruner")),
+                        *(f"{float(row[name]):.1%}" for name in names),
+                        *(f"{each:.2%}" for each in (dense, pruned, tuned)),
+                        f"{100 * (tuned - dense):+.2f}",
+                    )
                 )
+        head = ("model", "shortcuts", "pruner", "MACs kept", "parameters kept", "latency", "dense", "pruned")
+        print(markdown((*head, "fine-tuned", "change"), lines, left=3))
 
 
 def with_projections(network: nn.Module, calibration: torch.Tensor) -> nn.Module:
@@ -326,9 +318,6 @@ def main(arguments: list[str] | None = None) -> None:
     masks = [name for name in names if _is_mask(name)]
     parser.add_argument(
         "--rewound", nargs="*", default=masks, choices=masks, help="masks that go back to the dense weights"
-    )
-    parser.add_argument(
-        "--only-cut", nargs="*", default=["magnitude"], choices=names, help="criteria that solve for nothing"
     )
     parser.add_argument(
         "--multiples",

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_frame import ResultRows
+from bench_frame import ResultRows, command_line, markdown, publish, say
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torchvision import models
@@ -56,7 +56,6 @@ from decomposition.network.rewriting import rewrites_of
 from rankrl.errors import ExportError
 from rankrl.models import create_model
 from rankrl.onnx.export import export_onnx, verify_onnx
-from rankrl.report.run_folder import hardware_line, shown_command, write_section
 
 
 def small() -> nn.Module:
@@ -281,6 +280,9 @@ class Outcome:
     refusal: str = ""
 
 
+VALUES = tuple(Outcome.__dataclass_fields__)
+
+
 def smooth_images(count: int, size: int, seed: int) -> torch.Tensor:
     """Make noise (count, 3, size, size) that is smooth and of a colour and contrast of its own each."""
     generator = torch.Generator().manual_seed(seed)
@@ -362,21 +364,28 @@ def check_apart(name: str, limit: float) -> Outcome:
 
 def table(rows: list[dict[str, str]]) -> str:
     """Show the outcomes as a Markdown table."""
-    lines = [
-        "| network | input | format | parameters | kept | s | peak MiB | loaded − saved | ONNX ÷ largest |",
-        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for row in rows:
-        network_entry = NETWORKS[row["network"]]
-        start = f"| {row['network']} | {network_entry.size} | {network_entry.tensor_format} | "
+        network = NETWORKS[row["network"]]
+        start = (row["network"], network.size, network.tensor_format)
         if row["refusal"]:
-            lines.append(f"{start}{row['refusal'].replace('|', '/')} | | | | | |")
+            lines.append((*start, row["refusal"].replace("|", "/"), *[""] * 5))
             continue
-        lines.append(
-            f"{start}{int(row['params']):,} | {float(row['kept']):.2f} | {float(row['seconds']):.0f} | "
-            f"{float(row['peak_mib']):,.0f} | {float(row['loaded']):.0g} | {float(row['onnx']):.1e} |"
-        )
-    return "\n".join(lines)
+        params, kept, seconds, peak, loaded, onnx = (float(row[name]) for name in VALUES[:-1])
+        shown = (f"{params:,.0f}", f"{kept:.2f}", f"{seconds:.0f}", f"{peak:,.0f}")
+        lines.append((*start, *shown, f"{loaded:.0g}", f"{onnx:.1e}"))
+    head = (
+        "network",
+        "input",
+        "format",
+        "parameters",
+        "kept",
+        "s",
+        "peak MiB",
+        "loaded − saved",
+        "ONNX ÷ largest",
+    )
+    return markdown(head, lines)
 
 
 def report(rows: list[dict[str, str]]) -> str:
@@ -395,18 +404,17 @@ def report(rows: list[dict[str, str]]) -> str:
         f"Random weights, {CALIBRATION} calibration images, {_USUAL.kept:.0%} of the parameters by the "
         f"uniform heuristic, {OPTIONS.iterations} iterations a fit, layers refitted in sequence{exceptions}. "
         f"Compared with PyTorch on {CALIBRATION} other images; at most {TOLERANCE:.0e} of the largest output "
-        f"is accepted. {hardware_line()}"
+        "is accepted."
     )
-    return "\n\n".join([f"`{shown_command(sys.argv, dropped=('--rows',))}`", intro, table(rows)])
+    return f"{intro}\n\n{table(rows)}"
 
 
 def main() -> None:
     """Check all networks, or those that were named, and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--networks", nargs="+", choices=sorted(NETWORKS), help="all others when omitted")
     parser.add_argument("--odd", action="store_true", help="wrapped networks, and those of other types")
     parser.add_argument("--rows", type=Path, help="CSV file of finished networks, which a later run reuses")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for each network")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -415,25 +423,21 @@ def main() -> None:
             print(json.dumps(asdict(check(options.one, Path(folder)))))
             return
         path = options.rows or Path(folder) / "networks.csv"
-        values = list(Outcome.__dataclass_fields__)
-        rows = ResultRows(path, ["network"], values)
+        rows = ResultRows(path, ["network"], VALUES)
         others = [name for name in NETWORKS if name not in ODD_NETWORKS]
         for name in options.networks or (ODD_NETWORKS if options.odd else others):
             if name.startswith("timm/") and find_spec("timm") is None:
-                print(f"{name}: left out, timm is not installed", file=sys.stderr)
+                say(f"{name}: left out, timm is not installed")
                 continue
             if rows.find({"network": name}) is None:
-                print(f"{name} ...", file=sys.stderr, flush=True)
+                say(f"{name} ...")
                 rows.add({"network": name}, asdict(check_apart(name, options.limit)))
-        text = report(rows.rows)
-        print(text)
-        if options.output:
-            section = (
-                ("check_odd_networks", "Networks as people have them")
-                if options.odd
-                else ("check_networks", "Networks of others")
-            )
-            write_section(options.output, *section, text)
+        section, title = (
+            ("check_odd_networks", "Networks as people have them")
+            if options.odd
+            else ("check_networks", "Networks of others")
+        )
+        publish(report(rows.rows), options.output, section=section, title=title, dropped=["--rows"])
 
 
 if __name__ == "__main__":

@@ -195,6 +195,13 @@ def hostile(draw: random.Random, marker: Path) -> tuple[str, bytes]:
     return f"code in a {way}", buffer.getvalue()
 
 
+def _spoil(draw: random.Random, way: str, content: bytes, path: Path) -> str:
+    """Write code, or a right file damaged, and say how."""
+    what, data = hostile(draw, path.with_name("marker")) if way == "code" else damaged(draw, content)
+    path.write_bytes(data)
+    return what
+
+
 def odd(draw: random.Random) -> Any:
     """Draw a value that JSON can hold and hardly any option wants."""
     lists = [[], [[]], [None], [-1], [1e308], [1] * 1000, [10**9, 10**9], _nested(60), {}, {"a": 1}]
@@ -339,10 +346,7 @@ def _plan_case(draw: random.Random, good: Good, folder: Path) -> tuple[str, tupl
         what = "nested too deeply"
         path.write_text('{"layers": ' + draw.choice(("[", '{"a":')) * 200_000)
     else:
-        what, data = (
-            hostile(draw, folder / "marker") if way == "code" else damaged(draw, good.plan.read_bytes())
-        )
-        path.write_bytes(data)
+        what = _spoil(draw, way, good.plan.read_bytes(), path)
     quick = ("calibration.images=16", "decomposition.final_iterations=1", "decomposition.sequential=false")
     command = ("task=apply", "model=conv4", f"model.checkpoint={good.checkpoint}", f"plan='{path}'", *quick)
     return what, (*command, "hydra.run.dir=run")
@@ -363,10 +367,7 @@ def _checkpoint_case(draw: random.Random, good: Good, folder: Path) -> tuple[str
         what = f"holds {content}"
         torch.save(content, path)
     else:
-        what, data = (
-            hostile(draw, folder / "marker") if way == "code" else damaged(draw, good.checkpoint.read_bytes())
-        )
-        path.write_bytes(data)
+        what = _spoil(draw, way, good.checkpoint.read_bytes(), path)
     return f"{path.suffix}: {what}", (*_evaluate(good, f"model.checkpoint='{path}'"), "hydra.run.dir=run")
 
 
@@ -436,10 +437,7 @@ def _data_case(draw: random.Random, good: Good, folder: Path) -> tuple[str, tupl
                 content = source.read(entry)
                 target.writestr(entry, content.replace(b"(120, 8, 8, 1)", shape.encode()[:14].ljust(14)))
     else:
-        what, data = (
-            hostile(draw, folder / "marker") if way == "code" else damaged(draw, good.data.read_bytes())
-        )
-        path.write_bytes(data)
+        what = _spoil(draw, way, good.data.read_bytes(), path)
     more = draw.choice(((), ("dataset.heldout=20",), ("dataset.train_images=30",), ("dataset.classes=10",)))
     command = _evaluate(
         good, f"model.checkpoint={good.checkpoint}", "dataset=npz", f"dataset.path='{path}'", *more
@@ -510,8 +508,7 @@ def _weights_case(draw: random.Random, good: Good, folder: Path) -> tuple[str, t
         }
         safetensors.torch.save_file(plain, path, metadata)
     else:
-        what, data = hostile(draw, folder / "marker") if way == "code" else damaged(draw, content)
-        path.write_bytes(data)
+        what = _spoil(draw, way, content, path)
     return what, (*_evaluate(good, f"weights='{path}'"), "hydra.run.dir=run")
 
 

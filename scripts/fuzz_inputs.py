@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from bench_frame import markdown
 from fuzz_cases import KINDS, Case, make_case, make_good
 from hydra.core.global_hydra import GlobalHydra
 from limited import Limits
@@ -179,15 +180,13 @@ def run_all(cases: int, seed: int, folder: Path) -> list[Outcome]:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Count by kind, as a Markdown table."""
-    lines = ["| kind | cases | refused | accepted | failures |", "|---|---|---|---|---|"]
+    rows = []
     for kind in (*KINDS, "all"):
         of_kind = [each for each in outcomes if kind in (each.case.kind, "all")]
         failures = sum(bool(each.problems) for each in of_kind)
         refused = sum(each.refused and not each.problems for each in of_kind)
-        lines.append(
-            f"| {kind} | {len(of_kind)} | {refused} | {len(of_kind) - refused - failures} | {failures} |"
-        )
-    return "\n".join(lines)
+        rows.append((kind, len(of_kind), refused, len(of_kind) - refused - failures, failures))
+    return markdown(("kind", "cases", "refused", "accepted", "failures"), rows)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_frame import ResultRows
+from bench_frame import ResultRows, command_line, markdown, publish, say
 from leaderboard_tasks import NOTHING, TASKS, Opened, Task, opened, read_tasks
 from made_inputs import MissingFileError
 from matplotlib.figure import Figure
@@ -42,7 +42,6 @@ from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded, selector_options
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
-from rankrl.report.run_folder import hardware_line, shown_command, write_section
 
 AFTER = (0, 1, 5, 20, 100)
 POLICY = "the policy alone"
@@ -140,12 +139,12 @@ def run(task: Task, families: Mapping[str, str], options: argparse.Namespace, ke
             try:
                 rows = _judged(ready, _searched(ready, task, one, seed, options), options)
             except (RankrlError, DecompositionError) as error:
-                print(f"{task.name}: {one.text}: {error}", file=sys.stderr, flush=True)
+                say(f"{task.name}: {one.text}: {error}")
                 continue
             for evaluations, values in rows.items():
                 if not kept.find(key(one, seed, evaluations)):
                     kept.add(key(one, seed, evaluations), about | values)
-            print(f"{task.name}: {one.text}, seed {seed}: {rows}", file=sys.stderr, flush=True)
+            say(f"{task.name}: {one.text}, seed {seed}: {rows}")
 
 
 def _searched(
@@ -240,7 +239,7 @@ def report(board: Board) -> str:
     last, shown = board.evaluations[-1], [end for end in board.evaluations if end != 1]
     head = ["selector", *(f"regret at {end}" for end in shown), "less regret than greedy at 0"]
     head += [f"better / worse than greedy at {end}" for end in (0, last)] + ["seconds"]
-    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    lines = []
     for name in sorted(board.selectors, key=lambda name: board.of_selector(name, last).mean()):
         cells = [_cell(board.of_selector(name, end)) for end in shown]
         cells.append(
@@ -248,8 +247,8 @@ def report(board: Board) -> str:
         )
         cells += [board.against(name, end) if name != GREEDY else "" for end in (0, last)]
         cells.append(f"{board.seconds[board.selectors.index(name)].mean():.1f}")
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", paid(board)])
+        lines.append([f"`{name}`", *cells])
+    return f"{markdown(head, lines)}\n\n{paid(board)}"
 
 
 def paid(board: Board) -> str:
@@ -281,7 +280,7 @@ def finetuned(board: Board, tasks: Mapping[str, Task], options: argparse.Namespa
     names = [name for name in AT_ONCE if name in board.selectors]
     regrets = np.stack([board.of_selector(name, 0) for name in names])
     widest = np.argsort(-np.ptp(regrets, axis=0), kind="stable")
-    lines = [f"| task | {' | '.join(f'`{name}`' for name in names)} |", f"|---|{'---:|' * len(names)}"]
+    lines: list[list[str]] = []
     for index in widest:
         task = tasks[board.tasks[index]]
         with opened(task, options.folder, options.images) as ready:
@@ -293,11 +292,11 @@ def finetuned(board: Board, tasks: Mapping[str, Task], options: argparse.Namespa
                 plan = _searched(ready, task, selector(name), options.seeds[0], options).rows[0].key
                 before, now = tuned(plan, options.finetune)
                 cells.append(f"{100 * before:.1f} → {100 * now:.1f}")
-        lines.append(f"| {task.name} | {' | '.join(cells)} |")
-        print(lines[-1], file=sys.stderr, flush=True)
-        if len(lines) == 2 + _TUNED_TASKS:
+        lines.append([task.name, *cells])
+        say(", ".join(lines[-1]))
+        if len(lines) == _TUNED_TASKS:
             break
-    return "\n".join(lines)
+    return markdown(["task", *(f"`{name}`" for name in names)], lines)
 
 
 def picture(board: Board) -> Figure:
@@ -323,9 +322,7 @@ def picture(board: Board) -> Figure:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="where searches and networks are kept")
     parser.add_argument("--rows", type=Path, required=True, help="CSV file of the rows")
     parser.add_argument("--yaml", type=Path, default=TASKS, help="file of the tasks")
@@ -336,7 +333,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=1000, help="held-out images, or inputs, of a search")
     parser.add_argument("--leave-out", choices=("family", "format", "runtime"), help="what is to be new")
     parser.add_argument("--report", action="store_true", help="run nothing, report the rows that are there")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     parser.add_argument("--section", default="leaderboard", help="name of that section")
     parser.add_argument(
         "--finetune",
@@ -359,7 +355,7 @@ def main() -> None:
         try:
             run(task, families, options, kept)
         except (MissingFileError, RankrlError, DecompositionError) as error:
-            print(f"{task.name}: {error}", file=sys.stderr, flush=True)
+            say(f"{task.name}: {error}")
     named = {task.name: task for task in tasks}
     rows = [row for row in kept.rows if row["task"] in named]
     rows = [row for row in rows if not options.leave_out or options.leave_out in row["new"].split(", ")]
@@ -370,12 +366,15 @@ def main() -> None:
         sys.exit(f"leaderboard.py: the others are compared with {GREEDY}; name it in --selectors, too")
     left = len({row["task"] for row in rows}) - len(board.tasks)
     note = f"{len(board.tasks)} tasks; {left} more lack rows of some selectors, as a policy's own tasks do."
-    command = shown_command(sys.argv, shortened={str(options.folder): "RUNS"})
     table = finetuned(board, named, options) if options.finetune else report(board)
-    text = "\n\n".join([f"`{command}`", hardware_line(), note, table])
-    print(text)
-    if options.output:
-        write_section(options.output, options.section, "Leaderboard of selectors", text)
+    short: dict[Path | None, str] = {options.folder: "RUNS"}
+    publish(
+        f"{note}\n\n{table}",
+        options.output,
+        section=options.section,
+        title="Leaderboard of selectors",
+        shortened=short,
+    )
     if options.picture:
         drawn = io.BytesIO()
         picture(board).savefig(drawn, format="png", dpi=150, facecolor="white")

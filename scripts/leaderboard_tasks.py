@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import yaml
-from given_files import find_file
 from made_inputs import MissingFileError
+from real_files import find_file
 
 from decomposition.operations.quantise import PRECISIONS
 from rankrl import DecompositionOptions, SearchOptions

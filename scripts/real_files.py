@@ -1,17 +1,34 @@
-"""List ONNX files that pip packages hold, make inputs for them, and score their outputs."""
+"""Find ONNX files by name or path, make inputs for them, and score their outputs.
+
+Names are those of files in pip packages, and of networks trained on CIFAR-10. A path is a .onnx file: its
+inputs are made by a `prepare_inputs.py` next to it, if that knows the file, or lie in a .npz of its name, one
+array for each input, counted on the first axis; scores are then correlations with the original's outputs.
+"""
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import os
+import shutil
+import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
+import torch
+from bench_frame import zoo_network
 from made_inputs import MissingFileError, line_of_text, photograph, text_page, turned_line, windows
+
+from rankrl.data import load_dataset
+from rankrl.onnx.export import export_onnx
 
 Array = np.ndarray[Any, Any]
 Feed = dict[str, Array]
@@ -129,6 +146,127 @@ def packaged(name: str, counts: tuple[int, int]) -> RealFile:
         _drawn("x", turned_line, counts) if name == "direction" else _drawn("input:0", photograph, counts)
     )
     return RealFile(name, path, *samples, correlation, logits, correlation)
+
+
+NETWORKS = ("resnet20", "resnet56", "resnet9")
+_TIMES = 10
+"""Test images for each input that other files are judged by."""
+_BATCH = 50
+
+
+def names_of_files() -> list[str]:
+    """List the names of the files that need no path."""
+    return [*SOURCES, *NETWORKS]
+
+
+def find_file(name: str, counts: tuple[int, int]) -> RealFile:
+    """Find a file by name or path, with `counts` inputs that methods see, and that scores are measured on."""
+    if name in SOURCES:
+        return packaged(name, counts)
+    if name in NETWORKS:
+        return _network(name, counts)
+    path = Path(name)
+    if path.suffix != ".onnx" or not path.is_file():
+        raise MissingFileError(f"there is no such .onnx file; names are {', '.join(names_of_files())}")
+    script = path.parent / "prepare_inputs.py"
+    if path.stem in _PREPARED and script.is_file():
+        return _prepared(path, script, counts)
+    return _own(path, counts)
+
+
+def _own(path: Path, counts: tuple[int, int]) -> RealFile:
+    inputs = path.with_suffix(".npz")
+    if not inputs.is_file():
+        raise MissingFileError(f"there is no {inputs.name} with its inputs")
+    with np.load(inputs) as content:
+        model = onnx.load(path, load_external_data=False)
+        constants = {each.name for each in model.graph.initializer}
+        arrays = {each.name: content[each.name] for each in model.graph.input if each.name not in constants}
+    whole = Sample(arrays, [None] * len(next(iter(arrays.values()))))
+    fitted = min(counts[0], len(whole.known) // 2)
+    samples = whole.part(0, fitted), whole.part(fitted, fitted + counts[1])
+    return RealFile(path.stem, path, *samples, correlation, "correlation", correlation)
+
+
+def _prepared(path: Path, script: Path, counts: tuple[int, int]) -> RealFile:
+    """Take inputs, and perhaps a score, from a script next to a file."""
+    spec = importlib.util.spec_from_file_location("prepare_inputs", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    fitted, tested, known = _PREPARED[path.stem](module, max(counts[1], 2 * counts[0]))
+    name = onnx.load(path, load_external_data=False).graph.input[0].name
+    samples = [Sample({name: each}, [None] * len(each)) for each in (fitted[: counts[0]], tested)]
+    if known is None:
+        return RealFile(path.stem, path, *samples, correlation, "correlation", correlation)
+
+    def score(outputs: Sequence[Outputs], _: Sequence[Any], originals: Sequence[Outputs]) -> float:
+        return known(np.concatenate([each[0] for each in outputs]))
+
+    return RealFile(path.stem, path, *samples, score, "right", correlation)
+
+
+Prepared = tuple[Array, Array, Callable[[Array], float] | None]
+"""Inputs that layers are fitted to, others that the score is measured on (None: the agreement)."""
+
+
+def _pitch(prepare: ModuleType, count: int) -> Prepared:
+    frames, hz = prepare.pitch_frames(2 * count, np.random.default_rng(0))
+    return frames[:count], frames[count:], lambda output: prepare.pitch_score(output, hz[count:])
+
+
+def _file_types(prepare: ModuleType, count: int) -> Prepared:
+    roots = dict.fromkeys(sysconfig.get_paths()[key] for key in ("stdlib", "purelib"))
+    data, labels = prepare.file_bytes(2 * count, np.random.default_rng(0), roots)
+    half = len(data) // 2
+    return data[:half], data[half:], lambda output: prepare.label_score(output, labels[half:])
+
+
+def _music(prepare: ModuleType, count: int) -> Prepared:
+    audio = prepare.music(max(8, count // 20), np.random.default_rng(0))
+    half = len(audio) // 2
+    return audio[:half], audio[half:], None
+
+
+_PREPARED = {"pitch": _pitch, "file-types": _file_types, "music": _music}
+
+
+def _network(name: str, counts: tuple[int, int]) -> RealFile:
+    """Export a network trained on CIFAR-10, with images that it was not trained on.
+
+    They are test images, as it knows the others by heart: methods see the last ones, scores are those of
+    the first.
+    """
+    folder = os.environ.get("RANKRL_CHECKPOINTS")
+    if folder is None or "RANKRL_DATA" not in os.environ:
+        raise MissingFileError(
+            "set RANKRL_CHECKPOINTS and RANKRL_DATA to the folders of cifar10-NETWORK.th and of images"
+        )
+    checkpoint = next(iter(sorted(Path(folder).glob(f"cifar10-{name}.*"))), None)
+    if checkpoint is None:
+        raise MissingFileError(f"there is no cifar10-{name}.th or .safetensors in RANKRL_CHECKPOINTS")
+    data = load_dataset("cifar10", seed=0)
+    images = data.test.for_report()
+
+    def sample(part: slice, step: int) -> Sample:
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (data.mean, data.std))
+        pixels = (images.x[part].float() / 255 - mean) / std
+        return Sample({"input": pixels.numpy()}, images.y[part].tolist(), step)
+
+    fitted = sample(slice(len(images.y) - counts[0], None), 1)
+    tested = sample(slice(_TIMES * counts[1]), _BATCH)
+    return RealFile(name, _exported(name, checkpoint), fitted, tested, accuracy, "test accuracy", accuracy)
+
+
+@cache
+def _exported(name: str, checkpoint: Path) -> Path:
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    path = Path(folder) / f"{name}.onnx"
+    network = zoo_network(name, load_dataset("cifar10", seed=0), checkpoint)
+    export_onnx(network, path, (3, 32, 32), progress=False)
+    return path
 
 
 Outputs = Sequence[Array]

@@ -13,7 +13,6 @@ several machines and outlives their folders.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 import yaml
-from bench_frame import ResultRows
+from bench_frame import ResultRows, command_line, markdown, say
 
 from rankrl.cli.app import BUDGET_MISSED, COLLAPSED
 from rankrl.report.run_folder import hardware_line, shown_command, write_section
@@ -147,14 +146,14 @@ def run_cells(cells: Sequence[Cell], folder: Path, *, jobs: int, seconds: float)
                 with (folder / f"{cell.name}.log").open("ab") as log:
                     command = cell.command(folder / cell.name)
                     running[cell.name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-                print(f"{cell.name} begins", file=sys.stderr, flush=True)
+                say(f"{cell.name} begins")
             for name, process in list(running.items()):
                 if process.poll() is not None:
                     del running[name]
                     # Everything was written, but a budget in time was missed by a little, or nothing is left.
                     if process.returncode not in (0, BUDGET_MISSED, COLLAPSED) or not finished(folder / name):
                         failed.append(name)
-                    print(f"{name} ends with exit code {process.returncode}", file=sys.stderr, flush=True)
+                    say(f"{name} ends with exit code {process.returncode}")
             time.sleep(0.2)
     finally:
         for process in running.values():
@@ -207,24 +206,21 @@ def table(cells: Sequence[Cell], records: ResultRows) -> str:
         *("network", "method", "epochs", "seed", "dense, %", "before, %", "after, %", "difference"),
         *("goal, %", "parameters", "MACs", "time", "file", "on", "published"),
     ]
-    lines, missing = [_line(head), "|---|---|" + "---:|" * 12 + "---|"], []
+    lines, missing = [], []
     machines: list[str] = []
     for cell in cells:
         rows = [row for row in records.rows if row["cell"] == cell.name]
         for row in sorted(rows, key=lambda row: int(row["epochs"] or 0)):
             if row["hardware"] not in machines:
                 machines.append(row["hardware"])
-            lines.append(_line(_columns(cell, row, machines.index(row["hardware"]) + 1)))
+            lines.append(_columns(cell, row, machines.index(row["hardware"]) + 1))
         if not rows:
             missing.append(cell.name)
-    lines += ["", *(f"{number}. {machine}" for number, machine in enumerate(machines, 1))]
+    shown = [markdown(head, lines, left=2), ""]
+    shown += [f"{number}. {machine}" for number, machine in enumerate(machines, 1)]
     if missing:
-        lines += ["", f"Not finished: {', '.join(missing)}."]
-    return "\n".join(lines)
-
-
-def _line(columns: Sequence[str]) -> str:
-    return f"| {' | '.join(columns)} |"
+        shown += ["", f"Not finished: {', '.join(missing)}."]
+    return "\n".join(shown)
 
 
 def _columns(cell: Cell, row: Mapping[str, str], machine: int) -> list[str]:
@@ -253,9 +249,7 @@ def _columns(cell: Cell, row: Mapping[str, str], machine: int) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cells that are asked for, print the table and perhaps save it; 1 if a cell failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--grid", type=Path, default=GRID, help="the cells (default scripts/results.yaml)")
     parser.add_argument(
         "--checkpoints", type=Path, required=True, help="folder of the dense networks' weights"
@@ -275,7 +269,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="CSV file of what finished cells came to (results.csv in --folder)",
     )
     parser.add_argument("--table-only", action="store_true", help="run nothing")
-    parser.add_argument("--output", type=Path, help="Markdown file whose section is replaced, or CSV file")
     options = parser.parse_args(arguments)
     epochs = options.epochs or (GPU_EPOCHS if torch.cuda.is_available() else CPU_EPOCHS)
     cells = read_grid(options.grid, options.checkpoints, epochs)
@@ -295,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.output is not None:
         write_section(options.output, "results", "Results", text)
     for name in failed:
-        print(f"{name} failed; see {options.folder / name}.log", file=sys.stderr)
+        say(f"{name} failed; see {options.folder / name}.log")
     return 1 if failed else 0
 
 

@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 
 import bench_files as bench
-import given_files
 import made_inputs
 import numpy as np
 import onnx
-import ours_on_files
 import pytest
 import real_files
 from small_graphs import convolutions, images
@@ -88,7 +86,7 @@ def test_what_is_missing_is_named_and_the_others_go_on(
 
 FAILING = """
 import sys
-import bench_files as bench, given_files
+import bench_files as bench, real_files
 from pathlib import Path
 
 net, target = sys.argv[1], Path(sys.argv[2])
@@ -100,7 +98,7 @@ def endless(file, target):
     while True:
         pass
 
-find = lambda counts: given_files.find_file(net, counts)
+find = lambda counts: real_files.find_file(net, counts)
 options = bench.parse(["--quick"])
 for write, options.limit in ((failing, 5), (endless, 0.01)):
     made = bench.make(find, bench.Rival(write), target, options)
@@ -122,10 +120,9 @@ def _in_a_process(program: str, *arguments: Path) -> list[str]:
     ).stdout.splitlines()
 
 
-@pytest.mark.parametrize("without", [None, *ours_on_files.PARTS])
-def test_ours_writes_a_file_that_is_scored(without: str | None, net: Path, tmp_path: Path) -> None:
-    file = given_files.find_file(str(net), (40, 20))
-    words = bench.ours(file, tmp_path / "small.onnx", drop=0.5, minimise="bytes", without=without)
+def test_ours_writes_a_file_that_is_scored(net: Path, tmp_path: Path) -> None:
+    file = real_files.find_file(str(net), (40, 20))
+    words = bench.ours(file, tmp_path / "small.onnx", drop=0.5, minimise="bytes")
     assert "layers factorised" in words
     assert (tmp_path / "small.onnx").is_file()
 
