@@ -199,7 +199,7 @@ def fits_report(options: argparse.Namespace) -> str:
         seconds = f"{result.seconds:.3g}", f"{result.rival_seconds:.3g}"
         rows.append((weight, name, ", ".join(map(str, result.ranks)), *errors, *seconds))
     sides = [f"{what}, {side}" for what in ("error", "s") for side in ("ours", "tensorly")]
-    return markdown(("weight", "tensorly's routine", "ranks", *sides), rows, left=3)
+    return markdown(("weight", "tensorly's routine", "ranks", *sides), rows, left=range(3))
 
 
 def accuracies(
@@ -330,7 +330,7 @@ def scale_report(options: argparse.Namespace) -> str:
     return (
         f"{options.calibration} inputs of 3x{options.size}x{options.size}; the fits in {options.workers} "
         "processes, the rest in one, one thread each; seconds of the processor, on the wall in brackets; "
-        f"peak memory of all processes together.\n\n{markdown(head, rows, left=2)}"
+        f"peak memory of all processes together.\n\n{markdown(head, rows, left=range(2))}"
     )
 
 

@@ -223,7 +223,7 @@ def table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> str:
     kept = [row for row in rows if row["file"] in files and row["method"] in order]
     kept.sort(key=lambda row: (files.index(row["file"]), order.index(row["method"])))
     head = ("file", "method", "score", "time", "size", "minutes", "memory, MB", "")
-    return markdown(head, [[row[column] for column in (*KEY, *VALUES[:-1])] for row in kept], left=2)
+    return markdown(head, [[row[column] for column in (*KEY, *VALUES[:-1])] for row in kept], left=range(2))
 
 
 def page_table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> str:
@@ -234,7 +234,7 @@ def page_table(rows: Sequence[Mapping[str, str]], files: Sequence[str]) -> str:
         if row["score"]
     }
     lines = [[file, *(cells.get((file, method), "–") for method in ON_PAGE)] for file in files]
-    return markdown(["file", *ON_PAGE], lines, left=1 + len(ON_PAGE))
+    return markdown(["file", *ON_PAGE], lines, left=range(1 + len(ON_PAGE)))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -8,7 +8,7 @@ import io
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,10 +55,10 @@ def publish(
         write_section(output, section, title, text)
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> str:
-    """Make a Markdown table whose first `left` columns are aligned to the left, the others to the right."""
-    lines = [_line(head), f"|{'---|' * left}{'---:|' * (len(head) - left)}", *map(_line, rows)]
-    return "\n".join(lines)
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], *, left: Collection[int] = (0,)) -> str:
+    """Make a Markdown table whose columns are aligned to the right but for those of the numbers `left`."""
+    rule = "".join("---|" if column in left else "---:|" for column in range(len(head)))
+    return "\n".join([_line(head), f"|{rule}", *map(_line, rows)])
 
 
 def _line(cells: Sequence[object]) -> str:

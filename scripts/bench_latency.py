@@ -166,7 +166,7 @@ def main() -> None:
     rows = [row for same in by_network.values() for row in network_rows(same, options.runs, options.repeats)]
     short: dict[Path | None, str] = {folder: f"RUNS/{folder.name}" for folder in options.folders}
     publish(
-        markdown(HEAD, rows, left=2),
+        markdown(HEAD, rows, left=range(2)),
         options.output,
         section="bench_latency",
         title="Budgets in time",

@@ -275,7 +275,7 @@ def stages(options: argparse.Namespace) -> str:
             memory = f"ended at {memory}: {reason}"
         rows.append((name, kind, stage, memory, f"{usage.ru_utime + usage.ru_stime:.0f}"))
         say(", ".join(rows[-1]))
-    return markdown(("network", "as", "stage", "memory, GB", "processor time, s"), rows, left=3)
+    return markdown(("network", "as", "stage", "memory, GB", "processor time, s"), rows, left=range(3))
 
 
 def report(options: argparse.Namespace) -> str:

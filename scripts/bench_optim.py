@@ -144,7 +144,7 @@ def report(rounds: int, device: str) -> str:
                 for name, seconds, state, temporary in rows
             ]
     head = ("model", "optimizer", "ms per step", "time ÷ torch foreach", "state, MiB", "temporary, MiB")
-    return markdown(head, lines, left=2)
+    return markdown(head, lines, left=range(2))
 
 
 def main() -> None:

@@ -252,7 +252,7 @@ class Bench:
                     )
                 )
         head = ("model", "shortcuts", "pruner", "MACs kept", "parameters kept", "latency", "dense", "pruned")
-        print(markdown((*head, "fine-tuned", "change"), lines, left=3))
+        print(markdown((*head, "fine-tuned", "change"), lines, left=range(3)))
 
 
 def with_projections(network: nn.Module, calibration: torch.Tensor) -> nn.Module:

@@ -88,7 +88,7 @@ def report(options: argparse.Namespace) -> str:
     head = ("model", "optimizer", "precision", "loop, images/s", "bare step, images/s", "loop ÷ bare")
     return (
         f"{options.images} training images, {HELDOUT} held out, {counted(options.epochs, 'epoch')}, batch "
-        f"{options.batch_size}; medians of {options.turns} turns.\n\n{markdown(head, rows, left=3)}"
+        f"{options.batch_size}; medians of {options.turns} turns.\n\n{markdown(head, rows, left=range(3))}"
     )
 
 

@@ -216,7 +216,7 @@ def table(cells: Sequence[Cell], records: ResultRows) -> str:
             lines.append(_columns(cell, row, machines.index(row["hardware"]) + 1))
         if not rows:
             missing.append(cell.name)
-    shown = [markdown(head, lines, left=2), ""]
+    shown = [markdown(head, lines, left=(0, 1, len(head) - 1)), ""]
     shown += [f"{number}. {machine}" for number, machine in enumerate(machines, 1)]
     if missing:
         shown += ["", f"Not finished: {', '.join(missing)}."]
