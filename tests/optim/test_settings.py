@@ -92,19 +92,19 @@ def test_a_learning_rate_tensor_holds_one_good_number(
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_parameters_are_refused_with_advice(
-    cls: type[OnnxOptimizer], dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        ((torch.float16, torch.bfloat16), r"params\[0\].*keep float32 masters"),
+        ((torch.int64, torch.bool, torch.complex64), r"params\[0\] is torch\."),
+    ],
+)
+def test_other_types_of_parameters_are_refused(
+    cls: type[OnnxOptimizer], dtypes: tuple[torch.dtype, ...], message: str
 ) -> None:
-    with pytest.raises(TypeError, match=r"params\[0\].*keep float32 masters"):
-        cls(one_param(dtype))
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
-def test_other_types_of_parameters_are_refused(cls: type[OnnxOptimizer], dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=r"params\[0\] is torch\."):
-        cls(one_param(dtype))
+    for dtype in dtypes:
+        with pytest.raises(TypeError, match=message):
+            cls(one_param(dtype))
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -390,16 +390,17 @@ def test_the_unit_of_the_matrix_does_not_matter(scale: float) -> None:
     assert scaled.noise_variance == pytest.approx(scale**2 * found.noise_variance, rel=1e-4)
 
 
-def test_pure_noise_has_rank_zero() -> None:
-    found = matrix_rank(low_rank(64, 576, 0, 0.5))
-    assert found.rank == 0
-    assert found.noise_variance == pytest.approx(0.25, rel=0.02)
-
-
-def test_without_noise_the_algebraic_rank_is_found() -> None:
-    found = matrix_rank(low_rank(50, 80, 3, 0.0))
-    assert found.rank == 3
-    assert found.noise_variance < 1e-20
+@pytest.mark.parametrize(
+    ("matrix", "rank", "variance"),
+    [
+        (low_rank(64, 576, 0, 0.5), 0, pytest.approx(0.25, rel=0.02)),  # pure noise
+        (low_rank(50, 80, 3, 0.0), 3, pytest.approx(0, abs=1e-20)),
+        (torch.zeros(3, 5), 0, 0.0),
+    ],
+)
+def test_signal_and_noise_alone(matrix: torch.Tensor, rank: int, variance: object) -> None:
+    found = matrix_rank(matrix)
+    assert (found.rank, found.noise_variance) == (rank, variance)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 20), (20, 1), (2, 2)])
@@ -409,18 +410,13 @@ def test_matrices_too_small_to_tell_signal_from_noise(shape: tuple[int, int]) ->
     assert found.noise_variance > 0
 
 
-def test_zeros_have_no_rank_and_no_noise() -> None:
-    found = matrix_rank(torch.zeros(3, 5))
-    assert (found.rank, found.noise_variance) == (0, 0.0)
-
-
-@pytest.mark.parametrize("matrix", [torch.zeros(3), torch.zeros(0, 4), torch.zeros(2, 2, 2)])
-def test_what_is_no_matrix_is_refused(matrix: torch.Tensor) -> None:
-    with pytest.raises(DecompositionError, match="needs a matrix"):
+@pytest.mark.parametrize(
+    ("matrix", "message"),
+    [
+        *((torch.zeros(shape), "needs a matrix") for shape in ((3,), (0, 4), (2, 2, 2))),
+        *((torch.tensor([[1.0, bad]]), "NaN or infinite") for bad in (float("nan"), float("inf"))),
+    ],
+)
+def test_what_is_no_matrix_of_numbers_is_refused(matrix: torch.Tensor, message: str) -> None:
+    with pytest.raises(DecompositionError, match=message):
         matrix_rank(matrix)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_non_finite_values_are_refused(bad: float) -> None:
-    with pytest.raises(DecompositionError, match="NaN or infinite"):
-        matrix_rank(torch.tensor([[1.0, bad]]))

@@ -17,10 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from decomposition import (
-    CompressionPlan,
     DecompositionError,
     Factorise,
-    LayerPlan,
     PlanError,
     Quantise,
     apply_plan,
@@ -182,45 +180,6 @@ def test_batch_norm_reestimation_matches_the_calibration_set(model: nn.Module, i
     torch.testing.assert_close(norm.running_mean, entering.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
     assert norm.momentum == 0.1
     assert not model.training
-
-
-def test_layer_that_would_grow_stays_dense_with_the_reason(model: nn.Module) -> None:
-    plan = make_plan(model, (3, 10, 10), "tensor_ring", 12)
-    assert plan["head"].operations == ()
-    assert "no fewer than the dense" in (plan["head"].reason or "")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        ({"shared": 0}, "outside 1"),
-        ({"shared": 10_000}, "outside 1"),
-        ({"shared": 2.5}, "must be integers"),
-        ({"shared": (2, 2)}, r"takes 3 ranks, one a bond, got \[2, 2\]"),
-        ({"nowhere": 2}, "no compressible layer"),
-    ],
-)
-def test_bad_ranks_are_refused_by_layer(model: nn.Module, ranks: dict[str, int], message: str) -> None:
-    with pytest.raises(DecompositionError, match=message):
-        make_plan(model, (3, 10, 10), "tensor_ring", ranks)
-
-
-def test_plan_for_another_model_is_refused(model: nn.Module) -> None:
-    plan = make_plan(nn.Sequential(nn.Conv2d(3, 8, 3)), (3, 10, 10), "cp", 2)
-    with pytest.raises(PlanError, match="does not have"):
-        apply_plan(model, plan)
-    other = copy.deepcopy(model)
-    other.head = nn.Linear(16, 7)
-    with pytest.raises(PlanError, match="fingerprint"):
-        apply_plan(other, make_plan(model, (3, 10, 10), "cp", 2))
-
-
-def test_plan_for_a_grouped_layer_is_refused() -> None:
-    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2))
-    fingerprint = make_plan(model, (4, 8, 8), "cp", 1).fingerprint
-    plan = CompressionPlan((LayerPlan("0", (Factorise("cp", (1,)),)),), fingerprint, (4, 8, 8))
-    with pytest.raises(PlanError, match="'0' cannot be decomposed: grouped convolution"):
-        apply_plan(model, plan)
 
 
 def test_non_finite_weights_and_empty_calibration_are_refused(model: nn.Module, images: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -86,114 +87,98 @@ def first(change: Change) -> Change:
     return lambda plan: change(plan["layers"][0]["operations"][0])
 
 
+def layer(**values: Any) -> Change:
+    """Set values of the first layer."""
+    return lambda plan: plan["layers"][0].update(values)
+
+
+def operation(**values: Any) -> Change:
+    """Set values of the first operation of the first layer."""
+    return first(lambda operation: operation.update(values))
+
+
+NO_RANKS = ([], [0, 2], [-2, 2], [2.0, 2], [True, 2], ["2", 2], 2)
+NO_FACTORS = (
+    *({"out": [8]}, {"out": [8], "in": [3], "kernel": [9]}, {"out": [0], "in": [3]}),
+    *({"out": [8], "in": [True]}, {"out": [], "in": [3]}, [8, 3]),
+)
 CHANGES: dict[str, tuple[Change, str]] = {
-    "another version": (lambda p: p.update(version=5), "version 5; this release reads version 3. Search"),
+    "another version": (lambda p: p.update(version=5), "version 5; this release reads version 3"),
     "boolean version": (lambda p: p.update(version=True), "version True"),
     "version in text": (lambda p: p.update(version="3"), "version '3'"),
+    "no version": (lambda p: p.pop("version"), "version None"),
     "metadata no object": (lambda p: p.update(metadata=[1]), "metadata must be an object"),
     "metadata not finite": (
-        lambda p: p.update(metadata={"a": {"b": [float("nan")]}}),
-        r"metadata\['a'\]\['b'\]\[0\] is nan",
+        lambda p: p.update(metadata={"a": {"b": [math.nan]}}),
+        r"\['a'\]\['b'\]\[0\] is nan",
     ),
-    "no version": (lambda p: p.pop("version"), "version None"),
     "unknown entry": (lambda p: p.update(extra=1), r"unknown entries \['extra'\]"),
     "missing entry": (lambda p: p.pop("chosen_by"), r"missing entries \['chosen_by'\]"),
-    "empty input shape": (lambda p: p.update(input_shape=[]), "input_shape"),
-    "fractional input shape": (lambda p: p.update(input_shape=[3, 10.5]), "input_shape"),
-    "boolean input shape": (lambda p: p.update(input_shape=[True]), "input_shape"),
+    **{
+        f"input shape {shape}": (lambda p, shape=shape: p.update(input_shape=shape), "input_shape")
+        for shape in ([], [3, 10.5], [True])
+    },
     "fingerprint no text": (lambda p: p.update(fingerprint=7), "fingerprint must be a string"),
     "chosen_by no text": (lambda p: p.update(chosen_by=None), "chosen_by must be a string"),
     "layers no list": (lambda p: p.update(layers={}), "layers must be a list"),
     "layer no object": (lambda p: p["layers"].append("0"), "every layer must be an object"),
     "layer without name": (lambda p: p["layers"][0].pop("name"), "every layer must be an object"),
-    "layer's name no text": (lambda p: p["layers"][0].update(name=0), "every layer must be an object"),
+    "layer's name no text": (layer(name=0), "every layer must be an object"),
     "layer twice": (lambda p: p["layers"].append(p["layers"][0]), "layers twice: 0"),
     "layer without operations": (
         lambda p: p["layers"][0].pop("operations"),
-        r"layer '0': .*missing entries \['operations'\]",
+        r"'0': .*missing .*'operations'",
     ),
     "layer with unknown entry": (
-        lambda p: p["layers"][0].update(rank=2),
-        r"layer '0': unknown entries \['rank'\].*allowed: \['name', 'operations', 'reason'\]",
+        layer(rank=2),
+        "'0': unknown .*'rank'.*allowed: .*'name', 'operations', 'reason'",
     ),
-    "a format beside the operations": (
-        lambda p: p["layers"][0].update(format="tucker"),
-        r"layer '0': unknown entries \['format'\]",
-    ),
-    "kept channels beside the operations": (
-        lambda p: p["layers"][0].update(kept=[0]),
-        r"layer '0': unknown entries \['kept'\]",
-    ),
-    "operations no list": (
-        lambda p: p["layers"][0].update(operations={}),
-        r"layer '0': operations must be a list, got \{\}",
-    ),
-    "operations null": (
-        lambda p: p["layers"][0].update(operations=None),
-        "layer '0': operations must be a list, got None",
-    ),
+    "a format beside the operations": (layer(format="tucker"), "layer '0': unknown entries .*'format'"),
+    "kept channels beside the operations": (layer(kept=[0]), "layer '0': unknown entries .*'kept'"),
+    "operations no list": (layer(operations={}), r"layer '0': operations .* list, got \{\}"),
+    "operations null": (layer(operations=None), "layer '0': operations .* list, got None"),
     "operation no object": (
-        lambda p: p["layers"][0].update(operations=["factorise"]),
-        "layer '0': an operation must be an object with its kind as `operation`, got 'factorise'",
+        layer(operations=["factorise"]),
+        "layer '0': .* kind as `operation`, got 'factorise'",
     ),
-    "operation without kind": (
-        first(lambda o: o.pop("operation")),
-        "layer '0': an operation must be an object with its kind",
-    ),
-    "kind no text": (
-        first(lambda o: o.update(operation=3)),
-        "layer '0': an operation must be an object with its kind",
-    ),
-    "unknown kind": (
-        first(lambda o: o.update(operation="factorize")),
-        r"layer '0': there is no operation 'factorize'; choose from .*factorise.*Did you mean 'factorise'\?"
-        ".*Other packages register theirs",
-    ),
+    "operation without kind": (first(lambda o: o.pop("operation")), "layer '0': .* object with its kind"),
+    "kind no text": (operation(operation=3), "layer '0': .* object with its kind"),
+    "unknown kind": (operation(operation="factorize"), "'0': .*'factorize'; .*Did you mean 'factorise'"),
     "operation twice": (
         lambda p: p["layers"][0]["operations"].append(p["layers"][0]["operations"][0]),
-        "layer '0': operation 'factorise' stands after 'factorise'; a layer takes one operation of a kind",
+        "layer '0': operation 'factorise' stands after 'factorise'",
     ),
     "unknown value of an operation": (
-        first(lambda o: o.update(rank=2)),
-        r"layer '0', factorise: unknown entries \['rank'\].*allowed: \['factors', 'format', 'ranks'\]",
+        operation(rank=2),
+        "layer '0', factorise: unknown entries .*'rank'.*allowed: .*'factors', 'format', 'ranks'",
     ),
-    "operation without ranks": (
-        first(lambda o: o.pop("ranks")),
-        r"layer '0', factorise: .*missing entries \['ranks'\]",
-    ),
+    "operation without ranks": (first(lambda o: o.pop("ranks")), "layer '0', factorise: .*missing .*'ranks'"),
     "operation without format": (
         first(lambda o: o.pop("format")),
-        r"layer '0', factorise: .*missing entries \['format'\]",
+        "layer '0', factorise: .*missing .*'format'",
     ),
-    "unknown format": (
-        first(lambda o: o.update(format="svd")),
-        "layer '0', factorise: unknown format 'svd'; choose from .*tucker",
-    ),
-    "format null": (first(lambda o: o.update(format=None)), "layer '0', factorise: unknown format None"),
-    "format no text": (first(lambda o: o.update(format=["cp"])), r"unknown format \['cp'\]; choose from"),
-    "no ranks": (
-        first(lambda o: o.update(ranks=[])),
-        r"layer '0', factorise: ranks must be a list of integers of at least 1, got \[\]",
-    ),
-    "rank 0": (first(lambda o: o.update(ranks=[0, 2])), r"integers of at least 1, got \[0, 2\]"),
-    "negative rank": (first(lambda o: o.update(ranks=[-2, 2])), "integers of at least 1"),
-    "fractional rank": (first(lambda o: o.update(ranks=[2.0, 2])), "integers of at least 1"),
-    "boolean rank": (first(lambda o: o.update(ranks=[True, 2])), "integers of at least 1"),
-    "rank in text": (first(lambda o: o.update(ranks=["2", 2])), "integers of at least 1"),
-    "ranks no list": (first(lambda o: o.update(ranks=2)), "integers of at least 1, got 2"),
-    "half of the factors": (
-        first(lambda o: o.update(factors={"out": [8]})),
-        r"layer '0', factorise: factors must be \{'out': \[...\], 'in': \[...\]\}, got \{'out': \[8\]\}",
-    ),
-    "too many factors": (
-        first(lambda o: o.update(factors={"out": [8], "in": [3], "kernel": [9]})),
-        "factors must be",
-    ),
-    "factor 0": (first(lambda o: o.update(factors={"out": [0], "in": [3]})), "factors must be"),
-    "boolean factor": (first(lambda o: o.update(factors={"out": [8], "in": [True]})), "factors must be"),
-    "no factor": (first(lambda o: o.update(factors={"out": [], "in": [3]})), "factors must be"),
-    "factors no object": (first(lambda o: o.update(factors=[8, 3])), "factors must be"),
-    "reason no text": (lambda p: p["layers"][0].update(reason=3), "layer '0': reason must be text, got 3"),
+    **{
+        f"format {name}": (
+            operation(format=name),
+            f"'0', factorise: .* format {re.escape(repr(name))}; .*tucker",
+        )
+        for name in ("svd", None, ["cp"])
+    },
+    **{
+        f"ranks {ranks}": (
+            operation(ranks=ranks),
+            f"'0', factorise: .*integers of at least 1, got {re.escape(repr(ranks))}",
+        )
+        for ranks in NO_RANKS
+    },
+    **{
+        f"factors {factors}": (
+            operation(factors=factors),
+            f"'0', factorise: factors must be .*'out'.*'in'.*, got {re.escape(repr(factors))}",
+        )
+        for factors in NO_FACTORS
+    },
+    "reason no text": (layer(reason=3), "layer '0': reason must be text, got 3"),
 }
 
 
@@ -242,15 +227,6 @@ def test_a_plan_that_decomposes_a_refused_layer_is_refused() -> None:
         forged.specs(model)
 
 
-def test_a_plan_with_ranks_beyond_the_layer_is_refused(small_net: nn.Module) -> None:
-    plan = make_plan(small_net, SHAPE, "tucker", 2)
-    forged = CompressionPlan(
-        (plan["0"], LayerPlan("3", (Factorise("tucker", (13, 2)),)), plan["7"]), plan.fingerprint, SHAPE
-    )
-    with pytest.raises(DecompositionError, match="layer '3'"):
-        forged.specs(small_net)
-
-
 def test_the_fingerprint_knows_the_structure_and_not_the_weights(small_net: nn.Module) -> None:
     first = fingerprint(inspect_layers(small_net, SHAPE))
     for parameter in small_net.parameters():
@@ -273,14 +249,6 @@ def test_one_rank_for_all_is_capped_at_each_layers_maximum(small_net: nn.Module,
     assert make_plan(small_net, SHAPE, name, 10**6).chosen(Factorise) == {}
 
 
-def test_tensorised_plans_carry_their_factors(small_net: nn.Module) -> None:
-    plan = make_plan(small_net, SHAPE, "tensor_ring", {"3": 2}, tensorised=True)
-    assert plan["3"].operations == (
-        Factorise("tensor_ring", (2,) * 5, ChannelFactors(out=(4, 3), inp=(4, 2))),
-    )
-    assert CompressionPlan.from_json(plan.to_json()) == plan
-
-
 def test_layers_without_a_rank_stay_dense_with_a_reason(small_net: nn.Module) -> None:
     plan = make_plan(small_net, SHAPE, "tucker", {"3": [3, 2]})
     assert plan["3"] == LayerPlan("3", (Factorise("tucker", (3, 2)),))
@@ -292,16 +260,14 @@ def test_ranks_for_unknown_layers_are_refused(small_net: nn.Module) -> None:
         make_plan(small_net, SHAPE, "tucker", {"1": 2})
 
 
-@pytest.mark.parametrize("rank", [0, -1, 2.0, True, "2", [1, 2, 3]])
-def test_infeasible_ranks_given_by_hand_are_refused(small_net: nn.Module, rank: Any) -> None:
-    with pytest.raises(DecompositionError, match="layer '3'"):
-        make_plan(small_net, SHAPE, "tucker", {"3": rank})
+WRONG = (0, -1, 2.0, True)
 
 
-@pytest.mark.parametrize("rank", [0, -1, 2.0, True])
-def test_an_infeasible_rank_for_all_is_refused(small_net: nn.Module, rank: Any) -> None:
-    with pytest.raises(DecompositionError, match="layer '0'"):
-        make_plan(small_net, SHAPE, "tucker", rank)
+@pytest.mark.parametrize("ranks", [*({"3": rank} for rank in (*WRONG, "2", [1, 2, 3])), *WRONG])
+def test_infeasible_ranks_given_by_hand_are_refused(small_net: nn.Module, ranks: Any) -> None:
+    layer = "3" if isinstance(ranks, dict) else "0"
+    with pytest.raises(DecompositionError, match=f"layer '{layer}'"):
+        make_plan(small_net, SHAPE, "tucker", ranks)
 
 
 def test_a_layer_that_would_get_no_smaller_stays_dense_with_the_reason(small_net: nn.Module) -> None:
@@ -321,17 +287,11 @@ def forged(model: nn.Module, *layers: LayerPlan) -> CompressionPlan:
 
 
 MISFITS: dict[str, tuple[Factorise, str]] = {
-    "rank too large": (
-        Factorise("tucker", (13, 2)),
-        r"layer '3': tucker ranks \(13, 2\).*outside 1\.\.\(12, 8\)",
-    ),
-    "rank too many": (
-        Factorise("cp", (2, 2)),
-        r"layer '3': cp takes one rank, got \[2, 2\]; give \[1\.\.\d+\]$",
-    ),
+    "rank too large": (Factorise("tucker", (13, 2)), r"layer '3': .*\(13, 2\).*outside 1\.\.\(12, 8\)"),
+    "rank too many": (Factorise("cp", (2, 2)), r"layer '3': cp .*one rank, got \[2, 2\]; give \[1\.\."),
     "rank too few": (
         Factorise("tucker", (2,)),
-        r"layer '3': tucker takes 2 ranks, one a bond, got \[2\]; give \[1\.\.12, 1\.\.8\]",
+        r"layer '3': .* 2 ranks.*got \[2\]; give \[1\.\.12, 1\.\.8\]",
     ),
     "unknown format": (Factorise("svd", (2,)), "there is no format 'svd'; choose from .*tucker"),
     "factors of other channels": (
@@ -388,13 +348,6 @@ def test_metadata_that_json_cannot_hold_is_refused(small_net: nn.Module, metadat
 def test_text_that_looks_like_a_list_stays_as_it_is(small_net: nn.Module) -> None:
     plan = dataclasses.replace(make_plan(small_net, SHAPE, "tucker", 2), chosen_by="[ 1,  2 ]")
     assert CompressionPlan.from_json(plan.to_json()) == plan
-
-
-def test_one_layer_takes_one_operation_of_a_kind() -> None:
-    with pytest.raises(
-        PlanError, match=r"layer '3': operation 'factorise' stands after 'factorise'.* of a kind"
-    ):
-        LayerPlan("3", (Factorise("cp", (2,)), Factorise("tucker", (2, 2))))
 
 
 WRITTEN = """{
