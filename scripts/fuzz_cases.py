@@ -23,7 +23,7 @@ from fuzz_onnx import onnx_case, onnx_problems
 from omegaconf import OmegaConf
 
 from decomposition import build_structure, make_plan, save_compressed
-from rankrl.cli.config.choices import config_folder
+from rankrl.cli.config.schema import config_folder
 from rankrl.data import load_dataset
 from rankrl.models import create_model
 

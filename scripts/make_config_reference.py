@@ -15,7 +15,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,18 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from decomposition import get_format
+from decomposition.choose.heuristics import get_heuristic, list_heuristics
 from optim import optimizer_record
-from rankrl.cli.config.choices import config_folder, group_choices, group_names
-from rankrl.cli.config.groups import GROUPS, explanations
-from rankrl.cli.config.schema import AppConfig, Choice
+from pruning import get_pruner
+from rankrl.cli.config.schema import GROUPS, AppConfig, Choice, config_folder, group_choices, group_names
+from rankrl.data import dataset_source
+from rankrl.models import model_source
 from rankrl.option_types import described, parameter_defaults
-from rankrl.options.names import NO_OPTIONS, option_fields
+from rankrl.options.names import NO_OPTIONS, NONE, option_fields
+from rankrl.plan_search.scores.rewards import reward_source
+from rankrl.plan_search.selectors import selector_class
+from rankrl.runs.tracking import tracker_class
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# All options
@@ -43,6 +49,87 @@ values of a sweep, so quote text with brackets, quotes or commas twice: `"model.
 configuration of a command without running it.
 """
 _IN_YAML = {"None": "null", "True": "true", "False": "false"}
+
+
+_SECTIONS = ("Args:", "Attributes:")
+_ENTRY = re.compile(r"(\*{0,2}\w+): (.*)")
+_INDENT = "    "
+
+
+def explanations(*owners: object) -> dict[str, str]:
+    """Return each name's entry in the sections Args and Attributes, as one line of text."""
+    texts: dict[str, str] = {}
+    for owner in owners:
+        for documentation in _documentation(owner):
+            texts = {**dict(_entries(documentation)), **texts}
+    return texts
+
+
+def summary(owner: object) -> str:
+    """Return the first paragraph of a docstring, as one line of text; empty without one."""
+    text = next(_documentation(owner), "")
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _documentation(owner: object) -> Iterator[str]:
+    """Yield the docstrings of a function, or of a class and its bases."""
+    for each in inspect.getmro(owner) if isinstance(owner, type) else (owner,):
+        if each is not object and each.__doc__:
+            yield inspect.cleandoc(each.__doc__)
+
+
+def _entries(text: str) -> Iterator[tuple[str, str]]:
+    inside, name, words = False, "", [""]
+    for line in [*text.splitlines(), "end"]:
+        entry = _ENTRY.fullmatch(line.removeprefix(_INDENT)) if inside else None
+        if entry is not None or (line and not line.startswith(_INDENT)):
+            if name:
+                yield name, " ".join(words)
+            name, words = (entry[1], [entry[2]]) if entry is not None else ("", [""])
+            inside = entry is not None or line in _SECTIONS
+        elif line.strip():
+            words.append(line.strip())
+
+
+def owners(group: str, choice: str) -> Iterator[object]:
+    """Yield what explains a choice's options, the first one first."""
+    if group == "selector":
+        yield selector_class(choice)
+    taking = list(GROUPS[group].owners(choice))
+    yield from reversed(taking)
+    if group == "model":
+        yield inspect.signature(taking[-1], eval_str=True).return_annotation
+    if group == "pruner":
+        yield get_pruner(choice).definition
+
+
+def sentences(*texts: str) -> str:
+    return " ".join(f"{text[:1].upper()}{text[1:].rstrip('.')}." for text in texts if text)
+
+
+def about_choice(group: str, choice: str) -> str:
+    """Return what a registered choice of a group is."""
+    if group == "tracking":
+        if choice == NONE:
+            return "No tracking; episodes.csv and metrics.json are written all the same."
+        return summary(tracker_class(choice))
+    if group == "selector":
+        selector = selector_class(choice)
+        if choice in list_heuristics():
+            return sentences(selector.description, summary(get_heuristic(choice).choose), "One plan")
+        return sentences(summary(selector) or selector.description)
+    described: dict[str, tuple[Callable[[str], Any], Callable[[Any], object]]] = {
+        "model": (model_source, lambda source: None),
+        "dataset": (dataset_source, lambda source: None),
+        "optim": (optimizer_record, lambda record: None),
+        "decomposition": (get_format, type),
+        "reward": (reward_source, lambda source: source.make),
+        "pruner": (get_pruner, lambda pruner: pruner.definition),
+    }
+    find, documented = described[group]
+    entry = find(choice)
+    owner = documented(entry)
+    return sentences(entry.description, "" if owner is None else summary(owner))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +175,7 @@ def choice_options(group: str, choice: str, values: Mapping[str, Any]) -> Iterat
         values: What the configuration holds with that choice.
     """
     described = GROUPS[group]
-    types, words = described.types(choice)[0], explanations(*described.owners(choice))
+    types, words = described.types(choice), explanations(*owners(group, choice))
     prefix, added = f"{group}.", {}
     if group == "optim":
         prefix, factory = "+optim.options.", optimizer_record(choice).factory
@@ -255,7 +342,7 @@ def _choice(group: str, choice: str) -> str:
     """Return a line on a choice of a group: what it is, and what its file sets."""
     path = config_folder() / group / f"{choice}.yaml"
     if not path.is_file():
-        return f"- `{group}={choice}`: {GROUPS[group].about(choice)}"
+        return f"- `{group}={choice}`: {about_choice(group, choice)}"
     prefix = "" if "@package _global_" in path.read_text(encoding="utf-8") else f"{group}."
     values = [f"`{prefix}{name}={value}`" for name, value in written_options(path)]
     return f"- `{group}={choice}`: {comment(path)} It sets {', '.join(values)}."

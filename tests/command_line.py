@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from decomposition.errors import DecompositionError
 from rankrl.cli.app import _run_task, checked_arguments, main
-from rankrl.cli.config.applicable import check_applicable
-from rankrl.cli.config.choices import group_names, store_groups
-from rankrl.cli.config.composition import composed_config, composing, parsed_overrides
-from rankrl.cli.config.schema import AppConfig, built
+from rankrl.cli.config.checks import check_command, check_effect
+from rankrl.cli.config.compose import composing, parsed_flags, parsed_overrides
+from rankrl.cli.config.schema import AppConfig, built, group_names, store_groups
 from rankrl.errors import ConfigError, RankrlError
 from rankrl.models import save_checkpoint
 from rankrl.runs.run_folder import RunFolder
@@ -62,7 +61,7 @@ def with_effect(*arguments: str, removable: Collection[str] = QUICK) -> tuple[st
 
 def _has_effect(argument: str, config: dict[str, Any]) -> bool:
     try:
-        check_applicable(config, [argument.partition("=")[0]])
+        check_effect(config, [argument.partition("=")[0]])
     except ConfigError:
         return False
     return True
@@ -93,8 +92,12 @@ def call(*arguments: str) -> None:
 @cache
 def _with_choices(choices: tuple[str, ...]) -> DictConfig:
     store_groups()
-    with composing():
-        return composed_config(choices)
+    with composing() as composed:
+        config = copy.deepcopy(composed(choices))
+    OmegaConf.set_readonly(config, None)
+    with open_dict(config):
+        del config["hydra"]
+    return config
 
 
 def configuration(*overrides: str) -> DictConfig:
@@ -102,7 +105,6 @@ def configuration(*overrides: str) -> DictConfig:
     parsed, groups = parsed_overrides(overrides), group_names()
     choices = [str(each.input_line) for each in parsed if each.key_or_group in groups]
     config = copy.deepcopy(_with_choices(tuple(choices)))
-    OmegaConf.set_readonly(config, None)
     for each in parsed:
         option = each.key_or_group
         if option in groups or option.startswith(("hydra.", "hydra/")):
@@ -126,6 +128,13 @@ def settings(*overrides: str) -> AppConfig:
     """Return the configuration with these overrides, as tasks get it."""
     plain: Any = OmegaConf.to_container(configuration(*overrides), resolve=True)
     return built(AppConfig, plain)
+
+
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Check the names and values of a command line, and not its paths."""
+    flags = parsed_flags(arguments)
+    with composing(flags) as composed:
+        check_command(flags, composed)
 
 
 def refusal(*arguments: str) -> str:

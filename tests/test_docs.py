@@ -25,7 +25,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from command_line import with_effect
+from command_line import check_overrides, with_effect
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from small_graphs import convolutions, drawn, images, save_photos, with_state
@@ -36,9 +36,7 @@ from decomposition.registry import Registry
 from optim import list_optimizers
 from pruning import list_pruners
 from rankrl.cli.app import main
-from rankrl.cli.config.choices import TABLES, TASKS, config_folder
-from rankrl.cli.config.groups import GROUPS, explanations, summary
-from rankrl.cli.config.overrides import check_overrides
+from rankrl.cli.config.schema import GROUPS, TASKS, config_folder
 from rankrl.onnx.runtimes import get_runtime, list_runtimes
 from rankrl.plan_search.scores.rewards import register_reward
 from rankrl.plan_search.selectors import list_selectors
@@ -285,8 +283,7 @@ def test_what_the_page_on_adding_defines_is_explained_in_the_reference(
     (name,) = set(GROUPS[group].known()) - before
     rows = list(make_config_reference.choice_options(group, name, GROUPS[group].node(name)))
     assert all(each.explanation and each.kind for each in rows)
-    assert TABLES[group].types(name) == GROUPS[group].types(name)
-    assert name in TABLES[group].known()
+    assert name in GROUPS[group].known()
 
 
 @pytest.mark.slow
@@ -379,5 +376,5 @@ def test_explanations_are_read_from_docstrings() -> None:
             third: No option.
         """
 
-    assert explanations(owner) == {"first": "What it is.", "second": "Half: a colon."}
-    assert summary(owner) == "Do it."
+    assert make_config_reference.explanations(owner) == {"first": "What it is.", "second": "Half: a colon."}
+    assert make_config_reference.summary(owner) == "Do it."

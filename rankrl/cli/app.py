@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import secrets
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,54 +15,62 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 from safetensors import SafetensorError
 
 from decomposition.errors import DecompositionError
-from rankrl.cli.config.choices import TASKS, config_folder, store_groups
-from rankrl.cli.config.composition import (
-    composing,
-    in_words,
-    parsed_flags,
-    readable_arguments,
-    sweep_arguments,
+from rankrl.cli.config.checks import (
+    check_command,
+    check_files,
+    check_folder,
+    check_values,
+    refuse_used_folder,
 )
-from rankrl.cli.config.help import (
-    HELP_FLAGS,
-    VERSION_FLAGS,
+from rankrl.cli.config.compose import (
+    composing,
+    first_values,
     help_page,
+    in_words,
     load_plugins,
     named_plugins,
+    override_values,
+    parsed_flags,
+    parsed_overrides,
+    readable_arguments,
+    sweep_arguments,
     version_line,
 )
-from rankrl.cli.config.overrides import COMPLETE_ERRORS, check_overrides, check_values, raised_errors
 from rankrl.cli.config.run_files import (
-    check_folders,
-    check_input_files,
     check_resumed,
-    finished_run,
     named_paths,
     options_of_run,
-    refuse_used_folder,
     resumed_arguments,
+    resumed_folder,
     write_record,
 )
-from rankrl.cli.config.schema import AppConfig, built
-from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError
+from rankrl.cli.config.schema import TASKS, AppConfig, built, config_folder, store_groups
+from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError, counted
+from rankrl.files import write_json
 from rankrl.runs.run_folder import RunFolder, RunNotes
 from rankrl.runs.sweeps import run_sweep_job
 from rankrl.runs.sweeps.job import runs_in_pool
+from rankrl.runs.sweeps.progress import SWEEP_FILE, SweepWatch, failures
 from rankrl.runs.tracking import start_tracking
 
 FIRST_RUN = "experiment=first_run"
 USER_ERROR = 2
 BUDGET_MISSED = 3
 COLLAPSED = 4
+FAILED_JOBS = 1  # of a sweep
 INTERRUPTED = 130  # 128 + SIGINT, as shells do
 log = logging.getLogger(__name__)
 _SWEEP_FOLDER = "hydra.sweep.dir"
 _COMPLETION_FLAGS = {"-sc", "--shell-completion"}
+COMPLETE_ERRORS = "HYDRA_FULL_ERROR"
+"""The environment variable with which Hydra raises errors, instead of printing them and leaving with 1."""
 
 
 def _run(config: DictConfig) -> None:
@@ -131,7 +141,8 @@ def _paths(plain: dict[str, Any]) -> dict[str, list[str]]:
     """Return the paths in a checked configuration, by option."""
     load_plugins(plain["plugins"])
     check_values(plain)
-    return named_paths(plain)
+    sources = HydraConfig.get().runtime.config_sources
+    return named_paths(plain, [each.path for each in sources if each.provider == "command-line"])
 
 
 def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
@@ -139,7 +150,7 @@ def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
     load_plugins(plain["plugins"])  # the job of a sweep may have a process of its own
     check_values(plain)  # values drawn by a sweeper are known only now
     settings = built(AppConfig, plain)
-    check_input_files(plain)
+    check_files(plain)
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     from rankrl.device import device_note, reuse_memory
@@ -190,47 +201,127 @@ def _show(text: str) -> None:
 _SHORT_FOR = {"export=false": "export.skip=true"}
 
 
-def checked_arguments(arguments: Sequence[str]) -> list[str] | None:
-    """Check a command line as far as possible without computing, and return the arguments for Hydra."""
-    helping = not HELP_FLAGS.isdisjoint(arguments)
-    arguments = [_SHORT_FOR.get(each, each) for each in readable_arguments(arguments)]
-    finished = finished_run(arguments)
-    if finished is not None:
-        _show_finished(finished)
+def checked_arguments(written: Sequence[str]) -> list[str] | None:
+    """Check a command line before Hydra runs it; return the arguments, or None where nothing is to be run."""
+    arguments = [_SHORT_FOR.get(each, each) for each in readable_arguments(written)]
+    earlier = resumed_folder(arguments)
+    if earlier is not None and len(arguments) == 1 and RunFolder(earlier).finished:
+        _show_finished(earlier)
         return None
     arguments = resumed_arguments(arguments)
     known = options_of_run(arguments)
     if known:
         print(f"rankrl: {' '.join(known)}, as in that run")
     arguments = sweep_arguments([*known, *arguments])
-    load_plugins(named_plugins(arguments))
-    store_groups()  # after the plugins, which register choices
     flags = parsed_flags(arguments)
     if flags.experimental_rerun is not None:
         raise ConfigError(
             f"--experimental-rerun={flags.experimental_rerun}: a pickle can hold any program and is not run; "
-            "resume=FOLDER goes on with the run in a folder, and .hydra/overrides.yaml there lists its "
-            "options for a new one"
+            "resume=FOLDER goes on with the run in a folder"
         )
-    with composing(flags):
-        check_overrides(arguments)
-        if helping:
-            _show(help_page(arguments))
+    load_plugins(named_plugins(flags))
+    store_groups()  # after the plugins, which register choices
+    sweep = None
+    with composing(flags) as composed:
+        jobs = check_command(flags, composed)
+        config = composed(first_values(flags.overrides))
+        if flags.help:
+            _show(help_page(config))
             return None
-        finished = check_resumed(arguments)
-        if finished is not None:
-            _show_finished(finished)
-            return None
-        sweep_folder = check_folders(arguments)
-    if sweep_folder is None or _sweep_folders(arguments):
+        if not (flags.hydra_help or flags.cfg or flags.info):
+            if earlier is not None and check_resumed(earlier, flags.overrides, composed, jobs[0]):
+                _show_finished(earlier)
+                return None
+            for job in jobs:
+                check_files(job)
+            sweep = check_folder(config, multirun=flags.multirun)
+    if sweep is None or _sweep_folders(arguments):
         return arguments
     # Fixed here, as the default name holds the time.
-    return [*readable_arguments([f"{_SWEEP_FOLDER}={sweep_folder}"]), *arguments]
+    return [*readable_arguments([f"{_SWEEP_FOLDER}={sweep}"]), *arguments]
 
 
 def _sweep_folders(arguments: Sequence[str]) -> list[str]:
     """Return the arguments that name a sweep's folder."""
     return [each for each in arguments if each.startswith(f"{_SWEEP_FOLDER}=")]
+
+
+_IN_THIS_PROCESS = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+_ALL_COMBINATIONS = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
+
+class SweepCallback(Callback):
+    """Gives each sweep an identifier, shows how far it is, and ends with its table and its failed jobs.
+
+    The identifier (`sweep.json` in the sweep's folder) tells this sweep's failures from those of an earlier
+    one in the same folder. Configured under `hydra.callbacks`.
+    """
+
+    def __init__(self) -> None:
+        self._watch: SweepWatch | None = None
+        self._total: int | None = None
+
+    def __reduce__(self) -> tuple[type[SweepCallback], tuple[()]]:
+        """Pickle without the watching thread."""
+        return SweepCallback, ()
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Write `sweep.json`; watch jobs that do not run in this process."""
+        folder = Path(str(config.hydra.sweep.dir))
+        write_json(folder / SWEEP_FILE, {"id": secrets.token_hex(8)})
+        launcher, self._total = str(config.hydra.launcher._target_), number_of_jobs(config)
+        if launcher != _IN_THIS_PROCESS:
+            # joblib's processes write to this terminal themselves and would break a live line.
+            live = "joblib" not in launcher
+            self._watch = SweepWatch(folder, self._total, live=live)
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Say which job of how many begins, where they run one after the other."""
+        if config.hydra.mode == RunMode.MULTIRUN and str(config.hydra.launcher._target_) == _IN_THIS_PROCESS:
+            of_all = "" if self._total is None else f" of {self._total}"
+            log.info("job %d%s: %s", int(config.hydra.job.num) + 1, of_all, config.hydra.sweep.subdir)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Print the table of the jobs, and list the failed ones."""
+        if self._watch is not None:
+            self._watch.stop()
+            print(self._watch.line())
+        folder = Path(str(config.hydra.sweep.dir))
+        _show_results(folder)
+        failed = failures(folder)
+        if not failed:
+            return
+        jobs = counted(len(failed), "job")
+        print(f"rankrl: {jobs} of the sweep failed:", file=sys.stderr)
+        for failure in failed:
+            print(f"  {failure.folder.relative_to(folder)}: {failure.error}", file=sys.stderr)
+        print(
+            f"The same command with hydra.sweep.dir={folder} runs these again and skips the finished ones.",
+            file=sys.stderr,
+        )
+        raise SystemExit(FAILED_JOBS)
+
+
+def _show_results(folder: Path) -> None:
+    from rankrl.report import ReportError, results_table  # late, as it imports torch
+
+    try:
+        table = results_table(folder)
+    except ReportError:  # jobs without results, as those of task=inspect
+        return
+    if table.row_count:
+        Console().print(table)
+
+
+def number_of_jobs(config: DictConfig) -> int | None:
+    """Return the number of jobs of a sweep, or None if its sweeper chooses them on the way."""
+    if str(config.hydra.sweeper._target_) != _ALL_COMBINATIONS:
+        return None
+    params = config.hydra.sweeper.params or {}
+    overrides = [*(f"{name}={value}" for name, value in params.items()), *config.hydra.overrides.task]
+    return math.prod(
+        len(override_values(each)) for each in parsed_overrides([str(each) for each in overrides])
+    )
 
 
 def main() -> None:
@@ -247,12 +338,11 @@ def main() -> None:
         print(f"rankrl {FIRST_RUN}")
         sys.argv.append(FIRST_RUN)
     written = sys.argv[1:]
-    flags = set(written)
-    if flags & VERSION_FLAGS:
+    if "--version" in written:
         print(version_line())
         return
     try:
-        if _COMPLETION_FLAGS & flags:  # which has arguments of its own
+        if _COMPLETION_FLAGS.intersection(written):  # which has arguments of its own
             load_plugins()
             store_groups()
         else:
@@ -262,20 +352,24 @@ def main() -> None:
             sys.argv[1:] = checked
     except RankrlError as error:
         _leave(error, USER_ERROR)
+    complete = os.environ.get(COMPLETE_ERRORS)
+    os.environ[COMPLETE_ERRORS] = "1"
     try:
-        with raised_errors():
-            hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(_run)()
+        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(_run)()
     except KeyboardInterrupt:
         folder = [] if _sweep_folders(written) else _sweep_folders(sys.argv)
         command = shlex.join(["rankrl", *written, *folder])
         _leave(ConfigError(f"stopped; `{command}` goes on"), INTERRUPTED)
     except Exception as error:  # of any type that Hydra and its plugins raise; a task's own defects pass
-        if os.environ.get(COMPLETE_ERRORS) == "1" or any(
-            frame.f_code is _run.__code__ for frame, _ in walk_tb(error.__traceback__)
-        ):
+        in_task = any(frame.f_code is _run.__code__ for frame, _ in walk_tb(error.__traceback__))
+        if complete == "1" or in_task:
             raise
         text = f"Hydra cannot carry the command out: {in_words(error)}. {COMPLETE_ERRORS}=1 shows where"
         _leave(ConfigError(text), USER_ERROR)
+    finally:
+        del os.environ[COMPLETE_ERRORS]
+        if complete is not None:
+            os.environ[COMPLETE_ERRORS] = complete
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from decomposition.calibration.moments import collect_moments
 from decomposition.choose.library import FitLibrary
 from decomposition.network.layers import compressible_layers
 from decomposition.operations import Factorise
-from rankrl.cli.config.choices import config_folder, group_choices
-from rankrl.cli.config.groups import GROUPS
+from rankrl.cli.config.schema import GROUPS, config_folder, group_choices
 from rankrl.data import Images
 from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rankrl
-from rankrl.cli.config.choices import config_folder
-from rankrl.cli.config.overrides import check_values
+from rankrl.cli.config.checks import check_values
+from rankrl.cli.config.schema import config_folder
 from rankrl.errors import ConfigError
 from rankrl.option_types import check_arguments, check_option, check_options, described, parameter_types
 

@@ -1,13 +1,10 @@
-"""Define, compose and check the configuration: types, groups, overrides, input files, resumed runs.
+"""Define, compose and check the configuration: schema, command line, values and paths, earlier runs.
 
-Importing the package registers the types and groups with Hydra, which composing needs.
+Importing the package registers the schema and the groups with Hydra, which composing needs.
 """
 
 from __future__ import annotations
 
-from rankrl.cli.config import schema
-from rankrl.cli.config.choices import store_groups
-
-__all__ = ["schema"]
+from rankrl.cli.config.schema import store_groups
 
 store_groups()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
 from torch import nn
 
+from rankrl.cli.config.checks import split_entry
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError
@@ -23,7 +21,7 @@ from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.tasks import TimingOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.options.training import OptimizerOptions, RecipeOptions
-from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector_class, selector_options
+from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector_options
 from rankrl.plan_search.session import SearchGoal
 from rankrl.pruners.options import PruningOptions, pruning_options
 from rankrl.request import Request
@@ -33,23 +31,8 @@ from rankrl.training import TrainingRecipe
 
 
 def selector_entry(text: str) -> SelectorEntry:
-    """Parse an entry of the compared selectors, such as `bayes` or `ddpg:noise=0.1`.
-
-    Values are read as on the command line; one with commas stands in brackets: `features=[macs,curve]`.
-    """
-    selector, _, rest = text.partition(":")
-    selector_class(selector)  # refuses an unknown name before its options are read
-    pairs = re.split(r",(?=\w+=)", rest) if rest else []
-    if not all("=" in pair for pair in pairs):
-        raise ConfigError(
-            f"{text!r} is no selector with options; write NAME:OPTION=VALUE,OPTION=VALUE, for example "
-            f"{selector}:plans_per_step=2"
-        )
-    try:
-        read = OverridesParser.create().parse_overrides(pairs)
-    except OverrideParseException as error:
-        raise ConfigError(f"the options of {text!r} cannot be read: {error}") from error
-    options = {each.key_or_group: each.value() for each in read}
+    """Parse an entry of the compared selectors, as `bayes` or `ddpg:noise=0.1`, and check its options."""
+    selector, options = split_entry(text)
     check_selector(selector, options)
     return SelectorEntry(text, selector, options)
 
@@ -82,15 +65,7 @@ def candidate_options(config: AppConfig) -> CandidateOptions:
 
 
 def check(config: AppConfig, *, finetuning: bool = True) -> None:
-    """Check the options that need no data and no network.
-
-    Args:
-        config: The configuration.
-        finetuning: Whether there is to be fine-tuning.
-
-    Raises:
-        RankrlError: If an option is out of its range.
-    """
+    """Check the options that need no data and no network."""
     config.decomposition.final_fit()
     candidates = CandidateOptions.of(
         config.decomposition, config.budget, reduce_range=config.export.reduce_range
@@ -122,11 +97,7 @@ def search_options(config: AppConfig) -> SearchOptions:
 
 
 def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
-    """Return the selector's name and its options.
-
-    Raises:
-        ConfigError: The name or an option is unknown, of another type or out of range.
-    """
+    """Return the selector's name and its options, checked."""
     name, options = _named(config.selector)
     check_selector(name, options)
     return name, options
@@ -164,10 +135,7 @@ def finetuning_recipe(
 ) -> TrainingRecipe:
     """Return the recipe of fine-tuning.
 
-    Args:
-        config: The configuration.
-        after_removal: Whether channels were removed and nothing decomposed, which asks for larger steps.
-        heldout_is_new: Whether the dense network never saw the held-out images, so that they may choose.
+    After a removal of channels steps are larger; held-out images that are new to the network may choose.
     """
     rates = {**config.finetune.rates, **(_LR_AFTER_REMOVAL if after_removal else {})}
     lr = rates.get(config.optim.name)
@@ -175,12 +143,9 @@ def finetuning_recipe(
 
 
 def training_recipe(config: AppConfig, network: nn.Module | None) -> TrainingRecipe:
-    """Return the recipe of training from scratch.
+    """Return the recipe of training from scratch at the network's own learning rate, where none is set.
 
-    Args:
-        config: The configuration.
-        network: The network to train, whose own learning rate is taken where none is set; None checks the
-            other options before there is a network.
+    None for the network checks the other options before there is one.
     """
     name = config.train.optim.name
     default = _LR_FROM_SCRATCH.get(name)
@@ -202,9 +167,6 @@ def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
 
     Options are the defaults, or, for the selector that the configuration itself names, those of the
     configuration, with the command line's; the options in the entry override both.
-
-    Raises:
-        ConfigError: A selector or option is unknown, or an entry named twice.
     """
     entries = []
     for text in config.compare.selectors:

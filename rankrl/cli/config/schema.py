@@ -1,22 +1,40 @@
-"""Define the configuration as a dataclass, and translate it for Hydra."""
+"""Define the configuration: its sections, the groups whose choices are registered, and the tasks."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from decomposition.registry import registered
+from optim.registry import registered_optimizers
+from pruning.registry import registered_pruners
+from rankrl.errors import ConfigError, did_you_mean
+from rankrl.option_types import OptionTypes, parameter_defaults, parameter_types, takes_any_option
 from rankrl.options.decomposition import DecompositionOptions
-from rankrl.options.names import option_fields
-from rankrl.options.search import BudgetOptions, SearchOptions
+from rankrl.options.names import (
+    DATASETS,
+    FORMATS,
+    HAND_ON,
+    MODELS,
+    NO_OPTIONS,
+    NONE,
+    OPTIMIZERS,
+    TRACKERS,
+    ModelOptions,
+    option_fields,
+)
+from rankrl.options.search import REWARDS, BudgetOptions, SearchOptions
+from rankrl.options.selectors import HEURISTICS, SELECTORS, NoOptions
 from rankrl.options.tasks import (
     CalibrationOptions,
     CompareOptions,
@@ -27,95 +45,10 @@ from rankrl.options.tasks import (
     TrackingOptions,
 )
 from rankrl.options.timing import ExportOptions
-from rankrl.options.training import FineTuningOptions, OptimizerOptions, TrainingOptions
+from rankrl.options.training import PRUNERS, FineTuningOptions, OptimizerOptions, TrainingOptions
+from rankrl.runs.run_folder import RunFolder
 
 Options = TypeVar("Options")
-
-
-@cache
-def structured(section: Any) -> type:
-    """Translate a section of the configuration into a dataclass of types that OmegaConf knows."""
-    hints = typing.get_type_hints(section)
-    fields = [(each.name, *_field(each, hints[each.name])) for each in option_fields(section)]
-    return dataclasses.make_dataclass(section.__name__, fields, repr=False, eq=False)
-
-
-def built(section: type[Options], values: Mapping[str, Any]) -> Options:
-    """Build a section from plain values."""
-    hints = typing.get_type_hints(section)
-    return section(**{name: _value(hints[name], value) for name, value in values.items()})
-
-
-def _value(hint: Any, value: Any) -> Any:
-    if _is_section(hint):
-        return built(hint, value)
-    if isinstance(value, list) and any(typing.get_origin(each) is tuple for each in _members(hint)):
-        return tuple(value)
-    return float(value) if isinstance(value, int) and _takes_floats(hint, value) else value
-
-
-def _takes_floats(hint: Any, value: Any) -> bool:
-    members = _members(hint)
-    return float in members and int not in members and not isinstance(value, bool)
-
-
-def _field(field: dataclasses.Field[Any], hint: Any) -> tuple[Any, Any]:
-    """Return the type and the default of a field for OmegaConf."""
-    if _is_section(hint):
-        default: Any = hint
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory
-        return structured(hint), dataclasses.field(default_factory=lambda: _thawed(default()))
-    return _annotation(hint), _default(field)
-
-
-def _is_section(hint: Any) -> bool:
-    return dataclasses.is_dataclass(hint)
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return dataclasses.field(default_factory=field.default_factory)
-    if isinstance(field.default, tuple):
-        entries = field.default
-        return dataclasses.field(default_factory=lambda: list(entries))
-    return MISSING if field.default is dataclasses.MISSING else field.default
-
-
-def _thawed(options: Any) -> Any:
-    """Translate a section with its values for OmegaConf."""
-    values = {each.name: getattr(options, each.name) for each in option_fields(options)}
-    for name, value in values.items():
-        if dataclasses.is_dataclass(value):
-            values[name] = _thawed(value)
-        elif isinstance(value, tuple):
-            values[name] = list(value)
-    section: Any = type(options)
-    return structured(section)(**values)
-
-
-def _annotation(hint: Any) -> Any:
-    """Translate an annotation into one that OmegaConf knows."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        members = list(dict.fromkeys(_annotation(each) for each in arguments if each is not type(None)))
-        if len(members) > 1:  # OmegaConf knows unions of plain types only; `check_values` checks these
-            return Any
-        return members[0] | None if type(None) in arguments else members[0]
-    if origin is Literal or hint is Path:
-        return str
-    if origin in (tuple, list, Sequence):
-        return list[_annotation(arguments[0])]  # type: ignore[misc]
-    if origin in (dict, Mapping):
-        return dict[str, arguments[1]]  # type: ignore[valid-type]
-    return hint
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if union else (hint,)
-
-
 Choice = Mapping[str, Any]
 """A group whose choices are registered: the name of one, and its own options."""
 
@@ -176,6 +109,328 @@ class AppConfig:
     timing: TimingOptions = field(default_factory=TimingOptions)
     tracking: TrackingOptions = field(default_factory=TrackingOptions)
 
+    def __post_init__(self) -> None:
+        check_known("task", "task", [self.task], TASKS)
+        for name, seeds in (("seed", [self.seed]), ("compare.seeds", self.compare.seeds)):
+            if min(seeds, default=0) < 0:
+                raise ConfigError(
+                    f"{name} must not be negative, got {min(seeds)}; any whole number from 0 on will do"
+                )
 
-# `configs/config.yaml` names this schema in its defaults, so that every composition is typed.
-ConfigStore.instance().store(name="schema", node=structured(AppConfig))
+
+def check_known(option: str, noun: str, names: Collection[str], known: Collection[str]) -> None:
+    """Refuse names that are not known."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"{option}: there is no {noun} {name!r}; choose from {', '.join(known)}."
+                f"{did_you_mean(name, known)}"
+            )
+
+
+def option_table(owner: Any, without: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Return type and default of every option that a dataclass, class or function takes."""
+    if dataclasses.is_dataclass(owner):
+        hints = typing.get_type_hints(owner)
+        return {each.name: (hints[each.name], _default(each)) for each in option_fields(owner)}
+    types, defaults = (read(owner, without=without) for read in (parameter_types, parameter_defaults))
+    return {name: (types[name], default) for name, default in defaults.items()}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def plain(value: Any) -> Any:
+    """Convert a default to YAML's types; `???` stands for one that is missing."""
+    if value in (inspect.Parameter.empty, dataclasses.MISSING):
+        return MISSING
+    if dataclasses.is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in option_fields(value)}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def built(section: type[Options], values: Mapping[str, Any]) -> Options:
+    """Build a section from plain values, which it checks."""
+    hints = typing.get_type_hints(section)
+    return section(**{name: _value(hints[name], value) for name, value in values.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return built(typing.cast(type, hint), value)
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    members = typing.get_args(hint) if union else (hint,)
+    if isinstance(value, list) and any(typing.get_origin(each) is tuple for each in members):
+        return tuple(value)
+    return float(value) if type(value) is int and float in members and int not in members else value
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group whose choices are registered: ours, with the dataclasses of their options, and plugins'.
+
+    Options of ours are known without importing torch; None for what takes them stands for the code itself.
+    """
+
+    noun: str
+    ours: Mapping[str, type | None]
+    owners: Callable[[str], Mapping[Any, Collection[str]]]
+    """What takes a choice's options, with its parameters that are none; imports torch."""
+    names: Callable[[], Collection[str]]
+    """The names registered so far."""
+    key: str = "name"
+    nested: bool = False
+    added: bool = False
+    """Whether options are added to the configuration as they are set."""
+
+    def known(self) -> list[str]:
+        """List the choices registered so far."""
+        return sorted({*self.ours, *self.names()})
+
+    def live(self, choice: str) -> dict[str, tuple[Any, Any]]:
+        """Return type and default of a choice's options as the code that takes them has them."""
+        tables = [option_table(owner, without) for owner, without in self.owners(choice).items()]
+        return {name: entry for table in tables for name, entry in table.items()}
+
+    def _table(self, choice: str) -> dict[str, tuple[Any, Any]]:
+        options = self.ours.get(choice)
+        return self.live(choice) if options is None else option_table(options)
+
+    def types(self, choice: str) -> OptionTypes:
+        """Return the types of a choice's options."""
+        return {name: kind for name, (kind, _) in self._table(choice).items()}
+
+    def hands_on(self, choice: str) -> bool:
+        """Tell whether a choice takes other options, too, and hands them on."""
+        if self.noun != "model" or choice in self.ours:
+            return self.noun == "model" and choice in HAND_ON
+        return any(map(takes_any_option, self.owners(choice)))
+
+    def options(self, choice: str) -> dict[str, Any]:
+        """Return the options of a choice with their defaults as the configuration holds them."""
+        if self.added:
+            return {}
+        return {name: plain(default) for name, (_, default) in self._table(choice).items()}
+
+    def node(self, choice: str) -> dict[str, Any]:
+        """Return the configuration node of a choice."""
+        options = self.options(choice)
+        return {self.key: choice, **({"options": options} if self.nested else options)}
+
+
+def _model_owners(choice: str) -> dict[Any, Collection[str]]:
+    from rankrl.models import model_source
+
+    build = model_source(choice).build
+    shape_and_classes = list(inspect.signature(build).parameters)[:2]
+    return {ModelOptions: (), build: shape_and_classes}
+
+
+def _dataset_owners(choice: str) -> dict[Any, Collection[str]]:
+    from rankrl.data import dataset_source, load_dataset
+
+    return {load_dataset: ("name", "seed", "root"), dataset_source(choice).read: ("root",)}
+
+
+def _selector_owners(choice: str) -> dict[Any, Collection[str]]:
+    from rankrl.plan_search.selectors import selector_class
+
+    return {selector_class(choice).option_owner(): ("problem", "seed", "episodes")}
+
+
+def _reward_owners(choice: str) -> dict[Any, Collection[str]]:
+    from rankrl.plan_search.scores.rewards import reward_source
+
+    return {reward_source(choice).make: ()}
+
+
+def _pruner_owners(choice: str) -> dict[Any, Collection[str]]:
+    from pruning import get_pruner
+    from rankrl.pruners.options import options_class
+
+    pruner = get_pruner(choice)
+    of_mask = {pruner.definition: ("units", "temperature")} if pruner.is_mask else {}
+    return {options_class(choice): (), **({} if choice in PRUNERS else of_mask)}
+
+
+def _optimizer_owners(choice: str) -> dict[Any, Collection[str]]:
+    from optim import optimizer_record
+
+    return {optimizer_record(choice).factory: NO_OPTIONS}
+
+
+def _tracker_owners(choice: str) -> dict[Any, Collection[str]]:
+    from rankrl.runs.tracking import tracker_class
+
+    return {} if choice == NONE else {tracker_class(choice): ("folder",)}
+
+
+def heuristics() -> frozenset[str]:
+    """Return the names of the selectors that are rules."""
+    return frozenset((*HEURISTICS, *registered("heuristic")))
+
+
+def formats() -> list[str]:
+    """List the names of the tensor formats."""
+    return sorted({*FORMATS, *registered("format")})
+
+
+GROUPS = {
+    "model": Group("model", MODELS, _model_owners, lambda: registered("model"), key="architecture"),
+    "dataset": Group("dataset", DATASETS, _dataset_owners, lambda: registered("dataset")),
+    "decomposition": Group(
+        "format", dict.fromkeys(FORMATS, NoOptions), lambda choice: {}, formats, key="format"
+    ),
+    "selector": Group(
+        "selector", SELECTORS, _selector_owners, lambda: {*registered("selector"), *heuristics()}
+    ),
+    "reward": Group("reward", REWARDS, _reward_owners, lambda: registered("reward")),
+    "pruner": Group("pruner", PRUNERS, _pruner_owners, registered_pruners),
+    "optim": Group(
+        "optimizer",
+        dict.fromkeys(OPTIMIZERS),
+        _optimizer_owners,
+        registered_optimizers,
+        nested=True,
+        added=True,
+    ),
+    "tracking": Group("tracker", TRACKERS, _tracker_owners, lambda: registered("tracker"), nested=True),
+}
+_UNTYPED = "budget"
+"""A group whose choices are files alone: those in a user's folder."""
+
+
+def config_folder() -> Path:
+    """Return the folder `configs`: inside the installed package, or next to it in a checkout."""
+    package = Path(__file__).resolve().parents[2]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def _files(group: str) -> list[str]:
+    return [path.stem for path in (config_folder() / group).glob("*.yaml")]
+
+
+def group_names() -> list[str]:
+    """Return the names of all groups, nested ones included, except Hydra's own."""
+    folder = config_folder()
+    files = {path.parent.relative_to(folder).as_posix() for path in folder.rglob("*/*.yaml")}
+    return sorted(name for name in {*GROUPS, _UNTYPED, *files} if not name.startswith("hydra/"))
+
+
+def group_choices(group: str) -> list[str]:
+    """Return the choices of a group, registered ones and files."""
+    stored = GROUPS[group].known() if group in GROUPS else ["default"] if group == _UNTYPED else []
+    return sorted({*_files(group), *stored})
+
+
+class _Choices(dict[str, Any]):
+    """The choices of a group in Hydra's store, which Hydra copies whole for each composition.
+
+    Skipping that copy is safe: Hydra copies again on loading, and never writes to a stored choice.
+    """
+
+    def __deepcopy__(self, memo: object) -> _Choices:
+        return self
+
+
+def store_groups() -> None:
+    """Store the schema and the choices registered so far, and no others, in Hydra's groups.
+
+    The schema is untyped: `checks` compares values with the dataclasses themselves, and says what is allowed.
+    """
+    store = ConfigStore.instance()
+    store.store(
+        name="schema", node={name: plain(value) for name, (_, value) in option_table(AppConfig).items()}
+    )
+    store.store(group=_UNTYPED, name="default", node={}, provider="rankrl")
+    for name, group in GROUPS.items():
+        store.repo[name] = _Choices()
+        for choice in {*group.known()} - {*_files(name)}:
+            store.store(group=name, name=choice, node=group.node(choice), provider="rankrl")
+
+
+TaskFunction = Callable[[AppConfig, RunFolder], None]
+_FILE = "onnx"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of the command line: the function of its name in a module of `cli.tasks`."""
+
+    name: str
+    module: str
+    description: str
+    on_file: str | None = None
+
+    def of(self, config: AppConfig) -> TaskFunction:
+        """Import the function of the task for the kind of network in a configuration."""
+        if config.model.get("architecture") != _FILE:
+            return _function(self.module, self.name)
+        if self.on_file is None:
+            others = [name for name, task in TASKS.items() if task.on_file is not None]
+            raise ConfigError(
+                f"task={self.name} has no use for model={_FILE}, a network in a file that is not trained "
+                f"here; choose task={' or task='.join(others)}"
+            )
+        return _function("onnx_file", self.on_file)
+
+
+def _function(module: str, name: str) -> TaskFunction:
+    function: TaskFunction = getattr(importlib.import_module(f"rankrl.cli.tasks.{module}"), name)
+    return function
+
+
+_ALL = (
+    Task(
+        "apply",
+        "compression",
+        "rewrite the network under plan=PATH or that of run=FOLDER, without fine-tuning",
+        on_file="apply",
+    ),
+    Task("compare", "overviews", "several selectors on the same evaluator, over several seeds"),
+    Task(
+        "evaluate",
+        "compression",
+        "test accuracy, parameters and MACs of model.checkpoint, weights=PATH or run=FOLDER",
+    ),
+    Task(
+        "export",
+        "compression",
+        "write the compressed network weights=PATH or run=FOLDER as a verified ONNX file",
+    ),
+    Task(
+        "finetune",
+        "compression",
+        "fine-tune the compressed network weights=PATH or run=FOLDER, the dense one as teacher",
+    ),
+    Task(
+        "inspect",
+        "overviews",
+        "list the layers: shape, cost and feasible ranks, or why not; errors if asked",
+        on_file="inspect",
+    ),
+    Task(
+        "pipeline", "compression", "choose ranks, rewrite, fine-tune, export and report", on_file="compress"
+    ),
+    Task("pretrain", "pretrain", "train one policy on many tasks: networks, formats, budgets"),
+    Task("prune", "prune", "remove channels or blocks to a target, fine-tune, export and report"),
+    Task("report", "overviews", "gather all runs below runs=FOLDER in one page and one CSV file"),
+    Task("search", "compression", "choose ranks and write plan.json"),
+    Task(
+        "timing_kit",
+        "overviews",
+        "write what a budget in time needs to be timed on another device",
+        on_file="timing_kit",
+    ),
+    Task(
+        "verify_kit",
+        "overviews",
+        "write the finished networks below runs=FOLDER to be timed and compared on another device",
+        on_file="verify_kit",
+    ),
+    Task("train", "compression", "train a network, from scratch or from model.checkpoint"),
+)
+TASKS = {task.name: task for task in _ALL}
+"""The tasks by name."""

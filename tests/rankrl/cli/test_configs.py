@@ -10,16 +10,22 @@ from typing import Any
 import hydra
 import pytest
 import yaml
+from command_line import check_overrides
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from decomposition import list_formats
 from optim import list_optimizers
 from pruning import list_pruners
-from rankrl.cli.config.choices import config_folder, group_choices, group_names, store_groups
-from rankrl.cli.config.groups import GROUPS
-from rankrl.cli.config.overrides import check_overrides
-from rankrl.cli.config.schema import AppConfig, structured
+from rankrl.cli.config.schema import (
+    GROUPS,
+    AppConfig,
+    config_folder,
+    group_choices,
+    group_names,
+    plain,
+    store_groups,
+)
 from rankrl.data import list_datasets
 from rankrl.errors import ConfigError
 from rankrl.models import list_models
@@ -112,7 +118,7 @@ def test_files_hold_only_what_differs(path: Path) -> None:
     content = yaml.safe_load(path.read_text())
     content.pop("defaults", None)
     content.pop("hydra", None)
-    default = dict(leaves(OmegaConf.to_container(OmegaConf.structured(structured(AppConfig)))))
+    default = dict(leaves(plain(AppConfig())))
     everywhere = "@package _global_" in path.read_text()
     group = "" if everywhere or path.parent.name == "configs" else f"{path.parent.name}."
     key = GROUPS[group[:-1]].key if group[:-1] in GROUPS else None

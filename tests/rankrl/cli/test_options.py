@@ -22,8 +22,7 @@ from decomposition import CompressionPlan, FitOptions, apply_plan
 from decomposition.operations.operation import FINAL
 from decomposition.operations.quantise import PRECISIONS
 from rankrl.cli.config import options
-from rankrl.cli.config.choices import config_folder
-from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.schema import AppConfig, config_folder
 from rankrl.data import load_dataset
 from rankrl.errors import ConfigError, ExportError
 from rankrl.models import build_model

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rankrl.cli.app import checked_arguments
-from rankrl.cli.config.choices import store_groups
+from rankrl.cli.config.schema import store_groups
 from rankrl.errors import ConfigError
 from rankrl.plan_search.selectors.selector import _SELECTORS
 

@@ -15,10 +15,10 @@ from command_line import QUICK, read_json, small_network, values
 from omegaconf import OmegaConf
 
 from rankrl.cli.app import checked_arguments
-from rankrl.cli.config.choices import store_groups
-from rankrl.cli.config.composition import parsed_overrides
-from rankrl.cli.config.overrides import typed_options
+from rankrl.cli.config.checks import typed_options
+from rankrl.cli.config.compose import parsed_overrides
 from rankrl.cli.config.run_files import _is_path, named_paths, options_of_run, resumed_arguments
+from rankrl.cli.config.schema import store_groups
 from rankrl.errors import ConfigError
 from rankrl.files import FILE_LIST, write_json, written_files
 from rankrl.runs.run_folder import RunFolder, locked, with_effect
@@ -88,7 +88,7 @@ def test_a_run_without_what_the_task_needs_is_refused(weights: str, tmp_path: Pa
         options_of_run(["task=export", "run=nowhere"])
     with pytest.raises(ConfigError, match="run names one run"):
         options_of_run(["-m", "task=export", f"{run},other"])
-    with pytest.raises(ConfigError, match="task=search takes nothing from an earlier run"):
+    with pytest.raises(ConfigError, match="task=search does not read it"):
         checked_arguments(["task=search", run])
 
 
@@ -139,6 +139,10 @@ GIVEN: dict[str, tuple[tuple[str, ...], Any]] = {
     "dataset.path": (("dataset=npz", "dataset.path=files/images.npz"), "images.npz"),
     "model.path": (("model=onnx", "model.path=files/net.onnx"), "net.onnx"),
     "selector.policy": (("selector=ddpg", "selector.policy=files/net.th"), "net.th"),
+    "compare.selectors": (
+        ("task=compare", "compare.selectors=[greedy,'ddpg:policy=files/net.th,noise=0.1']"),
+        ["greedy", "ddpg:policy={},noise=0.1"],
+    ),
     "pretrain.networks": (
         ("task=pretrain", "pretrain.networks=[{architecture:conv4,checkpoint:files/net.th}]"),
         [{"architecture": "conv4", "checkpoint": "net.th"}],
@@ -151,7 +155,9 @@ def below(folder: Path, value: Any) -> Any:
         return [below(folder, each) for each in value]
     if isinstance(value, dict):
         return {**value, "checkpoint": below(folder, value["checkpoint"])}
-    return str(folder / "files" / value)
+    if value == "greedy":
+        return value
+    return value.format(folder / "files" / "net.th") if "{}" in value else str(folder / "files" / value)
 
 
 @pytest.mark.parametrize("option", GIVEN)
@@ -256,6 +262,31 @@ def test_modules_and_data_are_looked_for_where_the_run_did(
     assert "plugins=[own_selectors]" in resumed_arguments([f"resume={moved / 'runs' / 'a'}"])
     assert sys.path[0] == str(moved)
     assert os.environ["RANKRL_DATA"] == str(moved / "data")
+
+
+def test_choices_of_ones_own_are_found_from_elsewhere(
+    rankrl: Command, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, target, checkpoint = small_network(project / "files")
+    own = project / "choices" / "tracking" / "quiet.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("name: none\n")
+    rankrl(
+        "task=evaluate",
+        model,
+        target,
+        checkpoint,
+        "tracking=quiet",
+        "--config-dir=choices",
+        "hydra.run.dir=a",
+    )
+    Path("a/metrics.json").unlink()
+    monkeypatch.chdir(project.parent / "other")
+    rankrl("resume=../proj/a")
+    assert (project / "a" / "metrics.json").exists()
+    (project / "a" / "metrics.json").unlink()
+    moved = project.rename(project.parent / "moved")
+    assert resumed_arguments([f"resume={moved / 'a'}"])[-1] == f"--config-dir={moved / 'choices'}"
 
 
 @pytest.fixture

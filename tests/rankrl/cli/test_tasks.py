@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import make_config_reference
 import numpy as np
 import onnx
 import pytest
@@ -22,9 +23,7 @@ from safetensors import safe_open
 
 from decomposition import CompressionPlan, Quantise, list_formats
 from rankrl.cli.app import FIRST_RUN, main
-from rankrl.cli.config.choices import TASKS
-from rankrl.cli.config.groups import explanations
-from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config.schema import TASKS, AppConfig
 from rankrl.data import Preprocessing, load_dataset
 from rankrl.errors import ExportError
 from rankrl.verify import file_export, measure
@@ -464,7 +463,11 @@ def test_shell_completion_can_be_installed(rankrl: Command, capfd: pytest.Captur
 
 
 def test_every_task_is_named_in_the_configuration() -> None:
-    named = explanations(AppConfig)["task"].removeprefix("What to do: ").replace("(all of it)", "")
+    named = (
+        make_config_reference.explanations(AppConfig)["task"]
+        .removeprefix("What to do: ")
+        .replace("(all of it)", "")
+    )
     assert set(TASKS) == {name.strip() for name in named.strip(".").split(",")}
 
 

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 import results
 import yaml
-from command_line import QUICK, small_network, workplace
-
-from rankrl.cli.config.overrides import check_overrides
+from command_line import QUICK, check_overrides, small_network, workplace
 
 pytestmark = pytest.mark.slow
 

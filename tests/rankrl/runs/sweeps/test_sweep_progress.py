@@ -16,8 +16,8 @@ from omegaconf import open_dict
 from rich.console import Console
 
 from decomposition.progress import listening, progress_bar
-from rankrl.cli.config.choices import config_folder
-from rankrl.cli.sweep_callback import SweepCallback, number_of_jobs
+from rankrl.cli.app import SweepCallback, number_of_jobs
+from rankrl.cli.config.schema import config_folder
 from rankrl.runs.run_folder import RunFolder
 from rankrl.runs.sweeps import progress
 from rankrl.runs.sweeps.progress import JobProgress, SweepState, SweepWatch

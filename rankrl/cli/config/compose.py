@@ -1,17 +1,16 @@
-"""Compose a configuration from arguments: quote values, parse overrides, expand sweeps."""
+"""Read a command line, compose its configuration with Hydra, and write its help page."""
 
 from __future__ import annotations
 
-import copy
+import importlib
 import json
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,54 +23,22 @@ from hydra._internal.utils import (  # Hydra has no public way to tell flags fro
 )
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rankrl.cli.config.choices import config_folder, group_choices
+from rankrl.cli.config.schema import TASKS, config_folder, group_choices, group_names
 from rankrl.errors import ConfigError
 
-MAIN_FILE = "config"
-_KEPT = 8  # configurations cached: of a sweep's many, only the first is composed again
-
-
-@dataclass(frozen=True)
-class _Files:
-    """Sources of a composition: rankrl's folder `configs`, the folder that a flag adds, the main file."""
-
-    own: Path
-    added: Path | None
-    main: str
-
-
-@dataclass(frozen=True)
-class _Composing:
-    """Sources of a `composing` block, and its configurations by (overrides, whether with Hydra's section)."""
-
-    files: _Files
-    known: dict[tuple[tuple[str, ...], bool], DictConfig] = field(default_factory=dict)
-
-    def config(self, overrides: tuple[str, ...], *, with_hydra: bool) -> DictConfig:
-        key = overrides, with_hydra
-        if key not in self.known:
-            if with_hydra:
-                config = compose(self.files.main, overrides=list(overrides), return_hydra_config=True)
-            else:  # copying takes a tenth of the time of composing
-                config = copy.deepcopy(self.config(overrides, with_hydra=True))
-                OmegaConf.set_readonly(config, None)
-                with open_dict(config):
-                    del config["hydra"]
-            OmegaConf.set_readonly(config, True)
-            self.known[key] = config
-            while len(self.known) > _KEPT:
-                del self.known[next(iter(self.known))]
-        return self.known[key]
-
-
-_composing: ContextVar[_Composing | None] = ContextVar("composing", default=None)
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, KeyError, AssertionError)
+"""Errors of composing: ValueError and KeyError are Hydra's, AssertionError OmegaConf's for keys of values."""
+Composed = Callable[[Sequence[str]], DictConfig]
+"""Returns the configuration of overrides with Hydra's section, read-only."""
+# Lines of Hydra's and OmegaConf's messages without information about the fault.
+_BOILERPLATE = re.compile(r"Error parsing override|See https://|(full_key|object_type|reference_type)[:=]|\^")
+_TOO_DEEP = "the command line holds lists or mappings that are nested too deeply; give plain values"
 
 
 def parsed_flags(arguments: Sequence[str]) -> Namespace:
@@ -80,38 +47,34 @@ def parsed_flags(arguments: Sequence[str]) -> Namespace:
 
 
 @contextmanager
-def composing(flags: Namespace | None = None) -> Iterator[None]:
-    """Enable `composed_config` within the block, which composes each configuration once.
+def composing(flags: Namespace | None = None) -> Iterator[Composed]:
+    """Yield what composes, with the folders and the main file that Hydra's flags name."""
+    flags = parsed_flags([]) if flags is None else flags
+    main, known = flags.config_name or "config", dict[tuple[str, ...], DictConfig]()
 
-    A block within another one with the same flags shares its configurations.
-    """
-    files, outer = _files(flags), _composing.get()
-    if outer is not None and outer.files == files:
-        yield
-        return
-    token = _composing.set(_Composing(files))
-    try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(files.own)):
-            if files.added is not None:
-                GlobalHydra.instance().clear()
-                path = create_config_search_path(str(files.own))
-                path.prepend("command-line", f"file://{files.added}", SearchPathQuery(provider="schema"))
-                Hydra.create_main_hydra2(task_name="app", config_search_path=path)
-            yield
-    finally:
-        _composing.reset(token)
+    def composed(overrides: Sequence[str]) -> DictConfig:
+        key = tuple(overrides)
+        if key not in known:
+            known[key] = compose(main, overrides=list(overrides), return_hydra_config=True)
+            OmegaConf.set_readonly(known[key], True)
+        return known[key]
+
+    own = str(Path(flags.config_path or config_folder()).absolute())
+    with initialize_config_dir(version_base="1.3", config_dir=own):
+        if flags.config_dir is not None:
+            GlobalHydra.instance().clear()
+            path = create_config_search_path(own)
+            added = f"file://{Path(flags.config_dir).absolute()}"
+            path.prepend("command-line", added, SearchPathQuery(provider="schema"))
+            Hydra.create_main_hydra2(task_name="app", config_search_path=path)
+        yield composed
 
 
-def composed_config(overrides: Sequence[str] = (), *, with_hydra: bool = False) -> DictConfig:
-    """Compose the configuration with these overrides, within `composing` or a run of Hydra's.
-
-    Within `composing` it is read-only, since it is shared.
-    """
-    composing_now = _composing.get()
-    if composing_now is not None:
-        return composing_now.config(tuple(overrides), with_hydra=with_hydra)
-    name = str(HydraConfig.get().job.config_name or MAIN_FILE)
-    return compose(name, overrides=list(overrides), return_hydra_config=with_hydra)
+def plain_values(config: DictConfig) -> dict[str, Any]:
+    """Return the values of a configuration without Hydra's section, resolved."""
+    own = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
+    values: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
+    return dict(values)
 
 
 def offered_choices(group: str) -> list[str]:
@@ -121,38 +84,12 @@ def offered_choices(group: str) -> list[str]:
     return sorted(GlobalHydra.instance().config_loader().get_group_options(group))
 
 
-def _files(flags: Namespace | None) -> _Files:
-    """Return the sources of a composition with these flags."""
-    own, added = config_folder(), None
-    if flags is None:
-        return _Files(own, added, MAIN_FILE)
-    if flags.config_path is not None:
-        own = _folder("--config-path", flags.config_path)
-    if flags.config_dir is not None:
-        added = _folder("--config-dir", flags.config_dir)
-    return _Files(own, added, flags.config_name or MAIN_FILE)
-
-
-def _folder(flag: str, name: str) -> Path:
-    path = Path(name)
-    if flag == "--config-path" and not path.is_absolute():
-        raise ConfigError(
-            f"{flag}={name} would be looked for in rankrl's own code; give the whole path, "
-            f"{flag}={path.absolute()}"
-        )
-    if not path.is_dir():
-        raise ConfigError(f"{flag}={name}: there is no such folder; give one that holds GROUP/CHOICE.yaml")
-    return path.absolute()
-
-
 # Characters with a meaning of their own in values: lists, mappings, quotes, interpolations, escapes.
 _SYNTAX = re.compile(r"""[\[\]{}'"\\]|\$\{""")
 _INTERPOLATION = re.compile(r"\$\{[^'\"\\]*\}")  # which Hydra reads unquoted unless it holds another
 _FUNCTION = re.compile(
     r"\s*(?:choice|range|interval|glob|sort|shuffle|tag|extend_list|str|int|float|bool|json_str)\("
 )
-_WORD = re.compile(r"[\w.,/+:-]*", re.ASCII)  # values that are readable without running the parser
-_SHELL = re.compile(r"[\"\\$`!]")
 
 
 def readable_arguments(arguments: Sequence[str]) -> list[str]:
@@ -193,14 +130,7 @@ def in_hydra(value: Any) -> str:
     return _in_quotes(value) if isinstance(value, str) else json.dumps(value)
 
 
-def quoting_advice(argument: str) -> str:
-    """Return the argument as it can be pasted into a shell where its value is meant as text."""
-    line = quoted(*_parts(argument))
-    return shlex.quote(line) if _SHELL.search(line) else f'"{line}"'
-
-
-def is_readable(argument: str) -> bool:
-    """Tell whether Hydra can read an override."""
+def _is_readable(argument: str) -> bool:
     try:
         OverridesParser.create().parse_override(argument)
     except (HydraException, RecursionError):
@@ -209,26 +139,17 @@ def is_readable(argument: str) -> bool:
 
 
 def _with_quotes(argument: str) -> str:
-    key, value = _parts(argument)
-    if _INTERPOLATION.fullmatch(value) and not is_readable(argument):
+    key, _, value = argument.partition("=")
+    if _INTERPOLATION.fullmatch(value) and not _is_readable(argument):
         return quoted(key, value)
     called = re.search(r"[()]", value) and ("," in value or _FUNCTION.match(value))
     untouched = key in ("", "resume") or key[0] == "~" or _SYNTAX.search(value) or called
-    if untouched or _WORD.fullmatch(value) or is_readable(argument):
+    if untouched or _is_readable(argument):
         return argument
     texts = value.split(",")
-    changed = ",".join(text if is_readable(f"{key}={text}") else _in_quotes(_at_home(text)) for text in texts)
+    parts = (text if _is_readable(f"{key}={text}") else _in_quotes(_at_home(text)) for text in texts)
     # A line end in the middle, or nothing between two commas, is a mistake rather than text.
-    return (
-        f"{key}={changed}"
-        if value.isprintable() and all(texts) and is_readable(f"{key}={changed}")
-        else argument
-    )
-
-
-def _parts(argument: str) -> tuple[str, str]:
-    key, _, value = argument.partition("=")
-    return key, value
+    return f"{key}={','.join(parts)}" if value.isprintable() and all(texts) else argument
 
 
 def _in_quotes(value: str) -> str:
@@ -242,46 +163,33 @@ def _at_home(text: str) -> str:
     return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 
-# Values of one sweep that are composed before it starts, to keep the start fast; Hydra checks every job.
+# Values of one sweep that are composed before it starts, to keep the start fast; every job checks its own.
 _MOST_TRIED = 30
 _MOST_SWEPT = 10_000  # bounds the expansion of ranges, which may be endless
-ALL_COMBINATIONS = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-"""Hydra's own sweeper."""
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, KeyError, AssertionError)
-"""Errors of composing: ValueError and KeyError are Hydra's, AssertionError OmegaConf's for keys of values."""
-# Lines of Hydra's and OmegaConf's messages without information about the fault.
-_BOILERPLATE = re.compile(r"Error parsing override|See https://|(full_key|object_type|reference_type)[:=]|\^")
-_PAIRS = (("{", "}"), ("[", "]"), ("(", ")"))
-TOO_DEEP = "the command line holds lists or mappings that are nested too deeply; give plain values"
 
 
 def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides."""
-    for override in overrides:
-        try:
-            readable = "\0" not in override.encode().decode()
-        except UnicodeError:
-            readable = False
-        if not readable:
-            raise ConfigError(f"{override!a} is no valid text; write it in UTF-8, without zero bytes")
     try:
+        if any("\0" in each.encode().decode() for each in overrides):
+            raise ConfigError("the command line holds a zero byte; leave it out")
         return OverridesParser.create().parse_overrides(list(overrides))
+    except UnicodeError as error:
+        raise ConfigError(f"the command line is no valid text ({error}); write it in UTF-8") from error
     except HydraException as error:
-        broken = next((each for each in overrides if not is_readable(each)), "")
+        broken = next((each for each in overrides if not _is_readable(each)), "")
         advice = "Options are written NAME=VALUE, without dashes"
         if "=" in broken:
+            key, _, value = broken.partition("=")
             advice = (
-                f"Text with brackets, quotes or commas in it is quoted: {quoting_advice(broken)}, "
-                f"within a list or a mapping each text by itself. {advice}"
+                f"Text with brackets, quotes or commas in it is quoted: {shlex.quote(quoted(key, value))}, "
+                "within a list or a mapping each text by itself"
             )
-        odd = any(broken.count(quote) % 2 for quote in "'\"")
-        if odd or any(broken.count(opened) != broken.count(closed) for opened, closed in _PAIRS):
-            advice = f"A bracket, a brace or a quote in it is not closed. {advice}"
         raise ConfigError(
             f"the command line cannot be parsed at {broken!r}: {in_words(error)}. {advice}"
         ) from error
     except RecursionError as error:
-        raise ConfigError(TOO_DEEP) from error
+        raise ConfigError(_TOO_DEEP) from error
 
 
 def first_values(overrides: Sequence[str]) -> list[str]:
@@ -309,22 +217,21 @@ def override_values(override: Override) -> list[str]:
     if isinstance(sweep, IntervalSweep):  # which some sweepers understand
         return [f"{key}={sweep.start}"]
     try:
-        values = (
-            sweep.filter(offered_choices(override.key_or_group))
-            if isinstance(sweep, Glob)
-            else list(islice(override.sweep_string_iterator(), _MOST_SWEPT + 1))
-        )
+        if isinstance(sweep, Glob):
+            values = sweep.filter(offered_choices(override.key_or_group))
+        else:
+            values = list(islice(override.sweep_string_iterator(), _MOST_SWEPT + 1))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{line} has a sweep among the values of another; write all values out") from error
-    if not values:
-        raise ConfigError(f"{line} stands for no value; give at least one, such as {key}=VALUE,VALUE")
-    if len(values) > _MOST_SWEPT:
-        raise ConfigError(f"{line} sweeps over more than {_MOST_SWEPT} values; give fewer")
+    if not 0 < len(values) <= _MOST_SWEPT:
+        raise ConfigError(f"{line} stands for no value, or for more than {_MOST_SWEPT}; write them out")
     return [f"{key}={value}" for value in values]
 
 
 def in_words(error: BaseException) -> str:
     """Rewrite an error of Hydra's or OmegaConf's as one paragraph, with the option it concerns."""
+    if isinstance(error, RecursionError):
+        return _TOO_DEEP
     lines = [line.strip() for line in str(error).splitlines()]
     text = " ".join(line for line in lines if line and not _BOILERPLATE.match(line)).rstrip(".")
     text = re.sub(r'\w+ raised while resolving interpolation: "?(.*?)"?$', r"\1", text)
@@ -357,3 +264,86 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
     if _SUBDIRECTORY not in overrides and any(each.is_sweep_override() for each in options.values()):
         added.append(f"{_SUBDIRECTORY}=${{hydra:job.override_dirname}}")
     return [*added, *arguments]
+
+
+ENTRY_POINTS = "rankrl.plugins"
+"""The group of entry points whose modules are imported at every start."""
+
+
+def installed_plugins() -> dict[str, str]:
+    """Return the plugin modules in the entry points of installed packages, and the package of each."""
+    return {
+        entry.module: entry.name if entry.dist is None else entry.dist.name
+        for entry in entry_points(group=ENTRY_POINTS)
+    }
+
+
+def load_plugins(modules: Sequence[str] = ()) -> None:
+    """Import the installed plugins and further modules, which register what they define."""
+    installed = installed_plugins()
+    for module in dict.fromkeys((*installed, *modules)):
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a third party's module may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            if module in installed:
+                advice = f"mend or remove the package {installed[module]}, which has it in {ENTRY_POINTS}"
+            else:
+                advice = "plugins names modules in the current folder, or of installed packages"
+            raise ConfigError(f"the plugin {module} cannot be imported ({reason}); {advice}") from error
+
+
+def named_plugins(flags: Namespace) -> list[str]:
+    """Return the plugins named on a command line, or in the experiment that it chooses."""
+    values = {
+        override.key_or_group: override.value()
+        for override in parsed_overrides(flags.overrides)
+        if not override.is_sweep_override()
+    }
+    modules: Any = values.get("plugins")
+    if "plugins" not in values and isinstance(values.get("experiment"), str):
+        folders = [flags.config_dir, flags.config_path, config_folder()]
+        files = [Path(folder, "experiment", f"{values['experiment']}.yaml") for folder in folders if folder]
+        file = next((each for each in files if each.is_file()), None)
+        modules = [] if file is None else OmegaConf.select(OmegaConf.load(file), "plugins", default=[])
+    return [str(each) for each in (modules if isinstance(modules, list | ListConfig) else [modules]) if each]
+
+
+_INDENT = "  "
+
+
+def help_page(config: DictConfig) -> str:
+    """Return the page: tasks, launchers, groups with their choices, and all options with their values."""
+    about = config.hydra.help
+    launchers = GlobalHydra.instance().config_loader().get_group_options("hydra/launcher")
+    groups = {name: ", ".join(offered_choices(name)) for name in group_names()}
+    values: Any = {key: config._get_node(key) for key in config if key != "hydra"}
+    plugins = {**installed_plugins(), **dict.fromkeys(config.plugins, "plugins=")}
+    parts = [
+        about.header,
+        "Tasks (task=NAME)",
+        "\n".join(_columns({name: task.description for name, task in TASKS.items()})),
+        "Groups (GROUP=CHOICE)",
+        "\n".join(_columns(groups)),
+        *(["Plugins", "\n".join(_columns(plugins))] if plugins else []),
+        "Launchers of a sweep (rankrl -m hydra/launcher=NAME ...)",
+        _INDENT + ", ".join(sorted(launchers)),
+        "Options and their values with these choices (OPTION=VALUE)",
+        OmegaConf.to_yaml(OmegaConf.create(values)).rstrip(),
+        about.footer,
+    ]
+    return "\n\n".join(parts)
+
+
+def version_line() -> str:
+    """Return the program's name and version."""
+    try:
+        return f"rankrl {version('rankrl')}"
+    except PackageNotFoundError:
+        return "rankrl, not installed: run from its source tree"
+
+
+def _columns(rows: Mapping[str, str]) -> Iterator[str]:
+    width = max(map(len, rows))
+    for name, text in rows.items():
+        yield f"{_INDENT}{name:{width}}  {text}"

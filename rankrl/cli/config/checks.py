@@ -1,0 +1,521 @@
+"""Check the names, values and paths of a command line before Hydra runs it; refuse options without effect."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import typing
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from decomposition.registry import registered
+from rankrl.cli.config.compose import (
+    COMPOSITION_ERRORS,
+    Composed,
+    in_words,
+    offered_choices,
+    parsed_overrides,
+    plain_values,
+    tried_overrides,
+)
+from rankrl.cli.config.schema import (
+    GROUPS,
+    AppConfig,
+    Choice,
+    Group,
+    built,
+    check_known,
+    formats,
+    group_names,
+    heuristics,
+)
+from rankrl.errors import ConfigError, StorageError, did_you_mean
+from rankrl.files import check_own
+from rankrl.option_types import check_option, check_options, shown
+from rankrl.options.decomposition import AUTO
+from rankrl.options.names import option_fields
+from rankrl.options.timing import RUNTIMES
+from rankrl.runs.run_folder import RunFolder, check_free, check_writable
+
+Config = Mapping[str, Any]
+
+
+def check_command(flags: Namespace, composed: Composed) -> list[dict[str, Any]]:
+    """Compose a command's configuration, check it, and return its values; a sweep has them of several jobs.
+
+    Each value of a sweep is tried, together with the first value of the other sweeps.
+    """
+    parsed = parsed_overrides(flags.overrides)
+    for name in (each.key_or_group for each in parsed):
+        if any(part.startswith("__") for part in name.split(".")):  # OmegaConf would set a Python attribute
+            raise ConfigError(f"the option {name!r} is unknown. `rankrl --help` lists all options.")
+    try:
+        config = composed(next(tried_overrides(parsed)))
+        _check_flags(flags, config)
+        if flags.multirun or config.hydra.mode == RunMode.MULTIRUN:
+            swept = (OmegaConf.select(config, "hydra.sweeper.params") or {}).items()
+            parsed = [*parsed_overrides([f"{key}={value}" for key, value in swept]), *parsed]
+            jobs = list(tried_overrides(parsed))
+        else:
+            jobs = [flags.overrides]  # of which Hydra refuses those with several values
+        checked = [plain_values(composed(each)) for each in jobs]
+        for values in checked:
+            check_values(values)
+            check_effect(values, [each.key_or_group for each in parsed])
+        OmegaConf.to_container(config.hydra.overrides.task, resolve=True)  # as the run's record will
+    except (*COMPOSITION_ERRORS, RecursionError) as error:
+        raise ConfigError(_explained(error, parsed, composed)) from error
+    return checked
+
+
+def _check_flags(flags: Namespace, config: DictConfig) -> None:
+    if config.hydra.job.chdir:
+        raise ConfigError(
+            "hydra.job.chdir=true would change the folder that the paths of options begin in; "
+            "leave it out: whatever a run writes lies in hydra.run.dir"
+        )
+    if flags.cfg is None or flags.package in (None, "_global_"):
+        return
+    kept = [str(key) for key in config if flags.cfg == "all" or (key == "hydra") == (flags.cfg == "hydra")]
+    part = OmegaConf.masked_copy(config, kept)
+    if OmegaConf.select(part, flags.package) is None:
+        raise ConfigError(
+            f"--package={flags.package}: the configuration has no such section, or it is null."
+            f"{did_you_mean(flags.package, _dotted(part))}"
+        )
+
+
+def check_values(config: Config) -> None:
+    """Refuse a composed configuration with a value of the wrong type, out of its range, or not finite."""
+    _check_typed(AppConfig, config, "")
+    choice = config["decomposition"]
+    several = choice["format"] == AUTO
+    named = (choice["formats"] or ()) if several else [choice["format"]]
+    check_known(f"decomposition.format{'s' * several}", "tensor format", named, formats())
+    runtimes = sorted({*RUNTIMES, *registered("runtime")})
+    check_known("export.runtime", "runtime", [config["export"]["runtime"]], runtimes)
+    check_known("export.runtimes", "runtime", config["export"]["runtimes"], runtimes)
+    for group, prefix, name, options in _owned(config):
+        if options:
+            owner = GROUPS[group]
+            types = owner.types(name)
+            others = {key: Any for key in options if key not in types} if owner.hands_on(name) else {}
+            check_options(f"{owner.noun} {name!r}", prefix, options, {**types, **others})
+    built(AppConfig, config)
+
+
+def _check_typed(section: type, values: Any, prefix: str) -> None:
+    fields, hints = [each.name for each in option_fields(section)], typing.get_type_hints(section)
+    if not isinstance(values, Mapping):
+        options = ", ".join(f"{prefix}{name}" for name in fields)
+        raise ConfigError(f"{prefix[:-1]} holds options of its own, got {shown(values)}; set {options}")
+    for key in (*fields, *values):
+        name, hint = f"{prefix}{key}", hints.get(key)
+        if key not in values:
+            raise ConfigError(f"{name} is missing; leave out ~{name}, or set it to a value")
+        if key not in fields:
+            raise ConfigError(f"the option {name!r} is unknown.{did_you_mean(key, fields)}")
+        if dataclasses.is_dataclass(hint):
+            _check_typed(typing.cast(type, hint), values[key], f"{name}.")
+        elif hint == Choice:  # the owner of its options checks them
+            check_option(name, {} if isinstance(values[key], Mapping) else values[key], hint)
+        else:
+            check_option(name, values[key], hint)
+
+
+def typed_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield every option with value and type; those within the entries of a list have the list's name."""
+    yield from _typed(AppConfig, config, "")
+    owned = list(_owned(config))
+    for network in config["pretrain"]["networks"]:
+        owned += [("model", "", _choice("pretrain.networks", network, GROUPS["model"]), network)]
+    for group, prefix, name, options in owned:
+        types = GROUPS[group].types(name) if options else {}
+        for key, value in options.items():
+            yield f"{prefix}.{key}" if prefix else "pretrain.networks", value, types.get(key, Any)
+    for entry in config["compare"]["selectors"]:
+        name, options = split_entry(entry)
+        types = GROUPS["selector"].types(name) if name in GROUPS["selector"].known() else {}
+        for key, value in options.items():
+            yield "compare.selectors", value, types.get(key, Any)
+
+
+def _typed(section: type, values: Config, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    hints = typing.get_type_hints(section)
+    for name in (each.name for each in option_fields(section)):
+        if dataclasses.is_dataclass(hints[name]):
+            yield from _typed(typing.cast(type, hints[name]), values[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", values[name], hints[name]
+
+
+def split_entry(text: str) -> tuple[str, dict[str, Any]]:
+    """Split an entry of the compared selectors, such as `ddpg:noise=0.1`, into its name and its options.
+
+    Values are read as on the command line; one with commas stands in brackets: `features=[macs,curve]`.
+    """
+    selector, _, rest = text.partition(":")
+    pairs = re.split(r",(?=\w+=)", rest) if rest else []
+    if not all("=" in pair for pair in pairs):
+        raise ConfigError(
+            f"{text!r} is no selector with options; write NAME:OPTION=VALUE,OPTION=VALUE, for example "
+            f"{selector}:plans_per_step=2"
+        )
+    return selector, {each.key_or_group: each.value() for each in parsed_overrides(pairs)}
+
+
+def _owned(config: Config) -> Iterator[tuple[str, str, str, Config]]:
+    """Yield the options outside the schema: (group, prefix of the names, owner, options)."""
+    for group in ("model", "dataset", "selector", "reward", "pruner"):
+        options, owner = config[group], GROUPS[group]
+        rest = {key: value for key, value in options.items() if key != owner.key}
+        yield group, group, _choice(group, options, owner), rest
+    nested = {
+        "optim": config["optim"],
+        "train.optim": config["train"]["optim"],
+        "tracking": config["tracking"],
+    }
+    for prefix, section in nested.items():
+        group = prefix.removeprefix("train.")
+        yield group, f"{prefix}.options", _choice(prefix, section, GROUPS[group]), section["options"]
+
+
+def _choice(prefix: str, options: Config, owner: Group) -> str:
+    """Return the registered name in a group."""
+    name, known = options.get(owner.key), owner.known()
+    if name is None:
+        raise ConfigError(
+            f"{prefix}.{owner.key} is missing; choose with {prefix}=NAME, one of {', '.join(known)}"
+        )
+    if not isinstance(name, str) or name not in known:
+        raise ConfigError(
+            f"{prefix}.{owner.key} must be one of {', '.join(known)}, got {shown(name)}."
+            f"{did_you_mean(name, known)}"
+        )
+    return name
+
+
+def _explained(error: BaseException, overrides: Sequence[Override], composed: Composed) -> str:
+    """Rewrite Hydra's or OmegaConf's message so that it names the nearest option."""
+    text = str(error)
+    missing = re.search(r"Missing mandatory value: .*?full_key: (\S+)", text, re.DOTALL)
+    if missing is not None:
+        group = missing[1].partition(".")[0]
+        return f"{group}={_chosen(group, overrides, composed)} needs {missing[1]}=VALUE."
+    choice = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
+    if choice is not None:
+        group, value = choice.groups()
+        known = offered_choices(group)
+        own = " One of your own needs plugins=[MODULE]." if group in GROUPS else ""
+        near = did_you_mean(value, known) or own
+        return f"{group}={value} is unknown; choose from {', '.join(known)}.{near}"
+    unknown = re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in", text)
+    if unknown is not None:
+        name = unknown[1] or unknown[2]
+        name = next((each.key_or_group for each in overrides if each.key_or_group.endswith(name)), name)
+        if not name.startswith("hydra"):  # for its own options Hydra's message is clear
+            return _unknown_option(name, overrides, composed)
+    return f"{in_words(error)}. `rankrl --cfg job` shows the options and their values."
+
+
+def _with_choices(overrides: Sequence[Override], composed: Composed) -> DictConfig:
+    """Compose with those overrides alone that choose a group, or with none where these are wrong."""
+    groups = group_names()
+    try:
+        return composed(next(tried_overrides([each for each in overrides if each.key_or_group in groups])))
+    except COMPOSITION_ERRORS:
+        return composed([])
+
+
+def _chosen(group: str, overrides: Sequence[Override], composed: Composed) -> str:
+    section = _with_choices(overrides, composed).get(group)
+    return str(section.get(GROUPS[group].key)) if group in GROUPS and section is not None else ""
+
+
+def _unknown_option(name: str, overrides: Sequence[Override], composed: Composed) -> str:
+    """Name the nearest option: of the group, of its other choices, of all."""
+    config = _with_choices(overrides, composed)
+    known = list(_dotted({key: config._get_node(key) for key in config if key != "hydra"}))
+    group, _, option = name.partition(".")
+    for mapping in (name, name.rpartition(".")[0]):
+        if mapping in known and not any(each.startswith(f"{mapping}.") for each in known):
+            return f"{mapping} gets new entries with a plus in front: '+{mapping}={{NAME: VALUE}}'"
+    owner, others = GROUPS.get(group), dict[str, str]()
+    for choice in () if owner is None else reversed(owner.known()):
+        others |= dict.fromkeys(_dotted(owner.node(choice), f"{group}."), f" ({group}={choice})")
+    choice = _chosen(group, overrides, composed)
+    near = _nearest(group, option, known)
+    if not near and owner is not None and choice in owner.known() and owner.hands_on(choice):
+        near = f" Options that {group}={choice} passes on begin with a plus: did you mean '+{name}'?"
+    near = near or _nearest(group, option, others) or did_you_mean(name, [*known, *group_names()])
+    return f"the option {name!r} is unknown.{near} `rankrl --help` lists all options."
+
+
+def _nearest(group: str, option: str, options: Collection[str]) -> str:
+    within = [each.removeprefix(f"{group}.") for each in options if each.startswith(f"{group}.")]
+    near = difflib.get_close_matches(option, within, n=1)
+    whose = options[f"{group}.{near[0]}"] if near and isinstance(options, Mapping) else ""
+    return f" Did you mean '{group}.{near[0]}'{whose}?" if near else ""
+
+
+def _dotted(config: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the names of all options; `???` and nulls are none's."""
+    for key in config:
+        yield f"{prefix}{key}"
+        value = config._get_node(key) if isinstance(config, DictConfig) else config[key]
+        if isinstance(value, dict) or (isinstance(value, DictConfig) and not value._is_none()):
+            yield from _dotted(value, f"{prefix}{key}.")
+
+
+_FILES = {
+    "weights": ("weights", "model.safetensors"),
+    "plan": ("plan", "plan.json"),
+    "timing.table": ("times", "times.json"),
+    "model.checkpoint": ("checkpoint", "dense.safetensors"),
+    "finetune.teacher": ("checkpoint", "dense.safetensors"),
+}
+"""Options that name a file, what that is called, and what a run's folder has for them."""
+
+
+def check_files(config: Config) -> None:
+    """Refuse files that are missing or are folders."""
+    for option, (noun, name) in _FILES.items():
+        value = _value(config, option)
+        for path in (Path(each) for each in (value if isinstance(value, list) else [value]) if each):
+            try:
+                if path.is_dir():
+                    advice = (
+                        f"{option}={path / name}" if (path / name).is_file() else f"a file, such as {name}"
+                    )
+                    raise ConfigError(f"{option}={path} is a folder; give {advice}")
+                if not path.exists():
+                    raise ConfigError(
+                        f"{option} cannot be read: there is no {noun} file {path}; check the path"
+                    )
+            except OSError as error:  # a name that is too long, a folder that may not be entered
+                raise StorageError(
+                    f"{option}={path} cannot be read ({error.strerror}); check the path"
+                ) from error
+
+
+def check_folder(config: DictConfig, *, multirun: bool) -> Path | None:
+    """Refuse a folder that Hydra could not create or write, none is left behind; return that of a sweep."""
+    before, own = HydraConfig.instance().cfg, OmegaConf.masked_copy(config, list(config))
+    with read_write(own.hydra), open_dict(own.hydra):
+        own.hydra.job.num, own.hydra.job.id = 0, "0"
+    try:
+        HydraConfig.instance().set_config(own)  # resolves `${hydra:...}`
+        several = multirun or config.hydra.mode == RunMode.MULTIRUN
+        option = "hydra.sweep.dir" if several else "hydra.run.dir"
+        name = OmegaConf.select(own, option)
+        if name in (None, ""):
+            raise ConfigError(f"{option} is empty; name a folder")
+    except COMPOSITION_ERRORS as error:
+        raise ConfigError(f"the name of the run folder cannot be read: {in_words(error)}") from error
+    finally:
+        HydraConfig.instance().cfg = before
+    folder = Path(str(name))
+    check_writable(folder, option)
+    if several:
+        if config.reuse is not None and not Path(config.reuse).is_dir():
+            raise ConfigError(
+                f"reuse={config.reuse}: there is no such folder; give one that holds finished runs"
+            )
+        return folder
+    if config.reuse is not None:
+        raise ConfigError(f"reuse={config.reuse} is for the jobs of a sweep; leave it out, or add -m")
+    check_free(folder)
+    if config.resume is None and not config.overwrite:
+        refuse_used_folder(RunFolder(folder), plain_values(config))
+    return None
+
+
+def refuse_used_folder(folder: RunFolder, config: Config) -> None:
+    """Refuse a folder with files of others, or with a run, and say how its options differ from these."""
+    if folder.holds_results:
+        state = folder.difference(config) or "already"
+        raise ConfigError(
+            f"{folder.path} holds a run {state}; `rankrl resume={folder.path}` goes on with it; for a new "
+            "run choose another folder with hydra.run.dir=FOLDER, or overwrite=true to remove that one"
+        )
+    check_own(folder.path)
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Options or sections without effect under a condition, and the reason with what to do."""
+
+    options: tuple[str, ...]
+    when: Callable[[Config], bool]
+    reason: str
+
+
+def check_effect(config: Config, names: Sequence[str]) -> None:
+    """Refuse options in `names` that have no effect in this configuration; null and false ask for nothing."""
+    for name in names:
+        value = _value(config, name)
+        if value in (None, False):
+            continue
+        if isinstance(value, Mapping):  # a group's choice
+            value = value.get("name", value.get("format", value))
+        for idle in IDLE:
+            concerned = any(name == option or name.startswith(f"{option}.") for option in idle.options)
+            if concerned and idle.when(config):
+                text = value if isinstance(value, str) else shown(value)
+                reason = idle.reason.format(task=config["task"], selector=config["selector"]["name"])
+                raise ConfigError(f"{name}={text} has no effect: {reason}")
+
+
+def _value(config: Config, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _in_file(config: Config) -> bool:
+    return config["model"].get("architecture") == "onnx"
+
+
+def _read_by(option: str, *tasks: str, of_file: Sequence[str] = ()) -> Idle:
+    """Return the rule for what these tasks read, with a network in a file `of_file`, too."""
+    *others, last = tasks
+    choice = f"{', '.join(others)} or {last}" if others else last
+    return Idle(
+        (option,),
+        lambda config: config["task"] not in (*tasks, *(of_file if _in_file(config) else ())),
+        f"task={{task}} does not read it; leave it out, or choose task={choice}",
+    )
+
+
+def _prunes_alone(config: Config) -> bool:
+    decomposes = any(config["prune"][f"decompose_{measure}"] for measure in ("params", "macs"))
+    return config["task"] == "prune" and not decomposes
+
+
+def _cannot_split(config: Config) -> bool:
+    options = config["decomposition"]
+    names = set(options["formats"] or [options["format"]]) & set(formats())
+    from decomposition import get_format  # late, as it imports torch
+
+    return any(not get_format(name).tensorisable for name in names)
+
+
+def _never_refits(config: Config) -> bool:
+    layers, statistics = config["decomposition"], config["search"]["statistics"]
+    narrows = bool(layers["channels"] or layers["blocks"])
+    return narrows if statistics is None else bool(statistics != "refitted")
+
+
+_SEARCHING = ("pipeline", "search", "compare", "prune")
+_FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
+_KITS = ("timing_kit", "verify_kit")
+_FITTING = ("inspect", "apply", "pretrain", "timing_kit", *_SEARCHING)
+IDLE = (
+    _read_by("search", "pretrain", *_SEARCHING),
+    _read_by("selector", *_SEARCHING),
+    _read_by("reward", *_SEARCHING),
+    _read_by("budget", *_SEARCHING),
+    _read_by("calibration", *_FITTING),
+    _read_by("decomposition", *_FITTING),
+    _read_by("finetune", *_FINETUNING),
+    _read_by("optim", *_FINETUNING),
+    _read_by("train", "train", "apply", *_KITS, *_SEARCHING),
+    _read_by("export", "export", *_KITS, *_SEARCHING, of_file=["apply"]),
+    _read_by("export.runtimes", "pipeline", "prune", "export", of_file=["apply", *_KITS, *_SEARCHING]),
+    _read_by("export.skip", "pipeline", "prune"),
+    _read_by("pruner", "prune"),
+    _read_by("prune", "prune"),
+    _read_by("compare", "compare"),
+    _read_by("pretrain", "pretrain"),
+    _read_by("inspect", "inspect"),
+    _read_by("plan", "apply"),
+    _read_by("weights", "finetune", "evaluate", "export"),
+    _read_by("run", "finetune", "evaluate", "export", "apply"),
+    _read_by("runs", "report", "verify_kit"),
+    Idle(
+        ("search", "selector", "reward", "decomposition", "prune.finetune_epochs"),
+        _prunes_alone,
+        "task=prune decomposes nothing; set prune.decompose_params or prune.decompose_macs, too",
+    ),
+    Idle(
+        ("budget.bytes", "budget.latency"),
+        lambda config: config["task"] == "prune",
+        "task=prune removes channels to a fraction of what is counted; set budget.params or budget.macs",
+    ),
+    Idle(
+        ("calibration",),
+        lambda config: config["task"] == "inspect" and not config["inspect"]["errors"],
+        "layers are listed without being fitted; set inspect.errors=true, too",
+    ),
+    Idle(
+        ("finetune.teacher_model", "finetune.teacher_options"),
+        lambda config: not config["finetune"]["teacher"],
+        "the dense network teaches; set finetune.teacher=CHECKPOINT, too",
+    ),
+    Idle(
+        ("finetune.teacher",),
+        lambda config: not config["finetune"]["distillation"],
+        "finetune.distillation=0 learns from labels alone; leave one of the two out",
+    ),
+    Idle(
+        ("train",),
+        lambda config: config["task"] != "train" and bool(config["model"].get("checkpoint")),
+        "model.checkpoint is set, so no dense network is trained; leave one of the two out",
+    ),
+    Idle(
+        ("timing.table",),
+        lambda config: config["budget"]["latency"] is None and config["budget"]["drop"] is None,
+        "there is no budget in time; set budget.latency, too",
+    ),
+    Idle(
+        ("decomposition.formats",),
+        lambda config: config["decomposition"]["format"] in formats(),
+        "every layer takes the one format of decomposition.format; choose decomposition=auto",
+    ),
+    Idle(
+        ("decomposition.tensorised",),
+        _cannot_split,
+        "one of the formats cannot split channel counts; choose decomposition=tensor_ring or "
+        "decomposition=tensor_train",
+    ),
+    Idle(
+        ("search.refit_images",),
+        _never_refits,
+        "plans are refitted with other statistics alone; set search.statistics=refitted",
+    ),
+    Idle(
+        ("search.cluster", "search.worker_cpus", "search.worker_gpus"),
+        lambda config: config["search"]["workers"] is None,
+        "no worker processes are asked for; set search.workers, too",
+    ),
+    Idle(
+        (
+            *("calibration", "finetune", "optim", "train", "decomposition.sequential", "export.opset"),
+            *("export.preprocess", "export.int8", "export.training", "export.pad_channels", "export.skip"),
+            *("export.input_names", "export.output_names", "search.images", "search.augmented"),
+            *("search.statistics", "search.workers"),
+        ),
+        _in_file,
+        "model=onnx compresses a file as it is, without training or labels; docs/onnx.md lists what it takes",
+    ),
+    Idle(
+        ("search", "reward"),
+        lambda config: _in_file(config) and config["selector"]["name"] in heuristics(),
+        "selector={selector} is a rule, which scores no plans; choose one that does, such as selector=bayes",
+    ),
+    Idle(
+        ("dataset.heldout", "dataset.train_images", "dataset.padding", "dataset.flip"),
+        lambda config: config["dataset"]["name"] == "inputs",
+        "it means nothing for dataset=inputs; leave it out",
+    ),
+)
