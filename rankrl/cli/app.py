@@ -51,7 +51,7 @@ from rankrl.cli.config.run_files import (
     resumed_folder,
     write_record,
 )
-from rankrl.cli.config.schema import TASKS, AppConfig, built, config_folder, store_groups
+from rankrl.cli.config.schema import AppConfig, built, config_folder, store_groups, task_function
 from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError, counted
 from rankrl.files import write_json
 from rankrl.runs.run_folder import RunFolder, RunNotes
@@ -140,7 +140,6 @@ def _run_alone(
 def _paths(plain: dict[str, Any]) -> dict[str, list[str]]:
     """Return the paths in a checked configuration, by option."""
     load_plugins(plain["plugins"])
-    check_values(plain)
     sources = HydraConfig.get().runtime.config_sources
     return named_paths(plain, [each.path for each in sources if each.provider == "command-line"])
 
@@ -158,7 +157,7 @@ def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
 
     reuse_memory()
     log.info(device_note())
-    run = TASKS[settings.task].of(settings)
+    run = task_function(settings)
     kind, options = settings.tracking.name, settings.tracking.options
     with subnormals_as_zero(), start_tracking(kind, folder.path, plain, options) as tracking:
         tracked = RunFolder(folder.path, tracking)

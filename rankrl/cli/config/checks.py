@@ -96,11 +96,14 @@ def _check_flags(flags: Namespace, config: DictConfig) -> None:
 
 def check_values(config: Config) -> None:
     """Refuse a composed configuration with a value of the wrong type, out of its range, or not finite."""
-    _check_typed(AppConfig, config, "")
-    choice = config["decomposition"]
-    several = choice["format"] == AUTO
-    named = (choice["formats"] or ()) if several else [choice["format"]]
-    check_known(f"decomposition.format{'s' * several}", "tensor format", named, formats())
+    for name, value, hint in _typed(AppConfig, config, ""):
+        choice = hint == Choice and isinstance(value, Mapping)  # the owner of its options checks them
+        check_option(name, {} if choice else value, hint)
+    layers = config["decomposition"]
+    if layers["format"] == AUTO:
+        check_known("decomposition.formats", "tensor format", layers["formats"] or (), formats())
+    else:
+        check_known("decomposition.format", "tensor format", [layers["format"]], formats())
     runtimes = sorted({*RUNTIMES, *registered("runtime")})
     check_known("export.runtime", "runtime", [config["export"]["runtime"]], runtimes)
     check_known("export.runtimes", "runtime", config["export"]["runtimes"], runtimes)
@@ -111,25 +114,6 @@ def check_values(config: Config) -> None:
             others = {key: Any for key in options if key not in types} if owner.hands_on(name) else {}
             check_options(f"{owner.noun} {name!r}", prefix, options, {**types, **others})
     built(AppConfig, config)
-
-
-def _check_typed(section: type, values: Any, prefix: str) -> None:
-    fields, hints = [each.name for each in option_fields(section)], typing.get_type_hints(section)
-    if not isinstance(values, Mapping):
-        options = ", ".join(f"{prefix}{name}" for name in fields)
-        raise ConfigError(f"{prefix[:-1]} holds options of its own, got {shown(values)}; set {options}")
-    for key in (*fields, *values):
-        name, hint = f"{prefix}{key}", hints.get(key)
-        if key not in values:
-            raise ConfigError(f"{name} is missing; leave out ~{name}, or set it to a value")
-        if key not in fields:
-            raise ConfigError(f"the option {name!r} is unknown.{did_you_mean(key, fields)}")
-        if dataclasses.is_dataclass(hint):
-            _check_typed(typing.cast(type, hint), values[key], f"{name}.")
-        elif hint == Choice:  # the owner of its options checks them
-            check_option(name, {} if isinstance(values[key], Mapping) else values[key], hint)
-        else:
-            check_option(name, values[key], hint)
 
 
 def typed_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
@@ -149,13 +133,23 @@ def typed_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
             yield "compare.selectors", value, types.get(key, Any)
 
 
-def _typed(section: type, values: Config, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    hints = typing.get_type_hints(section)
-    for name in (each.name for each in option_fields(section)):
-        if dataclasses.is_dataclass(hints[name]):
-            yield from _typed(typing.cast(type, hints[name]), values[name], f"{prefix}{name}.")
+def _typed(section: type, values: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield every option of the schema with value and type; refuse missing and unknown ones."""
+    fields, hints = [each.name for each in option_fields(section)], typing.get_type_hints(section)
+    if not isinstance(values, Mapping):
+        options = ", ".join(f"{prefix}{name}" for name in fields)
+        raise ConfigError(f"{prefix[:-1]} holds options of its own, got {shown(values)}; set {options}")
+    for key in (*fields, *values):
+        name = f"{prefix}{key}"
+        if key not in values:
+            raise ConfigError(f"{name} is missing; leave out ~{name}, or set it to a value")
+        if key not in fields:
+            raise ConfigError(f"the option {name!r} is unknown.{did_you_mean(key, fields)}")
+    for key in fields:
+        if dataclasses.is_dataclass(hints[key]):
+            yield from _typed(typing.cast(type, hints[key]), values[key], f"{prefix}{key}.")
         else:
-            yield f"{prefix}{name}", values[name], hints[name]
+            yield f"{prefix}{key}", values[key], hints[key]
 
 
 def split_entry(text: str) -> tuple[str, dict[str, Any]]:
@@ -242,29 +236,31 @@ def _chosen(group: str, overrides: Sequence[Override], composed: Composed) -> st
 
 
 def _unknown_option(name: str, overrides: Sequence[Override], composed: Composed) -> str:
-    """Name the nearest option: of the group, of its other choices, of all."""
+    """Name the nearest option: of the group and its other choices, else of all."""
     config = _with_choices(overrides, composed)
     known = list(_dotted({key: config._get_node(key) for key in config if key != "hydra"}))
-    group, _, option = name.partition(".")
     for mapping in (name, name.rpartition(".")[0]):
         if mapping in known and not any(each.startswith(f"{mapping}.") for each in known):
             return f"{mapping} gets new entries with a plus in front: '+{mapping}={{NAME: VALUE}}'"
-    owner, others = GROUPS.get(group), dict[str, str]()
-    for choice in () if owner is None else reversed(owner.known()):
-        others |= dict.fromkeys(_dotted(owner.node(choice), f"{group}."), f" ({group}={choice})")
-    choice = _chosen(group, overrides, composed)
-    near = _nearest(group, option, known)
-    if not near and owner is not None and choice in owner.known() and owner.hands_on(choice):
-        near = f" Options that {group}={choice} passes on begin with a plus: did you mean '+{name}'?"
-    near = near or _nearest(group, option, others) or did_you_mean(name, [*known, *group_names()])
-    return f"the option {name!r} is unknown.{near} `rankrl --help` lists all options."
+    group = name.partition(".")[0]
+    owner, choice = GROUPS.get(group), _chosen(group, overrides, composed)
+    near, whose = _nearest(name, known), ""
+    if not near and owner is not None:
+        if choice in owner.known() and owner.hands_on(choice):
+            return f"options that {group}={choice} passes on begin with a plus: did you mean '+{name}'?"
+        others = {key: each for each in owner.known() for key in _dotted(owner.node(each), f"{group}.")}
+        near = _nearest(name, others)
+        whose = f" ({group}={others[near]})" if near else ""
+    meant = f" Did you mean {near!r}{whose}?" if near else did_you_mean(name, [*known, *group_names()])
+    return f"the option {name!r} is unknown.{meant} `rankrl --help` lists all options."
 
 
-def _nearest(group: str, option: str, options: Collection[str]) -> str:
-    within = [each.removeprefix(f"{group}.") for each in options if each.startswith(f"{group}.")]
+def _nearest(name: str, options: Collection[str]) -> str:
+    """Return the nearest option of the same group, or an empty text."""
+    group, _, option = name.partition(".")
+    within = {each.partition(".")[2]: each for each in options if each.startswith(f"{group}.")}
     near = difflib.get_close_matches(option, within, n=1)
-    whose = options[f"{group}.{near[0]}"] if near and isinstance(options, Mapping) else ""
-    return f" Did you mean '{group}.{near[0]}'{whose}?" if near else ""
+    return within[near[0]] if near else ""
 
 
 def _dotted(config: Any, prefix: str = "") -> Iterator[str]:
@@ -397,9 +393,17 @@ def _read_by(option: str, *tasks: str, of_file: Sequence[str] = ()) -> Idle:
     )
 
 
+def _needs(options: Sequence[str], needed: str, *instead: str) -> Idle:
+    """Return the rule for options without effect while another one, or one of `instead`, is not set."""
+    return Idle(
+        tuple(options),
+        lambda config: all(_value(config, each) in (None, []) for each in (needed, *instead)),
+        f"it goes with {needed}; set that, too",
+    )
+
+
 def _prunes_alone(config: Config) -> bool:
-    decomposes = any(config["prune"][f"decompose_{measure}"] for measure in ("params", "macs"))
-    return config["task"] == "prune" and not decomposes
+    return config["task"] == "prune" and not any(config["prune"][each] for each in _DECOMPOSING)
 
 
 def _cannot_split(config: Config) -> bool:
@@ -416,10 +420,17 @@ def _never_refits(config: Config) -> bool:
     return narrows if statistics is None else bool(statistics != "refitted")
 
 
+_DECOMPOSING = ("decompose_params", "decompose_macs")
 _SEARCHING = ("pipeline", "search", "compare", "prune")
 _FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
 _KITS = ("timing_kit", "verify_kit")
 _FITTING = ("inspect", "apply", "pretrain", "timing_kit", *_SEARCHING)
+_OF_MODULES = (
+    *("calibration", "finetune", "optim", "train", "decomposition.sequential", "export.opset"),
+    *("export.preprocess", "export.int8", "export.training", "export.pad_channels", "export.skip"),
+    *("export.input_names", "export.output_names", "search.images", "search.augmented"),
+    *("search.statistics", "search.workers"),
+)
 IDLE = (
     _read_by("search", "pretrain", *_SEARCHING),
     _read_by("selector", *_SEARCHING),
@@ -442,6 +453,9 @@ IDLE = (
     _read_by("weights", "finetune", "evaluate", "export"),
     _read_by("run", "finetune", "evaluate", "export", "apply"),
     _read_by("runs", "report", "verify_kit"),
+    _needs(["finetune.teacher_model", "finetune.teacher_options"], "finetune.teacher"),
+    _needs(["timing.table"], "budget.latency", "budget.drop"),
+    _needs(["search.cluster", "search.worker_cpus", "search.worker_gpus"], "search.workers"),
     Idle(
         ("search", "selector", "reward", "decomposition", "prune.finetune_epochs"),
         _prunes_alone,
@@ -458,11 +472,6 @@ IDLE = (
         "layers are listed without being fitted; set inspect.errors=true, too",
     ),
     Idle(
-        ("finetune.teacher_model", "finetune.teacher_options"),
-        lambda config: not config["finetune"]["teacher"],
-        "the dense network teaches; set finetune.teacher=CHECKPOINT, too",
-    ),
-    Idle(
         ("finetune.teacher",),
         lambda config: not config["finetune"]["distillation"],
         "finetune.distillation=0 learns from labels alone; leave one of the two out",
@@ -473,11 +482,6 @@ IDLE = (
         "model.checkpoint is set, so no dense network is trained; leave one of the two out",
     ),
     Idle(
-        ("timing.table",),
-        lambda config: config["budget"]["latency"] is None and config["budget"]["drop"] is None,
-        "there is no budget in time; set budget.latency, too",
-    ),
-    Idle(
         ("decomposition.formats",),
         lambda config: config["decomposition"]["format"] in formats(),
         "every layer takes the one format of decomposition.format; choose decomposition=auto",
@@ -485,8 +489,7 @@ IDLE = (
     Idle(
         ("decomposition.tensorised",),
         _cannot_split,
-        "one of the formats cannot split channel counts; choose decomposition=tensor_ring or "
-        "decomposition=tensor_train",
+        "a format cannot split channel counts; choose decomposition=tensor_ring or tensor_train",
     ),
     Idle(
         ("search.refit_images",),
@@ -494,17 +497,7 @@ IDLE = (
         "plans are refitted with other statistics alone; set search.statistics=refitted",
     ),
     Idle(
-        ("search.cluster", "search.worker_cpus", "search.worker_gpus"),
-        lambda config: config["search"]["workers"] is None,
-        "no worker processes are asked for; set search.workers, too",
-    ),
-    Idle(
-        (
-            *("calibration", "finetune", "optim", "train", "decomposition.sequential", "export.opset"),
-            *("export.preprocess", "export.int8", "export.training", "export.pad_channels", "export.skip"),
-            *("export.input_names", "export.output_names", "search.images", "search.augmented"),
-            *("search.statistics", "search.workers"),
-        ),
+        _OF_MODULES,
         _in_file,
         "model=onnx compresses a file as it is, without training or labels; docs/onnx.md lists what it takes",
     ),

@@ -322,7 +322,7 @@ def help_page(config: DictConfig) -> str:
     parts = [
         about.header,
         "Tasks (task=NAME)",
-        "\n".join(_columns({name: task.description for name, task in TASKS.items()})),
+        "\n".join(_columns(TASKS)),
         "Groups (GROUP=CHOICE)",
         "\n".join(_columns(groups)),
         *(["Plugins", "\n".join(_columns(plugins))] if plugins else []),

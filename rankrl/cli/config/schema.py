@@ -175,10 +175,8 @@ class Group:
 
     noun: str
     ours: Mapping[str, type | None]
-    owners: Callable[[str], Mapping[Any, Collection[str]]]
-    """What takes a choice's options, with its parameters that are none; imports torch."""
-    names: Callable[[], Collection[str]]
-    """The names registered so far."""
+    others: Callable[[], Collection[str]] = list
+    """Returns names that are registered elsewhere than under the noun."""
     key: str = "name"
     nested: bool = False
     added: bool = False
@@ -186,7 +184,11 @@ class Group:
 
     def known(self) -> list[str]:
         """List the choices registered so far."""
-        return sorted({*self.ours, *self.names()})
+        return sorted({*self.ours, *registered(self.noun), *self.others()})
+
+    def owners(self, choice: str) -> dict[Any, Collection[str]]:
+        """Return what takes a choice's options, with the parameters of each that are none; imports torch."""
+        return _owners(self.noun, choice)
 
     def live(self, choice: str) -> dict[str, tuple[Any, Any]]:
         """Return type and default of a choice's options as the code that takes them has them."""
@@ -219,51 +221,42 @@ class Group:
         return {self.key: choice, **({"options": options} if self.nested else options)}
 
 
-def _model_owners(choice: str) -> dict[Any, Collection[str]]:
-    from rankrl.models import model_source
+def _owners(noun: str, choice: str) -> dict[Any, Collection[str]]:
+    match noun:
+        case "model":
+            from rankrl.models import model_source
 
-    build = model_source(choice).build
-    shape_and_classes = list(inspect.signature(build).parameters)[:2]
-    return {ModelOptions: (), build: shape_and_classes}
+            build = model_source(choice).build
+            shape_and_classes = list(inspect.signature(build).parameters)[:2]
+            return {ModelOptions: (), build: shape_and_classes}
+        case "dataset":
+            from rankrl.data import dataset_source, load_dataset
 
+            return {load_dataset: ("name", "seed", "root"), dataset_source(choice).read: ("root",)}
+        case "selector":
+            from rankrl.plan_search.selectors import selector_class
 
-def _dataset_owners(choice: str) -> dict[Any, Collection[str]]:
-    from rankrl.data import dataset_source, load_dataset
+            return {selector_class(choice).option_owner(): ("problem", "seed", "episodes")}
+        case "reward":
+            from rankrl.plan_search.scores.rewards import reward_source
 
-    return {load_dataset: ("name", "seed", "root"), dataset_source(choice).read: ("root",)}
+            return {reward_source(choice).make: ()}
+        case "pruner":
+            from pruning import get_pruner
+            from rankrl.pruners.options import options_class
 
+            pruner = get_pruner(choice)
+            own = {pruner.definition: ("units", "temperature")} if pruner.is_mask else {}
+            return {options_class(choice): (), **({} if choice in PRUNERS else own)}
+        case "optimizer":
+            from optim import optimizer_record
 
-def _selector_owners(choice: str) -> dict[Any, Collection[str]]:
-    from rankrl.plan_search.selectors import selector_class
+            return {optimizer_record(choice).factory: NO_OPTIONS}
+        case "tracker" if choice != NONE:
+            from rankrl.runs.tracking import tracker_class
 
-    return {selector_class(choice).option_owner(): ("problem", "seed", "episodes")}
-
-
-def _reward_owners(choice: str) -> dict[Any, Collection[str]]:
-    from rankrl.plan_search.scores.rewards import reward_source
-
-    return {reward_source(choice).make: ()}
-
-
-def _pruner_owners(choice: str) -> dict[Any, Collection[str]]:
-    from pruning import get_pruner
-    from rankrl.pruners.options import options_class
-
-    pruner = get_pruner(choice)
-    of_mask = {pruner.definition: ("units", "temperature")} if pruner.is_mask else {}
-    return {options_class(choice): (), **({} if choice in PRUNERS else of_mask)}
-
-
-def _optimizer_owners(choice: str) -> dict[Any, Collection[str]]:
-    from optim import optimizer_record
-
-    return {optimizer_record(choice).factory: NO_OPTIONS}
-
-
-def _tracker_owners(choice: str) -> dict[Any, Collection[str]]:
-    from rankrl.runs.tracking import tracker_class
-
-    return {} if choice == NONE else {tracker_class(choice): ("folder",)}
+            return {tracker_class(choice): ("folder",)}
+    return {}
 
 
 def heuristics() -> frozenset[str]:
@@ -277,26 +270,16 @@ def formats() -> list[str]:
 
 
 GROUPS = {
-    "model": Group("model", MODELS, _model_owners, lambda: registered("model"), key="architecture"),
-    "dataset": Group("dataset", DATASETS, _dataset_owners, lambda: registered("dataset")),
-    "decomposition": Group(
-        "format", dict.fromkeys(FORMATS, NoOptions), lambda choice: {}, formats, key="format"
-    ),
-    "selector": Group(
-        "selector", SELECTORS, _selector_owners, lambda: {*registered("selector"), *heuristics()}
-    ),
-    "reward": Group("reward", REWARDS, _reward_owners, lambda: registered("reward")),
-    "pruner": Group("pruner", PRUNERS, _pruner_owners, registered_pruners),
-    "optim": Group(
-        "optimizer",
-        dict.fromkeys(OPTIMIZERS),
-        _optimizer_owners,
-        registered_optimizers,
-        nested=True,
-        added=True,
-    ),
-    "tracking": Group("tracker", TRACKERS, _tracker_owners, lambda: registered("tracker"), nested=True),
+    "model": Group("model", MODELS, key="architecture"),
+    "dataset": Group("dataset", DATASETS),
+    "decomposition": Group("format", dict.fromkeys(FORMATS, NoOptions), key="format"),
+    "selector": Group("selector", SELECTORS, heuristics),
+    "reward": Group("reward", REWARDS),
+    "pruner": Group("pruner", PRUNERS, registered_pruners),
+    "optim": Group("optimizer", dict.fromkeys(OPTIMIZERS), registered_optimizers, nested=True, added=True),
+    "tracking": Group("tracker", TRACKERS, nested=True),
 }
+"""The groups whose choices are registered."""
 _UNTYPED = "budget"
 """A group whose choices are files alone: those in a user's folder."""
 
@@ -352,85 +335,42 @@ def store_groups() -> None:
 
 
 TaskFunction = Callable[[AppConfig, RunFolder], None]
-_FILE = "onnx"
+TASKS = {
+    "apply": "rewrite the network under plan=PATH or that of run=FOLDER, without fine-tuning",
+    "compare": "several selectors on the same evaluator, over several seeds",
+    "evaluate": "test accuracy, parameters and MACs of model.checkpoint, weights=PATH or run=FOLDER",
+    "export": "write the compressed network weights=PATH or run=FOLDER as a verified ONNX file",
+    "finetune": "fine-tune the compressed network weights=PATH or run=FOLDER, the dense one as teacher",
+    "inspect": "list the layers: shape, cost and feasible ranks, or why not; errors if asked",
+    "pipeline": "choose ranks, rewrite, fine-tune, export and report",
+    "pretrain": "train one policy on many tasks: networks, formats, budgets",
+    "prune": "remove channels or blocks to a target, fine-tune, export and report",
+    "report": "gather all runs below runs=FOLDER in one page and one CSV file",
+    "search": "choose ranks and write plan.json",
+    "timing_kit": "write what a budget in time needs to be timed on another device",
+    "verify_kit": "write the finished networks below runs=FOLDER to be timed and compared on another device",
+    "train": "train a network, from scratch or from model.checkpoint",
+}
+"""The tasks, each the function of its name in a module of `cli.tasks`, and what they do."""
+_MODULES = {
+    "pretrain": "pretrain",
+    "prune": "prune",
+    **dict.fromkeys(("compare", "inspect", "report", "timing_kit", "verify_kit"), "overviews"),
+}
+ON_FILE = {each: each for each in ("apply", "inspect", "timing_kit", "verify_kit")} | {"pipeline": "compress"}
+"""The tasks that work on a network in an ONNX file, and their functions in `cli.tasks.onnx_file`."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """A task of the command line: the function of its name in a module of `cli.tasks`."""
-
-    name: str
-    module: str
-    description: str
-    on_file: str | None = None
-
-    def of(self, config: AppConfig) -> TaskFunction:
-        """Import the function of the task for the kind of network in a configuration."""
-        if config.model.get("architecture") != _FILE:
-            return _function(self.module, self.name)
-        if self.on_file is None:
-            others = [name for name, task in TASKS.items() if task.on_file is not None]
+def task_function(config: AppConfig) -> TaskFunction:
+    """Import the function of the task for the kind of network in a configuration."""
+    task, module = config.task, _MODULES.get(config.task, "compression")
+    name = task
+    if config.model.get("architecture") == "onnx":
+        if task not in ON_FILE:
             raise ConfigError(
-                f"task={self.name} has no use for model={_FILE}, a network in a file that is not trained "
-                f"here; choose task={' or task='.join(others)}"
+                f"task={task} has no use for model=onnx, a network in a file that is not trained "
+                f"here; choose task={' or task='.join(ON_FILE)}"
             )
-        return _function("onnx_file", self.on_file)
-
-
-def _function(module: str, name: str) -> TaskFunction:
+        module, name = "onnx_file", ON_FILE[task]
     function: TaskFunction = getattr(importlib.import_module(f"rankrl.cli.tasks.{module}"), name)
     return function
-
-
-_ALL = (
-    Task(
-        "apply",
-        "compression",
-        "rewrite the network under plan=PATH or that of run=FOLDER, without fine-tuning",
-        on_file="apply",
-    ),
-    Task("compare", "overviews", "several selectors on the same evaluator, over several seeds"),
-    Task(
-        "evaluate",
-        "compression",
-        "test accuracy, parameters and MACs of model.checkpoint, weights=PATH or run=FOLDER",
-    ),
-    Task(
-        "export",
-        "compression",
-        "write the compressed network weights=PATH or run=FOLDER as a verified ONNX file",
-    ),
-    Task(
-        "finetune",
-        "compression",
-        "fine-tune the compressed network weights=PATH or run=FOLDER, the dense one as teacher",
-    ),
-    Task(
-        "inspect",
-        "overviews",
-        "list the layers: shape, cost and feasible ranks, or why not; errors if asked",
-        on_file="inspect",
-    ),
-    Task(
-        "pipeline", "compression", "choose ranks, rewrite, fine-tune, export and report", on_file="compress"
-    ),
-    Task("pretrain", "pretrain", "train one policy on many tasks: networks, formats, budgets"),
-    Task("prune", "prune", "remove channels or blocks to a target, fine-tune, export and report"),
-    Task("report", "overviews", "gather all runs below runs=FOLDER in one page and one CSV file"),
-    Task("search", "compression", "choose ranks and write plan.json"),
-    Task(
-        "timing_kit",
-        "overviews",
-        "write what a budget in time needs to be timed on another device",
-        on_file="timing_kit",
-    ),
-    Task(
-        "verify_kit",
-        "overviews",
-        "write the finished networks below runs=FOLDER to be timed and compared on another device",
-        on_file="verify_kit",
-    ),
-    Task("train", "compression", "train a network, from scratch or from model.checkpoint"),
-)
-TASKS = {task.name: task for task in _ALL}
-"""The tasks by name."""

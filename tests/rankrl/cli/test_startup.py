@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from decomposition import list_formats
-from rankrl.cli.config.schema import GROUPS, TASKS, AppConfig, formats, plain
+from rankrl.cli.config.schema import GROUPS, ON_FILE, TASKS, AppConfig, formats, plain, task_function
 from rankrl.onnx.runtimes import list_runtimes
 from rankrl.options.names import FORMATS
 from rankrl.options.timing import RUNTIMES
@@ -150,5 +150,5 @@ def test_every_format_is_listed_before_torch_is_imported() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_its_function(task: str) -> None:
     model = {"architecture": "resnet20"}, {"architecture": "onnx"}
-    for each in model if TASKS[task].on_file else model[:1]:
-        assert callable(TASKS[task].of(AppConfig(model=each)))
+    for each in model if task in ON_FILE else model[:1]:
+        assert callable(task_function(AppConfig(task=task, model=each)))
