@@ -28,7 +28,15 @@ from decomposition import get_format
 from decomposition.choose.heuristics import get_heuristic, list_heuristics
 from optim import optimizer_record
 from pruning import get_pruner
-from rankrl.cli.config.schema import GROUPS, AppConfig, Choice, config_folder, group_choices, group_names
+from rankrl.cli.config.schema import (
+    GROUPS,
+    AppConfig,
+    Choice,
+    config_folder,
+    group_choices,
+    group_names,
+    store_groups,
+)
 from rankrl.data import dataset_source
 from rankrl.models import model_source
 from rankrl.option_types import described, parameter_defaults
@@ -270,6 +278,7 @@ def registered_choices(groups: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def reference() -> str:
     """Return the page."""
+    store_groups()
     with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
         default = composed()
         parts = [HEAD, "## Options of every run\n"]

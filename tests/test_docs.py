@@ -36,7 +36,7 @@ from decomposition.registry import Registry
 from optim import list_optimizers
 from pruning import list_pruners
 from rankrl.cli.app import main
-from rankrl.cli.config.schema import GROUPS, TASKS, config_folder
+from rankrl.cli.config.schema import GROUPS, TASKS, config_folder, store_groups
 from rankrl.onnx.runtimes import get_runtime, list_runtimes
 from rankrl.plan_search.scores.rewards import register_reward
 from rankrl.plan_search.selectors import list_selectors
@@ -345,6 +345,7 @@ def test_the_configuration_reference_explains_every_option(reference: str) -> No
         name, kind, default, explanation = re.split(r"(?<!\\)\|", line)[1:-1]
         assert all(part.strip(" `") for part in (name, kind, default, explanation)), line
         options.add(name.strip(" `"))
+    store_groups()
     with hydra.initialize_config_dir(str(config_folder()), version_base="1.3"):
         config: Any = OmegaConf.to_container(hydra.compose("config", ["dataset=npz", "tracking=wandb"]))
     missing = {name for name in _dotted(config) if name not in options}

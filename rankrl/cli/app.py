@@ -18,40 +18,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from safetensors import SafetensorError
 
 from decomposition.errors import DecompositionError
-from rankrl.cli.config.checks import (
-    check_command,
-    check_files,
-    check_folder,
-    check_values,
-    refuse_used_folder,
-)
-from rankrl.cli.config.compose import (
-    composing,
-    first_values,
-    help_page,
-    in_words,
-    load_plugins,
-    named_plugins,
-    override_values,
-    parsed_flags,
-    parsed_overrides,
-    readable_arguments,
-    sweep_arguments,
-    version_line,
-)
-from rankrl.cli.config.run_files import (
-    check_resumed,
-    named_paths,
-    options_of_run,
-    resumed_arguments,
-    resumed_folder,
-    write_record,
-)
-from rankrl.cli.config.schema import AppConfig, built, config_folder, store_groups, task_function
+from rankrl.cli.config import checks, compose, run_files, schema
 from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError, counted
 from rankrl.files import write_json
 from rankrl.runs.run_folder import RunFolder, RunNotes
@@ -87,7 +57,7 @@ def _run(config: DictConfig) -> None:
                 config=plain,
                 overrides=overrides,
                 paths=lambda: _paths(plain),
-                record=lambda folder: write_record(config, folder.path),
+                record=lambda folder: run_files.write_record(config, folder.path),
                 sweep_folder=Path(hydra_config.sweep.dir),
                 explain=lambda error: str(_for_users(error, folder) or f"{type(error).__name__}: {error}"),
             )
@@ -121,13 +91,13 @@ def _run_alone(
         if plain["resume"] is None and plain["overwrite"]:
             folder.begin_anew()
         elif plain["resume"] is None:
-            refuse_used_folder(folder, plain)
+            checks.refuse_used_folder(folder, plain)
         elif folder.finished:  # by another `resume`, since the command line was checked
             _show_finished(folder.path)
             return RunNotes()
         folder.prepare()
         folder.claim(plain, overrides, resume=True, paths=_paths(plain))
-        write_record(config, folder.path)
+        run_files.write_record(config, folder.path)
         notes = _run_task(plain, folder)
     except Exception as error:
         if plain["resume"] is None and _for_users(error, folder) is not None:
@@ -139,17 +109,17 @@ def _run_alone(
 
 def _paths(plain: dict[str, Any]) -> dict[str, list[str]]:
     """Return the paths in a checked configuration, by option."""
-    load_plugins(plain["plugins"])
+    compose.load_plugins(plain["plugins"])
     sources = HydraConfig.get().runtime.config_sources
-    return named_paths(plain, [each.path for each in sources if each.provider == "command-line"])
+    return run_files.named_paths(plain, [each.path for each in sources if each.provider == "command-line"])
 
 
 def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
     """Run the task, tracked; return the notes of its steps."""
-    load_plugins(plain["plugins"])  # the job of a sweep may have a process of its own
-    check_values(plain)  # values drawn by a sweeper are known only now
-    settings = built(AppConfig, plain)
-    check_files(plain)
+    compose.load_plugins(plain["plugins"])  # the job of a sweep may have a process of its own
+    checks.check_values(plain)  # values drawn by a sweeper are known only now
+    settings = schema.built(schema.AppConfig, plain)
+    checks.check_files(plain)
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     from rankrl.device import device_note, reuse_memory
@@ -157,7 +127,7 @@ def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
 
     reuse_memory()
     log.info(device_note())
-    run = task_function(settings)
+    run = schema.task_function(settings)
     kind, options = settings.tracking.name, settings.tracking.options
     with subnormals_as_zero(), start_tracking(kind, folder.path, plain, options) as tracking:
         tracked = RunFolder(folder.path, tracking)
@@ -202,42 +172,41 @@ _SHORT_FOR = {"export=false": "export.skip=true"}
 
 def checked_arguments(written: Sequence[str]) -> list[str] | None:
     """Check a command line before Hydra runs it; return the arguments, or None where nothing is to be run."""
-    arguments = [_SHORT_FOR.get(each, each) for each in readable_arguments(written)]
-    earlier = resumed_folder(arguments)
+    arguments = [_SHORT_FOR.get(each, each) for each in compose.readable_arguments(written)]
+    earlier = run_files.resumed_folder(arguments)
     if earlier is not None and len(arguments) == 1 and RunFolder(earlier).finished:
         _show_finished(earlier)
         return None
-    arguments = resumed_arguments(arguments)
-    known = options_of_run(arguments)
+    arguments = run_files.resumed_arguments(arguments)
+    known = run_files.options_of_run(arguments)
     if known:
         print(f"rankrl: {' '.join(known)}, as in that run")
-    arguments = sweep_arguments([*known, *arguments])
-    flags = parsed_flags(arguments)
+    arguments = compose.sweep_arguments([*known, *arguments])
+    flags = compose.parsed_flags(arguments)
     if flags.experimental_rerun is not None:
         raise ConfigError(
             f"--experimental-rerun={flags.experimental_rerun}: a pickle can hold any program and is not run; "
             "resume=FOLDER goes on with the run in a folder"
         )
-    load_plugins(named_plugins(flags))
-    store_groups()  # after the plugins, which register choices
+    compose.load_plugins(compose.named_plugins(flags))
     sweep = None
-    with composing(flags) as composed:
-        jobs = check_command(flags, composed)
-        config = composed(first_values(flags.overrides))
+    with compose.composing(flags) as composed:
+        jobs = checks.check_command(flags, composed)
+        config = composed(compose.first_values(flags.overrides))
         if flags.help:
-            _show(help_page(config))
+            _show(compose.help_page(config))
             return None
         if not (flags.hydra_help or flags.cfg or flags.info):
-            if earlier is not None and check_resumed(earlier, flags.overrides, composed, jobs[0]):
+            if earlier is not None and run_files.check_resumed(earlier, flags.overrides, composed, jobs[0]):
                 _show_finished(earlier)
                 return None
             for job in jobs:
-                check_files(job)
-            sweep = check_folder(config, multirun=flags.multirun)
+                checks.check_files(job)
+            sweep = checks.check_folder(config, multirun=flags.multirun)
     if sweep is None or _sweep_folders(arguments):
         return arguments
     # Fixed here, as the default name holds the time.
-    return [*readable_arguments([f"{_SWEEP_FOLDER}={sweep}"]), *arguments]
+    return [*compose.readable_arguments([f"{_SWEEP_FOLDER}={sweep}"]), *arguments]
 
 
 def _sweep_folders(arguments: Sequence[str]) -> list[str]:
@@ -302,7 +271,9 @@ class SweepCallback(Callback):
 
 
 def _show_results(folder: Path) -> None:
-    from rankrl.report import ReportError, results_table  # late, as it imports torch
+    from rich.console import Console  # late, as help needs neither
+
+    from rankrl.report import ReportError, results_table
 
     try:
         table = results_table(folder)
@@ -316,11 +287,9 @@ def number_of_jobs(config: DictConfig) -> int | None:
     """Return the number of jobs of a sweep, or None if its sweeper chooses them on the way."""
     if str(config.hydra.sweeper._target_) != _ALL_COMBINATIONS:
         return None
-    params = config.hydra.sweeper.params or {}
-    overrides = [*(f"{name}={value}" for name, value in params.items()), *config.hydra.overrides.task]
-    return math.prod(
-        len(override_values(each)) for each in parsed_overrides([str(each) for each in overrides])
-    )
+    swept = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
+    parsed = compose.parsed_overrides([*swept, *map(str, config.hydra.overrides.task)])
+    return math.prod(len(compose.override_values(each)) for each in parsed)
 
 
 def main() -> None:
@@ -338,12 +307,12 @@ def main() -> None:
         sys.argv.append(FIRST_RUN)
     written = sys.argv[1:]
     if "--version" in written:
-        print(version_line())
+        print(compose.version_line())
         return
     try:
         if _COMPLETION_FLAGS.intersection(written):  # which has arguments of its own
-            load_plugins()
-            store_groups()
+            compose.load_plugins()
+            schema.store_groups()
         else:
             checked = checked_arguments(written)
             if checked is None:
@@ -354,7 +323,7 @@ def main() -> None:
     complete = os.environ.get(COMPLETE_ERRORS)
     os.environ[COMPLETE_ERRORS] = "1"
     try:
-        hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")(_run)()
+        hydra.main(version_base="1.3", config_path=str(schema.config_folder()), config_name="config")(_run)()
     except KeyboardInterrupt:
         folder = [] if _sweep_folders(written) else _sweep_folders(sys.argv)
         command = shlex.join(["rankrl", *written, *folder])
@@ -363,7 +332,9 @@ def main() -> None:
         in_task = any(frame.f_code is _run.__code__ for frame, _ in walk_tb(error.__traceback__))
         if complete == "1" or in_task:
             raise
-        text = f"Hydra cannot carry the command out: {in_words(error)}. {COMPLETE_ERRORS}=1 shows where"
+        text = (
+            f"Hydra cannot carry the command out: {compose.in_words(error)}. {COMPLETE_ERRORS}=1 shows where"
+        )
         _leave(ConfigError(text), USER_ERROR)
     finally:
         del os.environ[COMPLETE_ERRORS]

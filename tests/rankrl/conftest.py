@@ -20,13 +20,14 @@ from decomposition.calibration.moments import collect_moments
 from decomposition.choose.library import FitLibrary
 from decomposition.network.layers import compressible_layers
 from decomposition.operations import Factorise
-from rankrl.cli.config.schema import GROUPS, config_folder, group_choices
+from rankrl.cli.config.schema import GROUPS, config_folder, group_choices, store_groups
 from rankrl.data import Images
 from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 SHAPE = (1, 8, 8)
+store_groups()  # for tests that compose with Hydra alone
 
 
 class SmallNetwork(nn.Module):

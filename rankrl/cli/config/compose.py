@@ -29,7 +29,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rankrl.cli.config.schema import TASKS, config_folder, group_choices, group_names
+from rankrl.cli.config.schema import TASKS, config_folder, group_choices, group_names, store_groups
 from rankrl.errors import ConfigError
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, KeyError, AssertionError)
@@ -59,6 +59,7 @@ def composing(flags: Namespace | None = None) -> Iterator[Composed]:
             OmegaConf.set_readonly(known[key], True)
         return known[key]
 
+    store_groups()  # plugins may have registered choices
     own = str(Path(flags.config_path or config_folder()).absolute())
     with initialize_config_dir(version_base="1.3", config_dir=own):
         if flags.config_dir is not None:
@@ -86,10 +87,6 @@ def offered_choices(group: str) -> list[str]:
 
 # Characters with a meaning of their own in values: lists, mappings, quotes, interpolations, escapes.
 _SYNTAX = re.compile(r"""[\[\]{}'"\\]|\$\{""")
-_INTERPOLATION = re.compile(r"\$\{[^'\"\\]*\}")  # which Hydra reads unquoted unless it holds another
-_FUNCTION = re.compile(
-    r"\s*(?:choice|range|interval|glob|sort|shuffle|tag|extend_list|str|int|float|bool|json_str)\("
-)
 
 
 def readable_arguments(arguments: Sequence[str]) -> list[str]:
@@ -140,9 +137,7 @@ def _is_readable(argument: str) -> bool:
 
 def _with_quotes(argument: str) -> str:
     key, _, value = argument.partition("=")
-    if _INTERPOLATION.fullmatch(value) and not _is_readable(argument):
-        return quoted(key, value)
-    called = re.search(r"[()]", value) and ("," in value or _FUNCTION.match(value))
+    called = re.match(r"\s*\w+\(", value) or (re.search(r"[()]", value) and "," in value)
     untouched = key in ("", "resume") or key[0] == "~" or _SYNTAX.search(value) or called
     if untouched or _is_readable(argument):
         return argument

@@ -308,16 +308,6 @@ def group_choices(group: str) -> list[str]:
     return sorted({*_files(group), *stored})
 
 
-class _Choices(dict[str, Any]):
-    """The choices of a group in Hydra's store, which Hydra copies whole for each composition.
-
-    Skipping that copy is safe: Hydra copies again on loading, and never writes to a stored choice.
-    """
-
-    def __deepcopy__(self, memo: object) -> _Choices:
-        return self
-
-
 def store_groups() -> None:
     """Store the schema and the choices registered so far, and no others, in Hydra's groups.
 
@@ -329,7 +319,7 @@ def store_groups() -> None:
     )
     store.store(group=_UNTYPED, name="default", node={}, provider="rankrl")
     for name, group in GROUPS.items():
-        store.repo[name] = _Choices()
+        store.repo[name] = {}
         for choice in {*group.known()} - {*_files(name)}:
             store.store(group=name, name=choice, node=group.node(choice), provider="rankrl")
 

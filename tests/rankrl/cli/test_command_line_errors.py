@@ -201,7 +201,7 @@ INSPECT = ("task=inspect", "model=conv4", "dataset=digits")
         ("+finetune=full", "Multiple values for finetune"),
         ("seed=${nosuch}", "seed: Interpolation key 'nosuch' not found"),
         ("seed=${oc.env:NOSUCH}", "seed: Environment variable 'NOSUCH' not found"),
-        ("budget.params=${oc.decode:${oc.env:NOSUCH}}", "budget.params: Environment variable 'NOSUCH' not"),
+        ("budget.params='${oc.decode:${oc.env:NOSUCH}}'", "budget.params: Environment variable 'NOSUCH' not"),
         ("seed=${nosuch:3}", "seed: Unsupported interpolation type nosuch"),
         ("seed=${seed}", "seed: Recursive interpolation detected"),
         ("decomposition.nosuch=1", "the option 'decomposition.nosuch' is unknown"),
@@ -273,7 +273,7 @@ def test_what_hydra_itself_refuses_is_one_paragraph(
         ("hydra/job_logging=disabled",),
         ("+hydra.callbacks.mine._target_=hydra.experimental.callbacks.LogJobReturnCallback",),
         ("calibration.images=${search.images}",),
-        ("seed=${oc.decode:${oc.env:NOSUCH,3}}",),
+        ("seed='${oc.decode:${oc.env:NOSUCH,3}}'",),
     ],
 )
 def test_what_hydra_offers_is_taken(tmp_path: Path, arguments: tuple[str, ...]) -> None:

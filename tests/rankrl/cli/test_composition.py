@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from command_line import check_overrides
-from hydra.core.config_store import ConfigStore
 from omegaconf.errors import ReadonlyConfigError
 
 from rankrl.cli.app import checked_arguments
@@ -100,11 +98,3 @@ def test_what_is_composed_for_several_is_written_by_none() -> None:
         assert config.hydra.overrides.task == ["seed=3"]
         with pytest.raises(ReadonlyConfigError):
             config.seed = 4
-
-
-def test_groups_are_not_copied_with_the_store_and_choices_are_when_they_are_loaded() -> None:
-    store_groups()
-    store = ConfigStore.instance()
-    assert copy.deepcopy(store).repo["selector"] is store.repo["selector"]
-    store.load("selector/bayes.yaml").node["name"] = "another"
-    assert store.load("selector/bayes.yaml").node["name"] == "bayes"

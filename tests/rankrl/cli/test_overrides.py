@@ -218,7 +218,7 @@ def test_a_value_that_only_a_job_meets_names_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Sweepers of other packages draw values that nobody can look at before."""
-    monkeypatch.setattr("rankrl.cli.app.check_command", lambda *_: [])
+    monkeypatch.setattr("rankrl.cli.config.checks.check_command", lambda *_: [])
     with pytest.raises(SystemExit):
         rankrl("-m", "task=evaluate", "model=conv4", "dataset.heldout=no,never", "hydra.sweep.dir=sweep")
     errors = sorted(tmp_path.glob("sweep/*/error.json"))
