@@ -23,6 +23,7 @@ from hydra._internal.utils import (  # Hydra has no public way to tell flags fro
 )
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
@@ -82,7 +83,8 @@ def offered_choices(group: str) -> list[str]:
     """Return the choices of a group; within a composition those in folders that flags add, too."""
     if not GlobalHydra.instance().is_initialized():
         return group_choices(group)
-    return sorted(GlobalHydra.instance().config_loader().get_group_options(group))
+    loader: Any = GlobalHydra.instance().config_loader()  # whose own method copies all files each time
+    return sorted(loader.repository.get_group_options(group, ObjectType.CONFIG))
 
 
 # Characters with a meaning of their own in values: lists, mappings, quotes, interpolations, escapes.
@@ -310,7 +312,6 @@ _INDENT = "  "
 def help_page(config: DictConfig) -> str:
     """Return the page: tasks, launchers, groups with their choices, and all options with their values."""
     about = config.hydra.help
-    launchers = GlobalHydra.instance().config_loader().get_group_options("hydra/launcher")
     groups = {name: ", ".join(offered_choices(name)) for name in group_names()}
     values: Any = {key: config._get_node(key) for key in config if key != "hydra"}
     plugins = {**installed_plugins(), **dict.fromkeys(config.plugins, "plugins=")}
@@ -322,7 +323,7 @@ def help_page(config: DictConfig) -> str:
         "\n".join(_columns(groups)),
         *(["Plugins", "\n".join(_columns(plugins))] if plugins else []),
         "Launchers of a sweep (rankrl -m hydra/launcher=NAME ...)",
-        _INDENT + ", ".join(sorted(launchers)),
+        _INDENT + ", ".join(offered_choices("hydra/launcher")),
         "Options and their values with these choices (OPTION=VALUE)",
         OmegaConf.to_yaml(OmegaConf.create(values)).rstrip(),
         about.footer,
