@@ -200,9 +200,9 @@ def checked_arguments(written: Sequence[str]) -> list[str] | None:
             if earlier is not None and run_files.check_resumed(earlier, flags.overrides, composed, jobs[0]):
                 _show_finished(earlier)
                 return None
-            for job in jobs:
-                checks.check_files(job)
             sweep = checks.check_folder(config, multirun=flags.multirun)
+            if sweep is None:  # jobs of a sweep fail by themselves
+                checks.check_files(jobs[0])
     if sweep is None or _sweep_folders(arguments):
         return arguments
     # Fixed here, as the default name holds the time.
