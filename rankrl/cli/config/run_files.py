@@ -263,8 +263,8 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
         )
     of_run = [each for each in arguments if each.lstrip("+").partition("=")[0] in ("resume", "hydra.run.dir")]
     for each in of_run:  # elsewhere the run would start over and replace files, which `resume` allows
-        named = each.partition("=")[2]
-        if Path(named.strip("'\"")).resolve() != folder.resolve():
+        named = folder if each.startswith("resume=") else parsed_overrides([each])[0].value()
+        if Path(str(named)).resolve() != folder.resolve():
             raise ConfigError(
                 f"{each} names another folder than resume={folder}, and a run goes on in its own folder; "
                 "leave hydra.run.dir out, or leave resume out for a new run in that folder"
