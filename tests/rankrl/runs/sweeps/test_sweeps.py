@@ -190,7 +190,7 @@ def _no_network(*_: object, **__: object) -> None:
 LAUNCHERS = {
     "joblib": ("joblib", ("hydra.launcher.n_jobs=2",)),
     "submitit_local": ("submitit", ("hydra.launcher.timeout_min=5",)),
-    "local": ("submitit", ("hydra.launcher.n_jobs=2", "hydra.launcher.retries=1")),
+    "local": ("joblib", ("hydra.launcher.n_jobs=2", "hydra.launcher.retries=1")),
     "ray": ("ray", ("+hydra.launcher.init.num_cpus=2", "hydra.launcher.retries=1")),
 }
 
