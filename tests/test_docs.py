@@ -66,7 +66,7 @@ REGISTRIES = [
     ("rankrl.plan_search.scores.rewards", "_REWARDS"),
     ("pruning.registry", "_PRUNERS"),
     ("optim.registry", "_records"),
-    ("rankrl.runs.tracking.trackers", "_TRACKERS"),
+    ("rankrl.runs.tracking", "_TRACKERS"),
     ("rankrl.onnx.runtimes.runtime", "_RUNTIMES"),
 ]
 NEEDS_MORE = re.compile(

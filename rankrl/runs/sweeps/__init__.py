@@ -1,7 +1,7 @@
 """Run sweeps: many runs of one command line, skipped when finished, and listed when failed.
 
 `job` runs one of them on a GPU of its own, `progress` records failures and shows the state of the sweep,
-`launching`, `ray_jobs` and `submitit_jobs` start jobs in other processes.
+`launching` starts jobs in other processes.
 """
 
 from __future__ import annotations

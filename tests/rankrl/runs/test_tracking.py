@@ -13,8 +13,15 @@ import pytest
 
 from rankrl.errors import ConfigError
 from rankrl.plan_search.scores.evaluation import EpisodeRow
-from rankrl.runs.tracking import Tracker, Tracking, list_trackers, start_tracking, trackers
-from rankrl.runs.tracking.trackers import flattened
+from rankrl.runs import tracking as tracking_module
+from rankrl.runs.tracking import (
+    Tracker,
+    Tracking,
+    create_tracker,
+    flattened,
+    list_trackers,
+    start_tracking,
+)
 from rankrl.training import EpochRow
 
 CONFIG = {"task": "pipeline", "seed": 0, "search": {"episodes": 2, "patience": None}, "hidden": [64, 64]}
@@ -138,7 +145,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = Broken(tmp_path)
-    tracking = Tracking([broken, trackers.create_tracker("csv", tmp_path)])
+    tracking = Tracking([broken, create_tracker("csv", tmp_path)])
     with caplog.at_level(logging.WARNING):
         track(tracking)
         tracking.close()
@@ -156,7 +163,7 @@ def test_a_missing_package_is_named_with_its_installation(
     def missing(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(trackers.importlib, "import_module", missing)
+    monkeypatch.setattr(tracking_module.importlib, "import_module", missing)
     with (
         pytest.raises(ConfigError, match=rf"pip install 'rankrl\[{extra}\]'"),
         start_tracking(extra, tmp_path, CONFIG),

@@ -1,4 +1,8 @@
-"""Define the base class of trackers, register trackers by name, and track a run."""
+"""Track the numbers of a run for a dashboard while it goes on.
+
+A tracker is a class with a few methods, registered by name (`tracker`). `Tracking` passes the numbers on to
+the trackers of a run, whose errors never stop the run.
+"""
 
 from __future__ import annotations
 
