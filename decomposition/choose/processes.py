@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -128,7 +130,8 @@ class LocalWorker:
     It ignores Ctrl-C, which the main process handles, and ends when that does, however it ends.
     """
 
-    def __init__(self, build: bytes, *, threads: int, deaths: int, lost: Lost) -> None:
+    def __init__(self, build: Path, *, threads: int, deaths: int, lost: Lost) -> None:
+        self._build = build
         self._begin = (build, threads, os.getpid())
         self._deaths, self._lost, self._busy = deaths, lost, False
         self._executor = self._new_executor()
@@ -156,6 +159,7 @@ class LocalWorker:
     def end(self) -> None:
         """End the process; a busy one is killed."""
         self._executor.shutdown(kill_workers=self._busy)
+        self._build.unlink(missing_ok=True)
 
     def _new_executor(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(1, initializer=_begin, initargs=self._begin)
@@ -165,8 +169,12 @@ def local_pool(
     build: Build, size: int, *, threads: int = 1, deaths: int = MOST_DEATHS, lost: Lost
 ) -> WorkerPool:
     """Return processes of this machine that build a function once, and apply it to their jobs."""
-    pickled = bytes(dumps(build))
-    return WorkerPool([LocalWorker(pickled, threads=threads, deaths=deaths, lost=lost) for _ in range(size)])
+    pickled = dumps(build)
+    # In a file: loky waits forever for a process that dies while it is sent more than a pipe holds.
+    with tempfile.NamedTemporaryFile(prefix="rankrl-worker-", delete=False) as file:
+        file.write(pickled)
+    path = Path(file.name)
+    return WorkerPool([LocalWorker(path, threads=threads, deaths=deaths, lost=lost) for _ in range(size)])
 
 
 def in_processes(
@@ -192,7 +200,7 @@ def without_gradients(function: Callable[[_Job], _Result]) -> Callable[[_Job], _
 class _Process:
     """The state of a worker process."""
 
-    build: bytes
+    build: Path
     function: Callable[[Any], Any] | None = None
 
 
@@ -202,7 +210,7 @@ def _block_interrupts() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
-def _begin(build: bytes, threads: int, parent: int) -> None:
+def _begin(build: Path, threads: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -223,7 +231,7 @@ def _ready() -> None:
 def _apply(job: Any) -> Any:
     # Built here rather than at the start of the process, so that exceptions reach the caller.
     if _Process.function is None:
-        _Process.function = pickle.loads(_Process.build)()
+        _Process.function = pickle.loads(_Process.build.read_bytes())()
     return _Process.function(job)
 
 
