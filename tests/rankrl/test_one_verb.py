@@ -121,7 +121,7 @@ def test_what_may_be_lost_takes_the_place_of_a_budget(
     result = rankrl.compress(given, inputs, tmp_path / "run", drop=0.2, minimise="bytes", **QUICK)
     assert result.search is not None
     measured = {plan.name: plan for plan in result.search.measured}
-    best = next(plan for plan in measured.values() if plan.key == result.search.row.key)
+    best = next(plan for plan in measured.values() if plan.key == result.search.key)
     assert best.loss <= 0.2
     assert not any(plan.dominates(best) for plan in measured.values())
     assert measured["all dense"].cost == 1
