@@ -115,7 +115,7 @@ def constants_of(
 class OnnxScoring:
     """The scoring of plans of a network in an ONNX file: a user's score, or agreement with the original."""
 
-    measures_divergences: ClassVar[bool] = False
+    measures_divergences: ClassVar[bool] = True
 
     network: OnnxNetwork
     nodes: Sequence[Site]

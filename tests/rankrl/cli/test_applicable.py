@@ -190,7 +190,7 @@ def test_plans_that_lose_blocks_are_not_refitted_unless_that_is_asked_for() -> N
 
 
 Command = Callable[..., None]
-SHORT = (*QUICK, "selector=greedy", "search.episodes=1")
+SHORT = (*QUICK, "selector=random", "search.episodes=2")
 OF_TASK = {
     "compare": ("compare.selectors=[greedy]", "compare.seeds=[0]"),
     "prune": ("pruner=magnitude", "export.int8=false"),

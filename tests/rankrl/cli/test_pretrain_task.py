@@ -134,7 +134,7 @@ def test_wrong_options_are_refused(tmp_path: Path, options: str, message: str) -
 def test_wrong_options_are_told_in_one_paragraph(tmp_path: Path, refused: Callable[..., str]) -> None:
     message = refused(*made(tmp_path), "pretrain.jitter=-1")
     assert "pretrain.jitter must not be negative" in message
-    assert "trains no policy" in refused(*made(tmp_path), "task=search", "pretrain.plans=3")
+    assert "choose task=pretrain" in refused(*made(tmp_path), "task=search", "pretrain.plans=3")
 
 
 def test_quick_options_apply_where_the_task_reads_them() -> None:
