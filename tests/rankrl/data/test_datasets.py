@@ -172,6 +172,7 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
         ({"y_train": np.zeros((40, 1), np.int64)}, "must be integers of shape"),
         ({"y_train": np.arange(39)}, "40 images but 39 labels"),
         ({"y_train": np.full(40, -1)}, "from 0 on"),
+        ({"y_train": np.arange(40) * 2**30}, "from 0 on, got 0 to 41875931136"),
         ({"y_train": np.zeros(40, np.int64)}, "at least 2"),
         ({"y_test": np.full(20, 4)}, "a test label is 4, but with 4 classes labels run from 0 to 3"),
         ({"x_train": np.zeros((0, 8, 8, 3), np.uint8), "y_train": np.zeros(0, int)}, "no training images"),
