@@ -353,13 +353,7 @@ def search(
             check_reachable(own, request.candidates(), request.goal)
             session = opened_session(own, request.candidates(), request)
         with session:
-            return session.search(
-                selector,
-                request.selector_options,
-                seed=seed,
-                folder=_path(folder),
-                anew_for_other_scores=True,
-            )
+            return session.search(request.search_call(_path(folder), anew_for_other_scores=True))
 
 
 @verb()

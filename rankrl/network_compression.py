@@ -190,14 +190,8 @@ def compress_module(
     _ = network.baseline  # a network that cannot be exported is refused before anything takes time
     check_reachable(network, candidates, request.goal)
     with opened_session(network, candidates, request) as session:
-        search = session.choose(
-            request.selector,
-            request.selector_options,
-            seed=request.seed,
-            folder=run.path,
-            anew_for_other_scores=True,
-            on_set_aside=run.remove_results,
-        )
+        call = request.search_call(run.path, anew_for_other_scores=True, on_set_aside=run.remove_results)
+        search = session.choose(call)
     if isinstance(search, SearchResult) and search.stopped_by == "interrupt":
         raise KeyboardInterrupt(f"the search was stopped; the same call goes on with it in {run.path}")
     compressed = network.applied(search.plan)
@@ -408,13 +402,7 @@ def compress_file(
     if begun.kept:
         return _finished(begun.network, begun.request, _as_it_is(begun.network.file), target, {})
     with (session := begun.session()):
-        result = session.choose(
-            request.selector,
-            request.selector_options,
-            seed=request.seed,
-            folder=folder,
-            on_episode=on_episode,
-        )
+        result = session.choose(request.search_call(folder, on_episode=on_episode))
     if isinstance(result, SearchResult) and result.stopped_by == "interrupt":
         raise KeyboardInterrupt("the search was stopped; with a folder the same call goes on with it")
     sensitivities = session.library.sensitivities

@@ -15,6 +15,7 @@ from rankrl.networks.network import CandidateOptions, PricedNetwork, SearchableN
 from rankrl.onnx.runtimes import check_runtimes
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.bounded_loss import SearchCall
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.selectors import check_selector
 from rankrl.plan_search.session import SearchGoal, SearchSession
@@ -74,6 +75,10 @@ class Request:
     def timed_in(self, cache: Path | None, folder: Path | None) -> Request:
         """Return the same request with times kept in the cache, or without one in the search's folder."""
         return replace(self, goal=replace(self.goal, timing=self.timing.kept_in(cache, folder)))
+
+    def search_call(self, folder: Path | None, **told: Any) -> SearchCall:
+        """Return the call of the session's search, recorded in a folder; `told` are its other fields."""
+        return SearchCall(self.selector, self.selector_options, self.seed, folder, **told)
 
     def record(self, network: str) -> dict[str, Any]:
         """Return the arguments that a search depends on; data and score are in the search's own state."""

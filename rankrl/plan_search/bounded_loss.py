@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -157,15 +157,15 @@ def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class SearchCall:
-    """Arguments of one `SearchSession.search` call."""
+    """How a session searches: selector and seed, the folder of the record, and what is told of it."""
 
     selector: str
-    selector_options: Mapping[str, Any]
-    seed: int
-    folder: Path | None
-    anew_for_other_scores: bool
-    on_set_aside: Callable[[], None] | None
-    on_episode: Callable[[EpisodeRow], None] | None
+    selector_options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    folder: Path | None = None
+    anew_for_other_scores: bool = False
+    on_set_aside: Callable[[], None] | None = None
+    on_episode: Callable[[EpisodeRow], None] | None = None
 
 
 _Chosen = TypeVar("_Chosen", bound=ChosenPlan)

@@ -16,6 +16,7 @@ from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.models.classifiers import network_digest
 from rankrl.options.decomposition import AUTO
 from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy, resolved_policy
+from rankrl.plan_search.bounded_loss import SearchCall
 from rankrl.plan_search.pretraining import task_of
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded
@@ -80,7 +81,7 @@ def search_all(
         # Scores remembered from one selector would save the next one evaluations.
         session.evaluator.restore({})
         entry = compared.entry
-        result = session.search(entry.selector, entry.options, seed=compared.seed or 0, folder=own)
+        result = session.search(SearchCall(entry.selector, entry.options, compared.seed or 0, own))
         if result.stopped_by == "interrupt":
             raise RunStoppedError(folder.parent)
         result.plan.save(own / "plan.json")

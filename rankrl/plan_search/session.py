@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -218,39 +217,13 @@ class SearchSession:
     ) -> None:
         self._stack.close()
 
-    def search(
-        self,
-        selector: str,
-        selector_options: Mapping[str, Any],
-        *,
-        seed: int,
-        folder: Path | None = None,
-        anew_for_other_scores: bool = False,
-        on_set_aside: Callable[[], None] | None = None,
-        on_episode: Callable[[EpisodeRow], None] | None = None,
-    ) -> SearchResult:
-        """Search with a selector for the best plan; an interrupted search in `folder` is resumed."""
-        call = SearchCall(
-            selector, selector_options, seed, folder, anew_for_other_scores, on_set_aside, on_episode
-        )
+    def search(self, call: SearchCall) -> SearchResult:
+        """Search with a selector for the best plan; an interrupted search in a folder is resumed."""
         return self._described(self._ended(call))
 
-    def choose(
-        self,
-        selector: str,
-        selector_options: Mapping[str, Any],
-        *,
-        seed: int,
-        folder: Path | None = None,
-        anew_for_other_scores: bool = False,
-        on_set_aside: Callable[[], None] | None = None,
-        on_episode: Callable[[EpisodeRow], None] | None = None,
-    ) -> ChosenPlan:
+    def choose(self, call: SearchCall) -> ChosenPlan:
         """Choose a plan to apply: by a rule, from candidates and budget alone, or by a search."""
-        call = SearchCall(
-            selector, selector_options, seed, folder, anew_for_other_scores, on_set_aside, on_episode
-        )
-        ruled = selector in list_heuristics()
+        ruled = call.selector in list_heuristics()
         return self._described(self._ruled(call) if ruled else self._ended(call))
 
     def _described(self, chosen: _Chosen) -> _Chosen:
@@ -272,18 +245,18 @@ class SearchSession:
         chosen = ChosenPlan(plan=problem.plan(key, call.selector), key=key, missed=missed)
         return best_of_standard_plans(self, chosen, call)
 
-    def _ended(self, run: SearchCall) -> SearchResult:
+    def _ended(self, call: SearchCall) -> SearchResult:
         """Search, and return the best of the plans that were applied."""
         if self.goal.budget.drop is not None:
-            return within_bounded_loss(self, run, self.goal.budget.drop)
-        result = self.searched(self.problem, run)
+            return within_bounded_loss(self, call, self.goal.budget.drop)
+        result = self.searched(self.problem, call)
         if result.stopped_by == "interrupt":
             return result
         count, missed = self.goal.search.scores().finalists, None
         if self.latency is not None:
             best = best_rows(result.rows, len(result.rows))
             timed = self.latency.timed_plans(
-                self.problem, [row.key for row in best], count, folder=run.folder
+                self.problem, [row.key for row in best], count, folder=call.folder
             )
             rows, missed = [row for row in best if row.key in timed.keys], timed.missed
             if missed is not None:
@@ -291,20 +264,20 @@ class SearchSession:
         else:
             rows = [result.best] if count == 1 else finalists(result, count)
         refitted = with_row(self.problem, result, self._best_refit(result, rows), missed)
-        return best_of_standard_plans(self, refitted, run)
+        return best_of_standard_plans(self, refitted, call)
 
-    def searched(self, problem: SearchProblem, run: SearchCall) -> SearchResult:
+    def searched(self, problem: SearchProblem, call: SearchCall) -> SearchResult:
         """Run the selector on a problem with the session's candidates, without applying any plan."""
         options = self.goal.search
         selector = create_selector(
-            run.selector, problem, seed=run.seed, episodes=options.episodes, **run.selector_options
+            call.selector, problem, seed=call.seed, episodes=options.episodes, **call.selector_options
         )
         with progress_bar("search", total=options.episodes, progress=self.progress) as bar:
 
             def show(row: EpisodeRow) -> None:
                 bar.update(row.episode, best=row.best_reward)
-                if run.on_episode is not None:
-                    run.on_episode(row)
+                if call.on_episode is not None:
+                    call.on_episode(row)
 
             result = run_search(
                 problem,
@@ -314,10 +287,10 @@ class SearchSession:
                 reward=self.reward,
                 seconds=options.seconds,
                 patience=options.patience,
-                folder=run.folder,
+                folder=call.folder,
                 resume=True,
-                anew_for_other_scores=run.anew_for_other_scores,
-                on_set_aside=run.on_set_aside,
+                anew_for_other_scores=call.anew_for_other_scores,
+                on_set_aside=call.on_set_aside,
                 on_episode=show,
             )
         log.info(

@@ -172,12 +172,8 @@ def chosen_plan(
 ) -> tuple[SearchProblem, ChosenPlan]:
     """Search for a plan and write it, with the preprocessing of the network's images."""
     with search_session(config, network) as session:
-        result = session.choose(
-            *options.selector(config),
-            seed=config.seed,
-            folder=folder.path,
-            on_episode=folder.tracking.episode,
-        )
+        call = options.request(config).search_call(folder.path, on_episode=folder.tracking.episode)
+        result = session.choose(call)
     if isinstance(result, SearchResult) and result.stopped_by == "interrupt":
         raise RunStoppedError(folder.path)
     if result.missed is not None:

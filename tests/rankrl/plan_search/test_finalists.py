@@ -12,7 +12,7 @@ from rankrl.models import create_model
 from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search import compare
-from rankrl.plan_search.bounded_loss import best_finalist, finalists
+from rankrl.plan_search.bounded_loss import SearchCall, best_finalist, finalists
 from rankrl.plan_search.compare import ComparedSearch, winner
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.run import best_rows, run_search, with_row
@@ -115,7 +115,7 @@ def test_a_session_ends_with_the_finalist_that_is_best_when_applied(
         return float(len(scored) == count + 1)  # the last one
 
     session = Finalists(small_problem, synthetic_evaluator, reward, score, count)
-    found = session.search("random", {}, seed=0)
+    found = session.search(SearchCall("random"))
     if count == 1:
         assert not scored
         assert found.row == found.best
@@ -164,7 +164,7 @@ def best_plans(problem, result) -> list:
 
 def test_finalists_are_those_that_keep_the_time(timed, small_problem) -> None:
     session, applied = timed(3)
-    found = session.search("random", {}, seed=0)
+    found = session.search(SearchCall("random"))
     plans = best_plans(small_problem, found)
     assert session.latency.timed == [plan.layers for plan in plans[:5]]
     assert applied == plans[2:5]
@@ -174,7 +174,7 @@ def test_finalists_are_those_that_keep_the_time(timed, small_problem) -> None:
 
 def test_without_finalists_the_best_plan_that_keeps_the_time_is_taken(timed, small_problem) -> None:
     session, applied = timed(1)
-    found = session.search("random", {}, seed=0)
+    found = session.search(SearchCall("random"))
     plans = best_plans(small_problem, found)
     assert session.latency.timed == [plan.layers for plan in plans[:3]]
     assert found.plan == plans[2] == small_problem.plan(found.row.key, "random")
@@ -183,7 +183,7 @@ def test_without_finalists_the_best_plan_that_keeps_the_time_is_taken(timed, sma
 
 def test_of_plans_that_all_take_too_long_the_fastest_is_taken_and_the_result_says_so(timed) -> None:
     session, _ = timed(3, fraction=0.3)
-    found = session.search("random", {}, seed=0)
+    found = session.search(SearchCall("random"))
     plans, times = session.latency.timed, session.latency.times
     assert found.plan.layers == plans[min(range(len(plans)), key=times.__getitem__)]
     assert re.match(
@@ -193,7 +193,7 @@ def test_of_plans_that_all_take_too_long_the_fastest_is_taken_and_the_result_say
 
 def test_a_plan_that_keeps_the_time_misses_nothing(timed) -> None:
     session, _ = timed(1)
-    assert session.search("random", {}, seed=0).missed is None
+    assert session.search(SearchCall("random")).missed is None
 
 
 def test_comparisons_rank_report_and_save_the_same_plan(small_problem, result) -> None:
