@@ -43,6 +43,7 @@ from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.selector import heuristic_choices
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 from rankrl.workers.processes import WorkerCluster, Workers
+from rankrl.workers.ray_cluster import open_cluster
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +172,8 @@ class SearchSession:
         self.scoring.check()
         if search.workers is not None:
             asked = Workers(search.workers, search.cluster, search.worker_cpus, search.worker_gpus)
-            self._cluster = WorkerCluster(asked)
+            self._cluster = open_cluster(asked)
+            self._stack.callback(self._cluster.close)
         self.latency = None
         if latency is None:
             self.problem = problem_of(self.network, self._fitted(unfitted), goal, self.library)

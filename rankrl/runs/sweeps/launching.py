@@ -1,32 +1,31 @@
-"""Run the jobs of a sweep in other processes, on this machine or on a Ray cluster."""
+"""Start the jobs of a sweep in other processes: on this machine by submitit, on a cluster by Ray."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from functools import partial
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from decomposition.choose.processes import WorkerPool, local_pool
 from rankrl.device import usable_cores
 from rankrl.errors import ConfigError, RankrlError, counted
 from rankrl.runs.sweeps.progress import sweep_identifier, write_failure
-from rankrl.workers.processes import WorkerError, connected_ray, ray_pool
+from rankrl.workers.ray_cluster import connect
 
 log = logging.getLogger(__name__)
 
-_OUTPUTS = ".jobs"  # in the sweep's folder: what processes of this machine print
+_CONFIGURING = threading.Lock()  # Hydra's configuration is global to all threads
 
 
 class SweepJobs:
@@ -52,13 +51,14 @@ class SweepJobs:
     def __len__(self) -> int:
         return len(self._overrides)
 
-    def run(self, number: int, *, threads: int, to_file: bool = False) -> JobReturn:
-        """Run a job in the process that it was sent to; `to_file` keeps its output off the terminal."""
+    def run(self, number: int, threads: int | None) -> JobReturn:
+        """Run a job in the process that it was sent to."""
         os.chdir(self._current)
-        if to_file:
-            self._write_output(number)
         sys.path.insert(0, str(self._current))  # finds users' own networks, as the command itself does
-        torch.set_num_threads(threads)
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
         Singleton.set_state(self._singletons)
         setup_globals()
         return run_job(
@@ -71,10 +71,11 @@ class SweepJobs:
 
     def lost(self, number: int, error: Exception) -> JobReturn:
         """Record the failure of a job that was restarted without a result, and return an empty result."""
-        config, before = self._job_config(number), HydraConfig.instance().cfg
-        HydraConfig.instance().set_config(config)  # resolves `${hydra:...}`
-        folder = self.folder / str(config.hydra.sweep.subdir)
-        HydraConfig.instance().cfg = before
+        with _CONFIGURING:
+            config, before = self._job_config(number), HydraConfig.instance().cfg
+            HydraConfig.instance().set_config(config)  # resolves `${hydra:...}`
+            folder = self.folder / str(config.hydra.sweep.subdir)
+            HydraConfig.instance().cfg = before
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         folder.mkdir(parents=True, exist_ok=True)
         write_failure(
@@ -89,15 +90,6 @@ class SweepJobs:
         result = JobReturn(overrides=self._overrides[number], status=JobStatus.COMPLETED)
         result.return_value = None
         return result
-
-    def _write_output(self, number: int) -> None:
-        """Write what this process prints to a file of the job."""
-        place = self.folder / _OUTPUTS / f"{self._first + number}.log"
-        place.parent.mkdir(exist_ok=True)
-        with place.open("a") as file:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-                os.dup2(file.fileno(), stream.fileno())
 
     def _job_config(self, number: int) -> DictConfig:
         config = self._context.config_loader.load_sweep_config(self._config, self._overrides[number])
@@ -116,45 +108,76 @@ def refuse(error: RankrlError) -> NoReturn:
 def run_on_ray(
     jobs: SweepJobs, *, cpus: int, gpus: float, retries: int, init: Mapping[str, Any]
 ) -> list[JobReturn]:
-    """Run jobs on a Ray cluster and wait for all of them."""
+    """Run jobs on a Ray cluster and wait for all of them.
+
+    A job whose process is killed or whose node is lost is restarted from its state; one that is killed every
+    time counts as failed, and the others continue.
+    """
     try:
-        connected_ray("hydra/launcher=ray", **init)
+        ray = _ray()
+        connect(ray, **init)
     except RankrlError as error:
         refuse(error)
     log.info("Ray runs %s of the sweep %s", counted(len(jobs), "job"), jobs.folder)
-
-    def build() -> Callable[[int], JobReturn]:
-        return partial(jobs.run, threads=cpus)
-
-    pool = ray_pool(build, len(jobs), cpus=cpus, gpus=gpus, deaths=retries, lost=WorkerError)
-    return _results(jobs, pool)
-
-
-def run_locally(jobs: SweepJobs, *, n_jobs: int, retries: int) -> list[JobReturn]:
-    """Run jobs in processes of this machine and wait for all of them."""
-    cores = usable_cores()
-    together = min(cores if n_jobs == -1 else n_jobs, len(jobs))
-    if together < 1:
-        refuse(ConfigError(f"hydra.launcher.n_jobs must be at least 1, or -1 for all cores; got {n_jobs}"))
-    log.info("%s of the sweep %s run, %d at a time", counted(len(jobs), "job"), jobs.folder, together)
-
-    def build() -> Callable[[int], JobReturn]:
-        return partial(jobs.run, threads=max(1, cores // together), to_file=True)
-
-    return _results(jobs, local_pool(build, together, deaths=retries, lost=WorkerError))
-
-
-def _results(jobs: SweepJobs, pool: WorkerPool) -> list[JobReturn]:
-    """Return the results of jobs.
-
-    A job whose process is killed is started again and goes on from its state; one that is killed every time
-    counts as failed, and the others continue.
-    """
+    run = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=retries)(SweepJobs.run)
+    shared = ray.put(jobs)
+    numbers = {run.remote(shared, number, cpus): number for number in range(len(jobs))}
     results: dict[int, JobReturn] = {}
-    with closing(pool):
-        for number, future in pool.finished(range(len(jobs))):
+    waiting = list(numbers)
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1)
+        for reference in done:
+            number = numbers[reference]
             try:
-                results[number] = future.result()
-            except WorkerError as error:
+                results[number] = ray.get(reference)
+            except ray.exceptions.RayError as error:
                 results[number] = jobs.lost(number, error)
     return [results[number] for number in range(len(jobs))]
+
+
+def _ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(
+            f"hydra/launcher=ray needs Ray, which cannot be imported ({error}); install the extra `ray`"
+        ) from error
+
+
+def run_locally(
+    jobs: SweepJobs, folder: str, *, n_jobs: int, retries: int, parameters: Mapping[str, Any]
+) -> list[JobReturn]:
+    """Run jobs with submitit's local executor and wait for all of them.
+
+    submitit starts all of its jobs at once, so it gets no more than may run. A job whose process is killed is
+    restarted from its state; one that is killed every time counts as failed, and the others continue.
+    """
+    try:
+        submitit = importlib.import_module("submitit")
+    except ImportError as error:
+        reason = f"hydra/launcher=local needs submitit, which cannot be imported ({error})"
+        refuse(ConfigError(f"{reason}; install the extra `slurm`"))
+    cores = usable_cores()
+    together = cores if n_jobs == -1 else n_jobs
+    if together < 1:
+        refuse(ConfigError(f"hydra.launcher.n_jobs must be at least 1, or -1 for all cores; got {n_jobs}"))
+    together = min(together, len(jobs))
+    threads = parameters.get("cpus_per_task") or max(1, cores // together)
+    executor = submitit.AutoExecutor(folder=folder, cluster="local")
+    settings = {name: value for name, value in parameters.items() if value is not None}
+    executor.update_parameters(**settings)
+    log.info("submitit runs %s of the sweep %s", counted(len(jobs), "job"), jobs.folder)
+
+    def run(number: int) -> JobReturn:
+        for left in reversed(range(retries + 1)):
+            try:
+                result: JobReturn = executor.submit(jobs.run, number, threads).result()
+                return result
+            except submitit.core.utils.UncompletedJobError as error:
+                if left == 0:
+                    return jobs.lost(number, error)
+                log.warning("the process of job %d was killed; it is started again", number)
+        raise AssertionError("unreachable")
+
+    with ThreadPoolExecutor(together) as pool:
+        return list(pool.map(run, range(len(jobs))))

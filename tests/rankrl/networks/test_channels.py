@@ -25,7 +25,7 @@ from rankrl.plan_search.scores.scoring import FixedFits, ParallelEvaluator
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.workers.processes import WorkerCluster, Workers
+from rankrl.workers.processes import LocalCluster, Workers
 
 SHAPE = (1, 8, 8)
 
@@ -136,7 +136,7 @@ def test_scores_in_processes_equal_those_of_one(
     drawn = np.random.default_rng(1)
     plans = [tuple(random_choices(problem, drawn).tolist()) for _ in range(4)]
     alone = PlanEvaluator(network, library, problem, data, options=options)
-    one = WorkerCluster(Workers(1))
+    one = LocalCluster(Workers(1))
     with ParallelEvaluator(network, library, problem, data, cluster=one, options=options) as evaluator:
         evaluations = evaluator.evaluate(plans)
     assert [each.score for each in evaluations] == [each.score for each in alone.evaluate(plans)]

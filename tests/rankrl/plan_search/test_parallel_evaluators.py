@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +28,8 @@ from rankrl.plan_search.scores.scoring import FixedFits, ParallelEvaluator, Para
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.space.problem import Choices, SearchProblem
-from rankrl.workers.processes import WorkerCluster, WorkerError, Workers, check_workers
+from rankrl.workers.processes import LocalCluster, LocalWorkers, WorkerError, Workers, check_workers
+from rankrl.workers.ray_cluster import open_cluster
 
 SHAPE = (1, 8, 8)
 NORMALISATION = {"mean": (0.5,), "std": (0.25,)}
@@ -72,7 +72,7 @@ def options() -> EvaluatorOptions:
     return EvaluatorOptions(metric="soft_agreement", augmented=False, batch_size=16)
 
 
-class SameProcess(WorkerCluster):
+class SameProcess(LocalCluster):
     """Stands for a cluster whose workers need not be started."""
 
     def pool(self, build: Callable[[], Callable[[Any], Any]]) -> SameProcessPool:
@@ -97,7 +97,7 @@ class SameProcessPool:
 @pytest.fixture(scope="module", params=["same process", pytest.param("processes", marks=pytest.mark.slow)])
 def two_workers(request, network, library, problem, small_images) -> Iterator[ParallelEvaluator]:
     """Two workers; to start them as processes takes longer than all that is asked of them."""
-    cluster = {"same process": SameProcess, "processes": WorkerCluster}[request.param](Workers(2))
+    cluster = {"same process": SameProcess, "processes": LocalCluster}[request.param](Workers(2))
     images = ScoredImages(small_images, **NORMALISATION)
     with ParallelEvaluator(
         network, library, problem, images, cluster=cluster, options=options()
@@ -173,7 +173,7 @@ def test_workers_are_given_the_fits_of_every_candidate(library, problem) -> None
 def test_the_users_own_score_runs_in_workers(network, library, problem, scores) -> None:
     example = torch.randn(4, *SHAPE)
     *chosen, another = list(dict.fromkeys(plans(problem, 8)))[:4]
-    one = WorkerCluster(Workers(1))
+    one = LocalCluster(Workers(1))
     with ParallelScoreEvaluator(network, library, problem, scores.deadly, example, cluster=one) as evaluator:
         found = evaluator.evaluate([*chosen, chosen[0]])
         assert len({each.score for each in found}) > 1
@@ -185,7 +185,7 @@ def test_the_users_own_score_runs_in_workers(network, library, problem, scores) 
 
 @pytest.mark.slow
 def test_errors_in_a_worker_reach_the_caller() -> None:
-    pool = WorkerCluster(Workers(1)).pool(failing_builder)
+    pool = LocalWorkers(failing_builder, 1)
     try:
         with pytest.raises(NonFiniteError, match="cannot be built"):
             pool.map([1])
@@ -207,11 +207,9 @@ failing_builder = _FailingBuilder()
 
 
 def test_what_cannot_be_sent_is_refused_at_once(network, library, problem) -> None:
-    two = WorkerCluster(Workers(2))
+    two = LocalCluster(Workers(2))
     with pytest.raises(ConfigError, match=r"search\.workers=2.*top level of a module"):
-        ParallelScoreEvaluator(
-            network, library, problem, Lock().__enter__, torch.zeros(2, *SHAPE), cluster=two
-        )
+        ParallelScoreEvaluator(network, library, problem, lambda _: 1.0, torch.zeros(2, *SHAPE), cluster=two)
 
 
 class _DyingOnce:
@@ -239,7 +237,7 @@ class Dying:
 
 @pytest.mark.slow
 def test_the_work_of_a_killed_worker_is_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pool = WorkerCluster(Workers(2)).pool(Dying(tmp_path / "died"))
+    pool = LocalCluster(Workers(2)).pool(Dying(tmp_path / "died"))
     try:
         assert pool.map(range(6)) == [0, 1, 4, 9, 16, 25]
     finally:
@@ -275,7 +273,7 @@ def test_a_missing_ray_is_named() -> None:
     if importlib.util.find_spec("ray") is not None:
         pytest.skip("Ray is installed")
     with pytest.raises(ConfigError, match="extra `ray`"):
-        WorkerCluster(Workers(1, "ray"))
+        open_cluster(Workers(1, "ray"))
 
 
 @pytest.mark.slow
@@ -283,12 +281,14 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, signal\n"
-        "from rankrl.workers.processes import WorkerCluster, Workers\n"
+        "from rankrl.workers.processes import LocalWorkers\n"
+        "import operator\n"
         "def build():\n"
-        "    return lambda job: os.getpid()\n"
+        "    return os.getpgid\n"
         "if __name__ == '__main__':\n"
-        "    pool = WorkerCluster(Workers(1)).pool(build)\n"
-        "    print(*pool.map([0]), flush=True)\n"
+        "    pool = LocalWorkers(build, 1)\n"
+        "    pool.map([0])\n"
+        "    print(*pool._executor._processes, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     worker = int(subprocess.run([sys.executable, str(script)], capture_output=True, text=True).stdout)

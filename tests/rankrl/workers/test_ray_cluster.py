@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from rankrl.errors import ConfigError
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions, PlanEvaluator, ScoredImages
 from rankrl.plan_search.scores.scoring import ParallelEvaluator
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.workers.processes import WorkerCluster, WorkerError, Workers
+from rankrl.workers.processes import WorkerError, Workers
+from rankrl.workers.ray_cluster import open_cluster
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,40 +72,52 @@ class Doomed:
 def test_every_worker_has_a_gpu_and_the_work_of_a_killed_one_is_done_again(
     cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    workers = WorkerCluster(Workers(2, "ray", gpus=1))
-    with caplog.at_level(logging.INFO), closing(workers.pool(lambda: told(tmp_path / "died"))) as pool:
-        results = pool.map(range(8))
-    assert [square for square, _ in results] == [number**2 for number in range(8)]
-    assert {gpu for _, gpu in results} <= {"0", "1"}
-    if not torch.cuda.is_available():
-        assert "computes on the CPU: torch sees no GPU there" in caplog.text
-    assert sorted(workers.spread(lambda job: -job, range(5), "negatives")) == [-4, -3, -2, -1, 0]
+    workers = open_cluster(Workers(2, "ray", gpus=1))
+    try:
+        with caplog.at_level(logging.INFO):
+            results = workers.pool(lambda: told(tmp_path / "died")).map(range(8))
+        assert [square for square, _ in results] == [number**2 for number in range(8)]
+        assert {gpu for _, gpu in results} <= {"0", "1"}
+        assert "a worker of the Ray cluster died; its work is done again" in caplog.text
+        if not torch.cuda.is_available():
+            assert "computes on the CPU: torch sees no GPU there" in caplog.text
+        assert sorted(workers.spread(lambda job: -job, range(5), "negatives")) == [-4, -3, -2, -1, 0]
+    finally:
+        workers.close()
 
 
-def test_workers_without_gpus_see_none(cluster: Any) -> None:
-    def build() -> Callable[[Any], tuple[int, bool]]:
-        return lambda _: (torch.get_num_threads(), torch.cuda.is_available())
-
-    with closing(WorkerCluster(Workers(1, "ray", cpus=2)).pool(build)) as pool:
+def test_workers_without_gpus_see_none(cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "died").touch()
+    workers = open_cluster(Workers(1, "ray", cpus=2))
+    try:
+        pool = workers.pool(lambda: lambda _: (torch.get_num_threads(), torch.cuda.is_available()))
         assert pool.map([0]) == [(2, False)]
+    finally:
+        workers.close()
 
 
 def test_more_workers_than_there_is_room_for_work_with_those_that_are_up(cluster: Any) -> None:
-    with closing(WorkerCluster(Workers(3, "ray", gpus=2)).pool(lambda: abs)) as pool:
-        assert pool.map([-3, 4, -5]) == [3, 4, 5]
+    workers = open_cluster(Workers(3, "ray", gpus=2))
+    try:
+        assert workers.pool(lambda: abs).map([-3, 4, -5]) == [3, 4, 5]
+    finally:
+        workers.close()
 
 
 def test_work_that_kills_every_worker_is_given_up(cluster: Any) -> None:
-    workers = WorkerCluster(Workers(1, "ray"))
-    with closing(workers.pool(Doomed())) as pool, pytest.raises(WorkerError, match=r"died.*resume"):
-        pool.map([0])
-    with closing(workers.pool(lambda: lambda task: 1 / task)) as pool, pytest.raises(ZeroDivisionError):
-        pool.map([0])
+    workers = open_cluster(Workers(1, "ray"))
+    try:
+        with pytest.raises(WorkerError, match=r"worker of the Ray cluster died.*resume"):
+            workers.pool(Doomed()).map([0])
+        with pytest.raises(ZeroDivisionError):
+            workers.pool(lambda: lambda task: 1 / task).map([0])
+    finally:
+        workers.close()
 
 
 def test_workers_that_no_node_has_room_for_are_refused(cluster: Any) -> None:
     with pytest.raises(ConfigError, match=r"no node .* has the 1 CPU and 4 GPU .* nodes have 2 CPU, 2 GPU"):
-        WorkerCluster(Workers(1, "ray", gpus=4))
+        open_cluster(Workers(1, "ray", gpus=4))
 
 
 def test_fits_and_scores_on_a_cluster_are_those_of_one_process(
@@ -117,25 +129,30 @@ def test_fits_and_scores_on_a_cluster_are_those_of_one_process(
     moments = collect_moments(network, layers, inputs)
     here, there = (FitLibrary(network, layers, "tucker", moments=moments) for _ in range(2))
     fitted: dict[str, Any] = {}
-    workers = WorkerCluster(Workers(2, "ray", gpus=0.5))
-    there.fit_all(
-        [there.unfitted(name, limit=3) for name in there.specs],
-        lambda site: fitted.update({site.name: site}),
-        workers=workers.spread,
-    )
-    expected = here.all_candidates(limit=3)
-    sites = [fitted[each.name] for each in expected]
-    errors = [[each.error for each in site.candidates] for site in sites]
-    assert errors == [pytest.approx([each.error for each in site.candidates]) for site in expected]
-    problem = SearchProblem.from_model(network, sites, SHAPE, params=0.9, library=there)
-    options = EvaluatorOptions(augmented=False, batch_size=16)
-    images = ScoredImages(small_images, **NORMALISATION)
-    one = PlanEvaluator(network, there, problem, images, options=options)
-    with ParallelEvaluator(network, there, problem, images, cluster=workers, options=options) as evaluator:
-        plans = [tuple(0 for _ in sites), tuple(len(site.candidates) - 1 for site in sites)]
-        scores = [each.score for each in evaluator.evaluate(plans)]
-        assert scores == pytest.approx([one(plan).score for plan in plans])
-        assert evaluator.fingerprint == f"{one.fingerprint}-cuda"
+    workers = open_cluster(Workers(2, "ray", gpus=0.5))
+    try:
+        there.fit_all(
+            [there.unfitted(name, limit=3) for name in there.specs],
+            lambda site: fitted.update({site.name: site}),
+            workers=workers.spread,
+        )
+        expected = here.all_candidates(limit=3)
+        sites = [fitted[each.name] for each in expected]
+        errors = [[each.error for each in site.candidates] for site in sites]
+        assert errors == [pytest.approx([each.error for each in site.candidates]) for site in expected]
+        problem = SearchProblem.from_model(network, sites, SHAPE, params=0.9, library=there)
+        options = EvaluatorOptions(augmented=False, batch_size=16)
+        images = ScoredImages(small_images, **NORMALISATION)
+        one = PlanEvaluator(network, there, problem, images, options=options)
+        with ParallelEvaluator(
+            network, there, problem, images, cluster=workers, options=options
+        ) as evaluator:
+            plans = [tuple(0 for _ in sites), tuple(len(site.candidates) - 1 for site in sites)]
+            scores = [each.score for each in evaluator.evaluate(plans)]
+            assert scores == pytest.approx([one(plan).score for plan in plans])
+            assert evaluator.fingerprint == f"{one.fingerprint}-cuda"
+    finally:
+        workers.close()
 
 
 def resources_of_this_process(network: nn.Module) -> float:

@@ -1,0 +1,253 @@
+"""Run workers as actors on a Ray cluster."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rankrl.device import reuse_memory
+from rankrl.errors import ConfigError, counted
+from rankrl.workers.processes import (
+    GO_ON,
+    MOST_DEATHS,
+    Builder,
+    LocalCluster,
+    Scorer,
+    WorkerCluster,
+    WorkerError,
+    WorkerPool,
+    Workers,
+)
+
+log = logging.getLogger(__name__)
+
+_PATIENCE = 30.0  # seconds without any worker before the log says so
+
+
+@dataclass
+class _Work:
+    """The work of actors: a builder in Ray's store, the tasks of actors, and those to be done again."""
+
+    key: int
+    build: Any
+    running: dict[Any, tuple[Any, int, Any]] = field(default_factory=dict)
+    again: list[tuple[int, Any]] = field(default_factory=list)
+    deaths: dict[int, int] = field(default_factory=dict)
+
+
+class RayCluster:
+    """Actors on the cluster that the environment variable RAY_ADDRESS names, else on one made here.
+
+    Actors get work as soon as they are up, so that a cluster with room for only some works with those. A task
+    whose actor died (a killed process, a lost node) goes to another one.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        try:
+            self._ray = importlib.import_module("ray")
+        except ImportError as error:
+            raise ConfigError(
+                f"search.cluster=ray needs Ray, which cannot be imported ({error}); install the extra `ray`, "
+                "or use search.cluster=local"
+            ) from error
+        connect(self._ray)
+        self._check_room()
+        self._actor = self._ray.remote(num_cpus=workers.cpus, num_gpus=workers.gpus)(_Actor)
+        self._starting: dict[Any, Any] = {}
+        self._idle: list[Any] = []
+        self._keys = itertools.count()
+        self._failed_starts = 0
+        for _ in range(workers.size):
+            self._start()
+
+    def spread(self, function: Callable[[Any], Any], jobs: Iterable[Any], work: str) -> Iterator[Any]:
+        """Yield the results of a function on jobs, in the order in which they are finished."""
+        del work
+        for _, result in self._results(self._new_work(_Ungraded(function)), jobs):
+            yield result
+
+    def pool(self, build: Builder) -> WorkerPool:
+        """Return the workers; each applies the scorer of `build`."""
+        return _Pool(self, self._new_work(build), self.workers.size)
+
+    def close(self) -> None:
+        """End the actors; a cluster that was there before stays."""
+        for actor in (*self._idle, *self._starting.values()):
+            self._ray.kill(actor)
+        self._idle, self._starting = [], {}
+
+    def _check_room(self) -> None:
+        needed = {"CPU": float(self.workers.cpus), "GPU": float(self.workers.gpus)}
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        if any(all(node.get(name, 0.0) >= amount for name, amount in needed.items()) for node in nodes):
+            return
+        has = "; ".join(", ".join(f"{node.get(name, 0.0):g} {name}" for name in needed) for node in nodes)
+        message = (
+            f"no node of the Ray cluster has the {self.workers.cpus} CPU and {self.workers.gpus:g} GPU of "
+            f"search.worker_cpus and search.worker_gpus; its nodes have {has or 'nothing'}"
+        )
+        if "RAY_ADDRESS" not in os.environ:
+            raise ConfigError(f"{message}. Ask for less, or name a cluster with RAY_ADDRESS")
+        log.warning("%s. Waiting for a node that has", message)  # autoscalers add nodes when asked
+
+    def _start(self) -> None:
+        actor = self._actor.remote(self.workers.cpus)
+        self._starting[actor.place.remote()] = actor
+
+    def _new_work(self, build: Builder) -> _Work:
+        return _Work(next(self._keys), self._ray.put(build))
+
+    def _results(self, work: _Work, tasks: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """Yield the number of each task with its result, as they are finished."""
+        fresh = enumerate(tasks)
+        try:
+            while True:
+                while self._idle:
+                    job = work.again.pop() if work.again else next(fresh, None)
+                    if job is None:
+                        break
+                    actor, (index, task) = self._idle.pop(), job
+                    work.running[actor.apply.remote(work.key, work.build, task)] = (actor, index, task)
+                if not work.running and self._idle:
+                    return
+                yield from self._finished(work)
+        finally:
+            # An actor works through its queue, so that an abandoned task only delays its next one.
+            self._idle += [actor for actor, _, _ in work.running.values()]
+            work.running, work.again, work.deaths = {}, [], {}
+
+    def _finished(self, work: _Work) -> Iterator[tuple[int, Any]]:
+        """Wait for a started actor or for a result, and yield a result."""
+        errors = self._ray.exceptions
+        done, _ = self._ray.wait([*work.running, *self._starting], num_returns=1, timeout=_PATIENCE)
+        if not done and not work.running:
+            log.warning("no worker has started yet; the cluster has %s", self._ray.available_resources())
+        for reference in done:
+            if reference in self._starting:
+                self._take_in(reference)
+                continue
+            actor, index, task = work.running.pop(reference)
+            try:
+                result = self._ray.get(reference)
+            except errors.RayTaskError as error:
+                self._idle.append(actor)
+                raise error.cause if isinstance(error.cause, Exception) else error from error
+            except errors.RayError as error:
+                work.deaths[index] = work.deaths.get(index, 0) + 1
+                self._ray.kill(actor)
+                self._start()
+                if work.deaths[index] > MOST_DEATHS:
+                    raise WorkerError(
+                        f"a worker of the Ray cluster died: {_first_line(error)} {GO_ON}"
+                    ) from error
+                log.warning("a worker of the Ray cluster died; its work is done again")
+                work.again.append((index, task))
+            else:
+                self._idle.append(actor)
+                yield index, result
+
+    def _take_in(self, reference: Any) -> None:
+        """Add an actor to the idle ones if it is up; start another one otherwise."""
+        actor = self._starting.pop(reference)
+        try:
+            place = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            self._failed_starts += 1
+            if self._failed_starts > MOST_DEATHS:
+                raise WorkerError(
+                    f"workers of the Ray cluster do not start: {_first_line(error)} Every node needs rankrl "
+                    "and its requirements"
+                ) from error
+            self._start()
+            return
+        self._failed_starts = 0
+        self._idle.append(actor)
+        if self.workers.gpus > 0 and not place.computes_on_gpu:
+            log.warning("the worker on %s computes on the CPU: torch sees no GPU there", place.host)
+        else:
+            log.info("worker on %s: %s", place.host, place.device)
+
+
+class _Pool:
+    """Workers of a cluster that apply one scorer."""
+
+    def __init__(self, cluster: RayCluster, work: _Work, size: int) -> None:
+        self.size = size
+        self._cluster, self._work = cluster, work
+
+    def map(self, tasks: Sequence[Any]) -> list[Any]:
+        """Return the scorer's results, in the order of the tasks; see `WorkerPool`."""
+        results = dict(self._cluster._results(self._work, tasks))
+        return [results[index] for index in range(len(tasks))]
+
+    def close(self) -> None:
+        """Do nothing: workers end with their cluster."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of an actor on the cluster."""
+
+    host: str
+    device: str
+    computes_on_gpu: bool
+
+
+class _Actor:
+    """The scorers of a Ray actor."""
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        reuse_memory()
+        self._scorers: dict[int, Scorer] = {}
+
+    def place(self) -> _Place:
+        if torch.cuda.is_available():
+            return _Place(socket.gethostname(), torch.cuda.get_device_name(), True)
+        return _Place(socket.gethostname(), counted(torch.get_num_threads(), "processor core"), False)
+
+    def apply(self, key: int, build: Builder, task: Any) -> Any:
+        if key not in self._scorers:
+            self._scorers[key] = build()
+        return self._scorers[key](task)
+
+
+@dataclass(frozen=True)
+class _Ungraded:
+    """Builds a function that runs without gradients, as in the processes for fits."""
+
+    function: Callable[[Any], Any]
+
+    def __call__(self) -> Scorer:
+        return torch.no_grad()(self.function)
+
+
+def connect(ray: Any, **arguments: Any) -> None:
+    """Connect to the cluster of RAY_ADDRESS, or make one here."""
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(**{"log_to_driver": False, "logging_level": "error", **arguments})
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise WorkerError(f"the Ray cluster cannot be reached: {error}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def open_cluster(workers: Workers) -> WorkerCluster:
+    """Return the cluster that the workers are on."""
+    if workers.cluster == "local":
+        return LocalCluster(workers)
+
+    return RayCluster(workers)
