@@ -205,6 +205,10 @@ def _explained(error: BaseException, overrides: Sequence[Override], composed: Co
     if missing is not None:
         group = missing[1].partition(".")[0]
         return f"{group}={_chosen(group, overrides, composed)} needs {missing[1]}=VALUE."
+    twice = re.search(r"Multiple values for (\S+)\.|(\S+) appears more than once", text)
+    if twice is not None:
+        group = twice[1] or twice[2]
+        return f"{group} is chosen twice; choose it once, without a plus: {group}=NAME"
     choice = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if choice is not None:
         group, value = choice.groups()

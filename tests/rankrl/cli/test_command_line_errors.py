@@ -197,8 +197,8 @@ INSPECT = ("task=inspect", "model=conv4", "dataset=digits")
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        ("+reward=weighted", "Multiple values for reward"),
-        ("+finetune=full", "Multiple values for finetune"),
+        ("+reward=weighted", "reward is chosen twice; choose it once, without a plus"),
+        ("+finetune=full", "finetune is chosen twice; choose it once, without a plus"),
         ("seed=${nosuch}", "seed: Interpolation key 'nosuch' not found"),
         ("seed=${oc.env:NOSUCH}", "seed: Environment variable 'NOSUCH' not found"),
         ("budget.params='${oc.decode:${oc.env:NOSUCH}}'", "budget.params: Environment variable 'NOSUCH' not"),
