@@ -61,7 +61,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
                 f"{ENVIRONMENT_ID} needs problem=SearchProblem, the layers that ranks are chosen for, got "
                 f"{shown(problem)}; for example gymnasium.make({ENVIRONMENT_ID!r}, problem=SearchProblem."
                 "from_model(model, candidates, (3, 32, 32), params=0.5), reward=function_of_a_plan); "
-                "docs/search.md has a program"
+                "docs/agent.md has a program"
             )
         self._spec: EnvSpec | None = None
         self.problem = problem
