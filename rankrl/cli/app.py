@@ -17,7 +17,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from safetensors import SafetensorError
 
 from decomposition.errors import DecompositionError
@@ -47,7 +47,7 @@ def _run(config: DictConfig) -> None:
     hydra_config = HydraConfig.get()
     folder = RunFolder(Path(hydra_config.runtime.output_dir))
     overrides = [str(each) for each in hydra_config.overrides.task if not str(each).startswith("resume=")]
-    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+    plain = compose.plain_values(config)
     try:
         if hydra_config.mode == RunMode.MULTIRUN:
             run_sweep_job(

@@ -30,7 +30,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rankrl.cli.config.schema import TASKS, config_folder, group_choices, group_names, store_groups
+from rankrl.cli.config.schema import (
+    TASKS,
+    AppConfig,
+    config_folder,
+    group_choices,
+    group_names,
+    read_texts,
+    store_groups,
+)
 from rankrl.errors import ConfigError
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, KeyError, AssertionError)
@@ -76,7 +84,7 @@ def plain_values(config: DictConfig) -> dict[str, Any]:
     """Return the values of a configuration without Hydra's section, resolved."""
     own = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
     values: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
-    return dict(values)
+    return read_texts(AppConfig, values)
 
 
 def offered_choices(group: str) -> list[str]:
@@ -89,6 +97,7 @@ def offered_choices(group: str) -> list[str]:
 
 # Characters with a meaning of their own in values: lists, mappings, quotes, interpolations, escapes.
 _SYNTAX = re.compile(r"""[\[\]{}'"\\]|\$\{""")
+_INTERPOLATION = re.compile(r"\$\{[^'\"\\]*\}")  # which Hydra reads unquoted unless it holds another
 
 
 def readable_arguments(arguments: Sequence[str]) -> list[str]:
@@ -139,6 +148,8 @@ def _is_readable(argument: str) -> bool:
 
 def _with_quotes(argument: str) -> str:
     key, _, value = argument.partition("=")
+    if _INTERPOLATION.fullmatch(value) and not _is_readable(argument):
+        return quoted(key, value)
     called = re.match(r"\s*\w+\(", value) or (re.search(r"[()]", value) and "," in value)
     untouched = key in ("", "resume") or key[0] == "~" or _SYNTAX.search(value) or called
     if untouched or _is_readable(argument):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
+import json
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -148,6 +150,19 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {each.name: plain(getattr(value, each.name)) for each in option_fields(value)}
     return list(value) if isinstance(value, tuple) else value
+
+
+def read_texts(section: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section's values with numbers read from text, which environment variables hold."""
+    hints, read = typing.get_type_hints(section), dict(values)
+    for name, value in values.items():
+        kinds = {hints.get(name), *typing.get_args(hints.get(name))}
+        if dataclasses.is_dataclass(hints.get(name)) and isinstance(value, Mapping):
+            read[name] = read_texts(typing.cast(type, hints[name]), value)
+        elif isinstance(value, str) and str not in kinds and kinds & {int, float, bool}:
+            with contextlib.suppress(ValueError):
+                read[name] = json.loads(value)
+    return read
 
 
 def built(section: type[Options], values: Mapping[str, Any]) -> Options:

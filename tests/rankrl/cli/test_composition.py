@@ -98,3 +98,22 @@ def test_what_is_composed_for_several_is_written_by_none() -> None:
         assert config.hydra.overrides.task == ["seed=3"]
         with pytest.raises(ReadonlyConfigError):
             config.seed = 4
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("budget.params=${oc.env:SHARE}", 0.5),
+        ("budget.params=${oc.decode:${oc.env:SHARE,0.25}}", 0.5),
+        ("budget.params='${oc.decode:${oc.env:NONE,0.25}}'", 0.25),
+    ],
+)
+def test_numbers_are_read_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, argument: str, expected: float
+) -> None:
+    monkeypatch.setenv("SHARE", "0.5")
+    arguments = compose.readable_arguments([argument])
+    with composing(parsed_flags(arguments)) as composed:
+        values = compose.plain_values(composed(arguments))
+    check_overrides(arguments)
+    assert values["budget"]["params"] == expected
