@@ -116,7 +116,7 @@ def sentences(*texts: str) -> str:
 
 
 def about_choice(group: str, choice: str) -> str:
-    """Return what a registered choice of a group is."""
+    """Describe a registered choice of a group."""
     if group == "tracking":
         if choice == NONE:
             return "No tracking; episodes.csv and metrics.json are written all the same."

@@ -329,8 +329,8 @@ class FileModule(ModuleNetwork):
         outputs = tuple(files.agreement(self.baseline, path))
         runtimes = module_runtimes(compressed, self.baseline, path, files, known=numbers, scratch=self.folder)
         name_file(path, options)
-        if options.output_names:
-            named = zip(outputs, options.output_names, strict=False)
+        if outputs and options.output_names:
+            named = zip(outputs, options.output_names, strict=True)
             outputs = tuple(replace(output, name=name) for output, name in named)
         return WrittenFile(numbers["max_abs_difference"], times, outputs, numbers, runtimes)
 

@@ -238,7 +238,7 @@ class SearchSession:
         if drop is not None:
             result = within_bounded_loss(self, call, drop)
             return ChosenPlan(plan=result.plan, key=result.key, measured=result.measured)
-        key = tuple(map(int, heuristic_choices(problem, call.selector)))
+        key = heuristic_choices(problem, call.selector)
         missed = None
         if self.latency is not None:
             missed = self.latency.timed_plans(problem, [key], 1, folder=call.folder).missed

@@ -202,7 +202,7 @@ class Group:
         return sorted({*self.ours, *registered(self.noun), *self.others()})
 
     def owners(self, choice: str) -> dict[Any, Collection[str]]:
-        """Return what takes a choice's options, with the parameters of each that are none; imports torch."""
+        """Return the code that takes a choice's options, with its parameters that are no options."""
         return _owners(self.noun, choice)
 
     def live(self, choice: str) -> dict[str, tuple[Any, Any]]:

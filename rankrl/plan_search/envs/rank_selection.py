@@ -140,7 +140,7 @@ Act = Callable[[int, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Episode:
-    """What an episode showed, did and earned; observations have the shape (layers + 1, size)."""
+    """A played episode: observations of the shape (layers + 1, size), actions of the shape (layers, 1)."""
 
     observations: np.ndarray
     actions: np.ndarray

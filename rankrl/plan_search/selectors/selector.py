@@ -128,8 +128,8 @@ class Selector(ABC):
         self.observed += len(proposals)
 
 
-def heuristic_choices(problem: SearchProblem, heuristic: str) -> np.ndarray:
-    """Return the candidates that a heuristic chooses, shape (layers,)."""
+def heuristic_choices(problem: SearchProblem, heuristic: str) -> Choices:
+    """Return the plan that a heuristic chooses."""
     if heuristic not in list_heuristics():
         raise ConfigError(f"there is no heuristic {heuristic!r}; known are {', '.join(list_heuristics())}")
     if problem.budget is None:
@@ -137,10 +137,11 @@ def heuristic_choices(problem: SearchProblem, heuristic: str) -> np.ndarray:
             f"selector {heuristic!r} spends a budget and there is none; set budget.params or budget.macs"
         )
     if heuristic == "greedy":
-        return problem.preset
+        return tuple(problem.preset.tolist())
     if problem.library is None:
         raise ConfigError(f"selector {heuristic!r} looks into the fits; make the problem with its library")
-    return get_heuristic(heuristic).choose(problem.library, problem.sites, problem.budget)
+    choices = get_heuristic(heuristic).choose(problem.library, problem.sites, problem.budget)
+    return tuple(choices.tolist())
 
 
 class OneShot(Selector):
@@ -150,7 +151,7 @@ class OneShot(Selector):
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
-        self._choices = tuple(heuristic_choices(problem, self.name).tolist())
+        self._choices = heuristic_choices(problem, self.name)
 
     def propose(self) -> list[Proposal]:
         """Return the plan, once."""
