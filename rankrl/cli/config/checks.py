@@ -205,6 +205,13 @@ def _explained(error: BaseException, overrides: Sequence[Override], composed: Co
     if missing is not None:
         group = missing[1].partition(".")[0]
         return f"{group}={_chosen(group, overrides, composed)} needs {missing[1]}=VALUE."
+    for each in overrides:
+        value = "" if each.is_sweep_override() or each.is_delete() else each.value()
+        names = value if isinstance(value, list) else [value]
+        is_group = each.key_or_group in (*group_names(), "hydra/launcher", "hydra/sweeper")
+        if is_group and not all(isinstance(name, str | dict) for name in names):
+            choices = ", ".join(offered_choices(each.key_or_group))
+            return f"{each.key_or_group} is the name of a choice, got {shown(value)}; choose from {choices}"
     twice = re.search(r"Multiple values for (\S+)\.|(\S+) appears more than once", text)
     if twice is not None:
         group = twice[1] or twice[2]

@@ -41,8 +41,8 @@ from rankrl.cli.config.schema import (
 )
 from rankrl.errors import ConfigError
 
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, KeyError, AssertionError)
-"""Errors of composing: ValueError and KeyError are Hydra's, AssertionError OmegaConf's for keys of values."""
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, KeyError, TypeError, AssertionError)
+"""Errors of composing: AssertionError is OmegaConf's for keys of values, the builtin others are Hydra's."""
 Composed = Callable[[Sequence[str]], DictConfig]
 """Returns the configuration of overrides with Hydra's section, read-only."""
 # Lines of Hydra's and OmegaConf's messages without information about the fault.

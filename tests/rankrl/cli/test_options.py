@@ -38,7 +38,7 @@ from rankrl.plan_search.scores.evaluators import EvaluatorOptions
 from rankrl.plan_search.selectors import create_selector
 from rankrl.pruners.options import PruningOptions
 from rankrl.training import TrainingRecipe
-from rankrl.verify import runtimes
+from rankrl.verify import measure
 
 
 def test_a_budget_in_time_is_measured_as_the_export_is() -> None:
@@ -499,14 +499,14 @@ def test_the_files_are_verified_and_timed_in_each(
 def test_a_runtime_that_computes_something_else_is_warned_of_and_not_timed(
     rankrl: Command, whole_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = runtimes.verified
+    original = measure.verify_onnx
 
-    def differs(*args: Any, runtime: str) -> Any:
+    def differs(*args: Any, runtime: str, **options: Any) -> Any:
         if runtime == "openvino":
             raise ExportError("it differs")
-        return original(*args, runtime=runtime)
+        return original(*args, runtime=runtime, **options)
 
-    monkeypatch.setattr(runtimes, "verified", differs)
+    monkeypatch.setattr(measure, "verify_onnx", differs)
     section = exported(rankrl, whole_run)["runtimes"]
     assert section["openvino"]["failed"] == "it differs"
     assert "latency_ms" not in section["openvino"]
