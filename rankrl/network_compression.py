@@ -53,7 +53,7 @@ from rankrl.plan_search.scores.scoring import FunctionScoring
 from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.report.run_tables import HELDOUT_ACCURACY
 from rankrl.request import Request, opened_session, write_kit
-from rankrl.result import Compression, ModuleCompression, finish, run_numbers, shallow, write_run
+from rankrl.result import Compression, ModuleCompression, finish, run_numbers, shallow, write_call
 from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
 from rankrl.timing.form import faster_positions
 from rankrl.timing.network_timer import relative_time
@@ -218,7 +218,7 @@ def compress_module(
     numbers = run_numbers(result) | taught
     if tuned is not None:
         numbers["compressed"]["agreement"] = agreement_score(measure.agreement(compressed))
-    write_run(run, result, request, type(model).__name__, numbers)
+    write_call(run, result, request, type(model).__name__, numbers)
     return result
 
 
@@ -428,7 +428,7 @@ def compress_file_in(source: FileSource, folder: Path | None, request: Request, 
     os.replace(result.path, run.onnx)
     result.plan.save(run.plan)
     result = replace(result, path=run.onnx)
-    write_run(run, result, request, source.path.stem, run_numbers(result))
+    write_call(run, result, request, source.path.stem, run_numbers(result))
     return result
 
 

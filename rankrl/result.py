@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,16 @@ class Measurement:
     baseline_score: float
     compressed_score: float
     score: float
+    unit: str = "score"
+    finetuned: bool = False
+
+    def stages(self) -> dict[str, dict[str, Any]]:
+        """Return the entries of metrics.json for the networks of a run."""
+        found: dict[str, dict[str, Any]] = {
+            "baseline": {self.unit: self.baseline_score, **self.before},
+            "compressed": {self.unit: self.compressed_score, **self.after},
+        }
+        return {**found, "finetuned": {self.unit: self.score}} if self.finetuned else found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,36 +137,36 @@ def missed_latency(budget: float | None, times: LatencyComparison) -> str | None
     )
 
 
-def summary(result: Compression) -> dict[str, Any]:
+def run_numbers(result: MeasuredNetwork) -> dict[str, Any]:
     """Return the entries of metrics.json for a compressed network."""
+    numbers: dict[str, Any] = result.stages()
+    shared = [name for name in result.before if name in result.after]
+    numbers["ratios"] = {name: result.before[name] / max(1, result.after[name]) for name in shared}
+    numbers |= {
+        "untouched": result.untouched,
+        "errors": result.errors,
+        "rewritten": dict(result.rewritten),
+        **({"heldout_inputs": result.heldout} if result.unit == "score" else {}),
+        **_certificate_numbers(result),
+    }
+    return numbers | _file_numbers(result, numbers) if isinstance(result, Compression) else numbers
+
+
+def _file_numbers(result: Compression, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of metrics.json for a file; add its agreement and time to the known ones."""
     times = result.latency
+    numbers["ratios"]["latency"] = times.ratio
+    if result.outputs:
+        numbers["baseline"]["agreement"] = 1.0
+        for stage in {"compressed", "finetuned"} & numbers.keys():
+            numbers[stage]["agreement"] = agreement_score(result.outputs)
+    if isinstance(result, ModuleCompression):
+        numbers["epochs"] = [asdict(row) for row in result.epochs]
+        if result.test is not None:
+            numbers["baseline"]["accuracy"] = result.test["baseline"]
+            numbers["finetuned"]["accuracy"] = result.test["compressed"]
     return {
-        "baseline": {**result.before, "score": result.baseline_score, "agreement": 1.0},
-        "compressed": {
-            **result.after,
-            "score": result.score,
-            "agreement": agreement_score(result.outputs),
-        },
-        "outputs": {
-            each.name: {
-                "error": each.error,
-                **({} if each.top1 is None else {"top1": each.top1}),
-                "score": each.score,
-                "score_kind": each.kind,
-                "scored_by": SCORES[each.kind],
-                "reason": each.reason,
-                **({} if each.worst is None else {"worst": f"{each.name}[{each.worst.channels}]"}),
-                "units": {unit.channels: {"score": unit.score, "error": unit.error} for unit in each.units},
-            }
-            for each in result.outputs
-        },
-        "ratios": {
-            **{
-                name: result.before[name] / max(1, result.after[name])
-                for name in ("params", "macs", "bytes", "file_bytes")
-            },
-            "latency": times.ratio,
-        },
+        "outputs": {each.name: _output_numbers(each) for each in result.outputs},
         "onnx": {
             "verified": result.verified,
             "latency_ms": times.compressed.median_ms,
@@ -168,46 +178,54 @@ def summary(result: Compression) -> dict[str, Any]:
             "runs": times.baseline.runs,
             "clock": times.baseline.clock,
             "busy": times.busy,
+            **result.numbers,
         },
-        **certificate_numbers(result),
         **({} if result.runtimes is None else {"runtimes": dict(result.runtimes)}),
         "dense_int8": result.dense_int8,
         **({} if result.search is None else search_numbers(result.search)),
-        "untouched": result.untouched,
-        "errors": result.errors,
     }
 
 
-def certificate_numbers(result: MeasuredNetwork) -> dict[str, Any]:
+def _output_numbers(output: OutputAgreement) -> dict[str, Any]:
+    return {
+        "error": output.error,
+        **({} if output.top1 is None else {"top1": output.top1}),
+        "score": output.score,
+        "score_kind": output.kind,
+        "scored_by": SCORES[output.kind],
+        "reason": output.reason,
+        **({} if output.worst is None else {"worst": f"{output.name}[{output.worst.channels}]"}),
+        "units": {unit.channels: {"score": unit.score, "error": unit.error} for unit in output.units},
+    }
+
+
+def _certificate_numbers(result: MeasuredNetwork) -> dict[str, Any]:
     """Return the entries of metrics.json on the loss of score: `certificate`, or why there is none."""
     if result.certificate is not None:
         return {"certificate": result.certificate.to_dict()}
     return {} if result.uncertified is None else {"uncertified": result.uncertified}
 
 
-def run_numbers(result: Compression) -> dict[str, Any]:
-    """Return the entries of metrics.json for a call from Python."""
-    numbers = summary(result)
-    if isinstance(result, ModuleCompression):
-        last = numbers["compressed"]
-        tuned = {"score": last["score"], "agreement": last["agreement"]}
-        numbers["compressed"] = {**last, "score": result.compressed_score}
-        numbers["finetuned"] = tuned
-        if result.test is not None:
-            numbers["baseline"]["accuracy"] = result.test["baseline"]
-            tuned["accuracy"] = result.test["compressed"]
-        numbers["epochs"] = [asdict(row) for row in result.epochs]
-    else:
-        numbers["rewritten"], numbers["heldout_inputs"] = dict(result.rewritten), result.heldout
-    numbers["onnx"] = {**numbers["onnx"], **result.numbers}
-    numbers["warnings"] = [text for text in (result.missed, result.collapsed) if text is not None]
-    return numbers
-
-
 def write_run(
+    run: RunFolder,
+    metrics: dict[str, Any],
+    *,
+    command: Sequence[str],
+    layers: Sequence[LayerRow] = (),
+    epochs: Sequence[EpochRow] = (),
+) -> Path:
+    """Write the report and, last, metrics.json, which marks the run as finished; return the page."""
+    setup = collect_setup(command, metrics["seed"])
+    page = write_report(run.path, metrics=metrics, layers=layers, epochs=epochs, setup=setup)
+    run.finish(metrics)
+    return page
+
+
+def write_call(
     run: RunFolder, result: Compression, request: Request, model: str, numbers: Mapping[str, Any]
 ) -> None:
-    """Write the report and, last, the metrics of a call from Python; log the warnings."""
+    """Write the report and the metrics of a call from Python; log the warnings."""
+    warnings = [text for text in (result.missed, result.collapsed) if text is not None]
     metrics = {
         "task": "compress",
         "model": model,
@@ -217,11 +235,10 @@ def write_run(
         "budget": request.goal.budget.numbers,
         **({} if request.score_name is None else {"score_name": request.score_name}),
         **numbers,
+        "warnings": warnings,
     }
     epochs = result.epochs if isinstance(result, ModuleCompression) else ()
-    setup = collect_setup(["rankrl.compress"], request.seed)
-    write_report(run.path, metrics=metrics, layers=result.layers, epochs=epochs, setup=setup)
-    run.finish(metrics)
+    write_run(run, metrics, command=["rankrl.compress"], layers=result.layers, epochs=epochs)
     if conclusion(metrics):
         log.info(conclusion(metrics))
     if result.missed is not None:
@@ -256,6 +273,8 @@ def measurement(network: Network, plan: CompressionPlan, compressed: Any, tuned:
         baseline_score=baseline_score,
         compressed_score=compressed_score,
         score=score,
+        unit=network.unit,
+        finetuned=isinstance(compressed, nn.Module),
     )
 
 

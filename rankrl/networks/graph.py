@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -112,6 +112,7 @@ class GraphNetwork:
     seed: int = 0
     time_of_original: float = 1.0
 
+    unit: ClassVar[str] = "score"
     preparation: tuple[Rewrite, ...] = ()
     """Graphs are rewritten by the file's own reading, which a plan does not repeat."""
 

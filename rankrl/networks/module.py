@@ -354,6 +354,11 @@ class FileModule(ModuleNetwork):
         """Return the costs of the dense network."""
         return self.costs if self.without_file else {**self.costs, "file_bytes": self.baseline.stat().st_size}
 
+    @property
+    def unit(self) -> str:
+        """Key of `score` in metrics.json."""
+        return self.measure.unit
+
     def score(self, compressed: nn.Module | None) -> float:
         """Return the score of a compressed network, or of the dense one."""
         if compressed is None:

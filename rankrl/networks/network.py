@@ -151,6 +151,10 @@ class Network(SearchableNetwork, Protocol):
     def costs_after(self, plan: CompressionPlan, compressed: Any) -> dict[str, int]:
         """Return `params`, `macs` and `bytes` of a compressed network."""
 
+    @property
+    def unit(self) -> str:
+        """Key of `score` in metrics.json: `accuracy` on test images, else `score`."""
+
     def score(self, compressed: Any | None) -> float:
         """Return a compressed network's score on inputs that it was not fitted to; None: the original's."""
 

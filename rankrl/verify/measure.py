@@ -188,6 +188,9 @@ def correct_tests(network: nn.Module, data: ImageData) -> torch.Tensor:
 class Measure(Protocol):
     """The score of finished networks, on inputs that chose nothing."""
 
+    unit: str
+    """Key of the score in metrics.json."""
+
     @property
     def basis(self) -> Basis:
         """Kind and inputs of the scores that `values` returns."""
@@ -209,6 +212,7 @@ class TestAccuracy:
     """Accuracy on the test images, which choose nothing and are read for the report alone; a `Measure`."""
 
     basis = Basis("accuracy", "test images")
+    unit = "accuracy"
 
     def __init__(self, dense: nn.Module, data: ImageData, cache: Cache = NO_CACHE) -> None:
         self.dense, self.data = dense, data
@@ -418,6 +422,8 @@ class OwnMeasure:
         heldout: The held-out inputs.
         unseen: Those that chose no plan, on which a loss is certified; None where there are none.
     """
+
+    unit = "score"
 
     def __init__(self, judge: Score, heldout: HeldoutScore, unseen: HeldoutScore | None = None) -> None:
         self.judge, self.heldout, self.unseen = judge, heldout, unseen

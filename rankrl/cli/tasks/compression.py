@@ -120,7 +120,7 @@ def train(config: AppConfig, folder: RunFolder) -> None:
     network = build_network(config.model, data, seed=config.seed)
     epochs = steps.dense_training(config, data, network, folder).history
     metrics = {**steps.head(config, data, network), "baseline": network_numbers(network, data)}
-    steps.finish(folder, metrics, seed=config.seed, epochs=epochs)
+    steps.finish(folder, metrics, epochs=epochs)
 
 
 def pipeline(config: AppConfig, folder: RunFolder) -> None:
@@ -158,7 +158,7 @@ def search(config: AppConfig, folder: RunFolder) -> None:
         **search_numbers(result),
         "ratios": {"params": problem.params / cost.params, "macs": problem.macs / cost.macs},
     }
-    steps.finish(folder, metrics, seed=config.seed, layers=layer_rows(result.plan, dense))
+    steps.finish(folder, metrics, layers=layer_rows(result.plan, dense))
 
 
 def apply(config: AppConfig, folder: RunFolder) -> None:
@@ -183,7 +183,7 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
     }
     rows = layer_rows(plan, dense, compressed)
     steps.check_collapse(folder, metrics, data)
-    steps.finish(folder, metrics, seed=config.seed, layers=rows)
+    steps.finish(folder, metrics, layers=rows)
 
 
 def finetune(config: AppConfig, folder: RunFolder) -> None:
@@ -217,7 +217,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     known = config.model.get("checkpoint")
     before = steps.heldout_accuracy(dense, data) if known else compressed["accuracy"]
     steps.check_collapse(folder, metrics, data, before)
-    steps.finish(folder, metrics, seed=config.seed, epochs=epochs)
+    steps.finish(folder, metrics, epochs=epochs)
 
 
 @contextmanager
@@ -255,7 +255,7 @@ def evaluate(config: AppConfig, folder: RunFolder) -> None:
     else:
         dense = build_network(config.model, data, seed=config.seed)
         metrics = {**steps.head(config, data, dense), "baseline": network_numbers(dense, data)}
-    steps.finish(folder, metrics, seed=config.seed)
+    steps.finish(folder, metrics)
 
 
 def export(config: AppConfig, folder: RunFolder) -> None:
@@ -278,4 +278,4 @@ def export(config: AppConfig, folder: RunFolder) -> None:
         **cost_ratios(metrics["baseline"], metrics["compressed"]),
         "latency": file.latency.ratio,
     }
-    steps.finish(folder, metrics, seed=config.seed)
+    steps.finish(folder, metrics)

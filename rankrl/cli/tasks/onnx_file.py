@@ -25,7 +25,7 @@ from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.onnx.output_scores import SCORES
 from rankrl.options.names import InputsOptions
 from rankrl.request import Request
-from rankrl.result import Compression, summary
+from rankrl.result import Compression, run_numbers
 from rankrl.runs.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -164,9 +164,7 @@ def _report(
         **({} if images is None else {"preprocessing": asdict(images)}),
         **further,
         "seed": config.seed,
-        **summary(result),
-        "rewritten": dict(result.rewritten),
-        "heldout_inputs": result.heldout,
+        **run_numbers(result),
     }
     agreement = metrics["compressed"]["agreement"]
     if result.collapsed is not None:
@@ -177,7 +175,7 @@ def _report(
             f"{counted(result.heldout, 'held-out input')}: ask for a larger budget, or give more inputs"
         )
     Console().print(_outputs(result))
-    steps.finish(folder, metrics, seed=config.seed, layers=result.layers)
+    steps.finish(folder, metrics, layers=result.layers)
 
 
 def _files(config: AppConfig) -> tuple[Path, Path]:

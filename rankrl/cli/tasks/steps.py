@@ -31,17 +31,22 @@ from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.report import (
     LayerRow,
-    collect_setup,
     conclusion,
     device_table,
     heldout_note,
     measured_table,
     runtimes_table,
     summary_table,
-    write_report,
 )
 from rankrl.request import opened_session
-from rankrl.result import MeasuredNetwork, Measurement, certificate_numbers, evaluate_compressed, measurement
+from rankrl.result import (
+    MeasuredNetwork,
+    Measurement,
+    evaluate_compressed,
+    measurement,
+    run_numbers,
+    write_run,
+)
 from rankrl.result import finish as measured_file
 from rankrl.runs.run_folder import RunFolder, cache_folder
 from rankrl.training import EpochRow, TrainingRecipe, TrainingResult, guessing_share
@@ -56,7 +61,7 @@ from rankrl.training.networks import (
     write_training_step,
 )
 from rankrl.verify.certificate import accuracy_collapse
-from rankrl.verify.measure import cost_ratios, with_preprocessing
+from rankrl.verify.measure import with_preprocessing
 
 log = logging.getLogger(__name__)
 
@@ -309,42 +314,23 @@ def finish_compressed(
     search = metrics.pop("search", None)
 
     def notes(plan: CompressionPlan, measured: Measurement) -> dict[str, str]:
-        metrics.update(_measured(measured), **({} if search is None else {"search": search}))
-        return file_metadata(plan, metrics)
+        known = {**metrics, **measured.stages(), **({} if search is None else {"search": search})}
+        return file_metadata(plan, known)
 
     result: MeasuredNetwork
     if network.without_file:
         measured = measurement(network, plan, compressed, tuned)
-        notes(plan, measured)
         result = evaluate_compressed(network, plan, compressed, measured, tuned=tuned, budget=config.budget)
-        latency = {}
     else:
-        result = file = measured_file(
+        result = measured_file(
             network, plan, compressed, folder.onnx, tuned=tuned, notes=notes, budget=config.budget
         )
-        latency = {"latency": file.latency.ratio}
-        metrics["onnx"], metrics["runtimes"] = dict(file.numbers), file.runtimes
-        metrics["dense_int8"] = file.dense_int8
-    metrics.update(certificate_numbers(result))
+    metrics.update(run_numbers(result), **({} if search is None else {"search": search}))
     exported_step(config, tuned, folder)
-    metrics["ratios"] = {**cost_ratios(metrics["baseline"], metrics["compressed"]), **latency}
     if result.collapsed is not None:
         log.error(result.collapsed)
         folder.collapse(result.collapsed)
-    finish(folder, metrics, seed=config.seed, layers=result.layers, epochs=epochs)
-
-
-def _measured(measured: Measurement) -> dict[str, dict[str, Any]]:
-    """Return the entries of metrics.json for the networks of a run, by stage."""
-    return {
-        "baseline": _numbers(measured.baseline_score, measured.before),
-        "compressed": _numbers(measured.compressed_score, measured.after),
-        "finetuned": {"accuracy": measured.score},
-    }
-
-
-def _numbers(accuracy: float, costs: Mapping[str, int]) -> dict[str, Any]:
-    return {"accuracy": accuracy, "params": costs["params"], "macs": costs["macs"]}
+    finish(folder, metrics, layers=result.layers, epochs=epochs)
 
 
 def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:
@@ -377,18 +363,15 @@ def finish(
     folder: RunFolder,
     metrics: dict[str, Any],
     *,
-    seed: int,
     layers: Sequence[LayerRow] = (),
     epochs: Sequence[EpochRow] = (),
 ) -> None:
-    """Write the report and, last, metrics.json, which marks the run as finished; print the final table."""
+    """Write the run's report and metrics, and print the final table."""
     if epochs:
         metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
     add_notes(metrics, folder)
-    setup = collect_setup(["rankrl", *sys.argv[1:]], seed)
-    page = write_report(folder.path, metrics=metrics, layers=layers, epochs=epochs, setup=setup)
     track_result(folder, metrics)
-    folder.finish(metrics)
+    page = write_run(folder, metrics, command=["rankrl", *sys.argv[1:]], layers=layers, epochs=epochs)
     console = Console()
     for make in (measured_table, device_table, runtimes_table, summary_table):
         table = make(metrics)

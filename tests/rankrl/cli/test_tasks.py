@@ -65,7 +65,7 @@ def test_pipeline_writes_the_run_folder(whole_run: Path) -> None:
     assert metrics["onnx"]["max_abs_difference"] <= 1e-4
     assert metrics["onnx"]["accuracy"] == pytest.approx(metrics["finetuned"]["accuracy"], abs=0.01)
     assert metrics["search"]["episodes"] == 3
-    assert set(metrics["ratios"]) == {"params", "macs", "latency"}
+    assert set(metrics["ratios"]) == {"params", "macs", "bytes", "file_bytes", "latency"}
     with (folder / "episodes.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3
@@ -248,7 +248,7 @@ def test_tasks_in_a_row_do_what_the_pipeline_does(
     evaluated = run("evaluate", "task=evaluate", dense, f"weights={tuned / 'model.safetensors'}")
     expected = read_json(whole_run / "metrics.json")
     assert (searched / "plan.json").read_bytes() == (whole_run / "plan.json").read_bytes()
-    assert read_json(applied / "metrics.json")["compressed"] == expected["compressed"]
+    assert read_json(applied / "metrics.json")["compressed"].items() <= expected["compressed"].items()
     assert read_json(tuned / "metrics.json")["finetuned"] == expected["finetuned"]
     assert read_json(exported / "metrics.json")["onnx"]["accuracy"] == expected["onnx"]["accuracy"]
     assert (
@@ -337,7 +337,7 @@ def test_run_that_dies_while_reporting_does_not_look_finished(
     def kill(*_: Any, **__: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr("rankrl.cli.tasks.steps.write_report", kill)
+    monkeypatch.setattr("rankrl.result.write_report", kill)
     with pytest.raises(Killed):
         run("broken", "task=train", *small_network(tmp_path)[:2], "dataset.train_images=64")
     assert not (tmp_path / "broken" / "metrics.json").exists()
@@ -524,7 +524,7 @@ def test_a_run_without_export_has_all_but_the_file(
     rankrl(*small_network(tmp_path), *OPTIONS, "export=false", "hydra.run.dir=run")
     metrics = read_json(Path("run/metrics.json"))
     assert not set(metrics) & {"onnx", "runtimes"}
-    assert set(metrics["ratios"]) == {"params", "macs"}
+    assert set(metrics["ratios"]) == {"params", "macs", "bytes"}
     assert metrics["certificate"]
     assert metrics["finetuned"]
     assert Path("run/report.html").exists()
