@@ -37,7 +37,7 @@ from rankrl.networks.module import ScoredModule
 from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
 from rankrl.option_types import checked_arguments
-from rankrl.options.decomposition import AUTO, AUTO_FORMATS, FILE_FORMATS, DecompositionOptions
+from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.run import SearchResult
@@ -70,16 +70,13 @@ def _decomposition(
     network: Any, names: str | Sequence[str] | DecompositionOptions | None
 ) -> DecompositionOptions:
     """Return the decomposition options; formats named alone stay in float32."""
-    of_file = isinstance(network, str | Path)
-    if isinstance(names, DecompositionOptions):
-        unlisted = of_file and names.format == AUTO and names.formats is None
-        return replace(names, formats=FILE_FORMATS) if unlisted else names
-    precisions = None if names is None else ("float32",)
     if names is None:
-        names = FILE_FORMATS if of_file else AUTO_FORMATS
-    names = [names] if isinstance(names, str) else list(names)
-    formats = None if len(names) == 1 else tuple(names)
-    return DecompositionOptions(format=AUTO if formats else names[0], formats=formats, precisions=precisions)
+        names = DecompositionOptions()
+    elif not isinstance(names, DecompositionOptions):
+        listed = [names] if isinstance(names, str) else list(names)
+        formats: dict[str, Any] = {"format": listed[0]} if len(listed) == 1 else {"formats": tuple(listed)}
+        names = DecompositionOptions(**formats, precisions=("float32",))
+    return names.of_file() if isinstance(network, str | Path) else names
 
 
 @checked_arguments(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decomposition.fit.fit_options import FitOptions
 from rankrl.errors import ConfigError, did_you_mean
@@ -77,7 +77,7 @@ class DecompositionOptions(FittingOptions):
     # Four starts take four times as long for a tenth of a point (ResNet-56, docs/benchmarks.md).
     PYTHON_ONLY = ("final_starts",)
 
-    format: str = "tensor_ring"
+    format: str = AUTO
     formats: tuple[str, ...] | None = None
     precisions: tuple[str, ...] | None = None
     rank_multiple: int | None = None
@@ -95,6 +95,11 @@ class DecompositionOptions(FittingOptions):
     def choices(self) -> tuple[str, ...]:
         """The formats that every layer chooses from."""
         return (self.formats or AUTO_FORMATS) if self.format == AUTO else (self.format,)
+
+    def of_file(self) -> DecompositionOptions:
+        """Return the options for the nodes of a file, which choose from `FILE_FORMATS` if none are listed."""
+        unlisted = self.format == AUTO and self.formats is None
+        return replace(self, formats=FILE_FORMATS) if unlisted else self
 
     def final_fit(self) -> FitOptions:
         """Return how much work each fit of the chosen plan may do.

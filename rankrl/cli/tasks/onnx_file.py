@@ -21,7 +21,6 @@ from rankrl.kits.kit import FinishedFile, write_verify_kit
 from rankrl.network_compression import FileSource, apply_to_file, compress_file, write_file_kit
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.graph import ImagePreprocessing
-from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.onnx.output_scores import SCORES
 from rankrl.options.names import InputsOptions
 from rankrl.request import Request
@@ -140,13 +139,9 @@ def _source(config: AppConfig) -> FileSource:
 
 
 def _request(config: AppConfig) -> Request:
-    """Return the request; of several formats it keeps those that plain nodes can compute."""
+    """Return the request."""
     request = options.request(config)
-    layers = request.decomposition
-    formats = tuple(name for name in layers.choices if name in writable_formats())
-    if formats and formats != layers.choices:
-        layers = replace(layers, formats=formats)
-    return replace(request, decomposition=layers)
+    return replace(request, decomposition=request.decomposition.of_file())
 
 
 def _report(

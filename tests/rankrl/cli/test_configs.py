@@ -56,7 +56,7 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     [
         ("selector", list_selectors()),
         ("reward", list_rewards()),
-        ("decomposition", [*list_formats(), "auto", "plain_nodes"]),
+        ("decomposition", [*list_formats(), "auto"]),
         ("dataset", list_datasets()),
         ("model", list_models()),
         ("optim", list_optimizers()),

@@ -97,11 +97,9 @@ def test_a_search_keeps_two_budgets_at_most() -> None:
 
 
 def test_layers_choose_among_the_formats_that_are_listed() -> None:
-    assert options.candidate_options(settings()).formats == ("tensor_ring",)
     assert options.candidate_options(settings("decomposition=tucker")).formats == ("tucker",)
-    auto = settings("decomposition=auto")
-    assert options.candidate_options(auto).formats == ("cp", "tucker", "tensor_ring")
-    assert auto.decomposition.format == "auto"
+    assert options.candidate_options(settings()).formats == ("cp", "tucker", "tensor_ring")
+    assert settings().decomposition == rankrl.DecompositionOptions()
     few = settings("decomposition=auto", "decomposition.formats=[cp,tucker]")
     assert options.candidate_options(few).formats == ("cp", "tucker")
 

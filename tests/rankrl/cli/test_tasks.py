@@ -446,7 +446,7 @@ def test_overrides_may_stand_around_flags(rankrl: Command, capfd: pytest.Capture
 def test_help_names_the_tasks_and_the_groups(rankrl: Command, capfd: pytest.CaptureFixture[str]) -> None:
     rankrl("--help", "-m", "seed=1,2")
     shown = capfd.readouterr().out
-    formats = sorted(["auto", "plain_nodes", *list_formats()])
+    formats = sorted(["auto", *list_formats()])
     groups = (f"decomposition  {', '.join(formats)}", "tracking       csv, ")
     for expected in (*TASKS, *groups, "search:", "joblib, local, ray", "seed: 1"):
         assert expected in shown
