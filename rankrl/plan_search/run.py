@@ -145,6 +145,7 @@ class SearchResult(ChosenPlan):
     rows: tuple[EpisodeRow, ...]
     seconds: float
     stopped_by: StoppedBy
+    account: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def evaluations(self) -> int:
@@ -164,6 +165,7 @@ def search_numbers(result: ChosenPlan) -> dict[str, Any]:
             "chosen_reward": result.row.reward,
             "chosen_episode": result.row.episode,
             "stopped_by": result.stopped_by,
+            **({"agent": list(result.account)} if result.account else {}),
         }
     if result.measured:
         searched["measured"] = as_rows(result.measured, result.key)
@@ -276,6 +278,7 @@ def run_search(
         rows=tuple(rows),
         seconds=time.perf_counter() - start,
         stopped_by=stopped_by,
+        account=tuple(selector.account(best)),
     )
 
 

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter, ScalarFormatter
 
 from decomposition import list_formats
 from rankrl.plan_search.scores.evaluation import EpisodeRow
-from rankrl.report.run_folder import PRESET_PHASE, WARM_UP_PHASE, LayerRow, layer_formats
+from rankrl.report.run_folder import DETERMINISTIC_PHASE, PRESET_PHASE, WARM_UP_PHASE, LayerRow, layer_formats
 from rankrl.report.run_tables import HELDOUT_ACCURACY, Measure, format_count, format_large, format_share
 from rankrl.training import EpochRow
 
@@ -172,7 +172,11 @@ def _draw_search(axes: Axes, searched: Sequence[EpisodeRow]) -> None:
     rewards = np.array([row.reward for row in searched])
     axes.plot(numbers, rewards, ".", color=PALETTE["soft"], markersize=5, label="episode")
     window = max(_FEWEST_AVERAGED, len(rewards) // _AVERAGED_FRACTION)
-    if len(rewards) > window:
+    of_policy = [row for row in searched if row.phase == DETERMINISTIC_PHASE]
+    if of_policy:
+        points = [row.episode for row in of_policy], [row.reward for row in of_policy]
+        axes.plot(*points, "o-", color=PALETTE["accent"], markersize=4, label="policy without noise")
+    elif len(rewards) > window:
         average = np.convolve(rewards, np.full(window, 1 / window), mode="valid")
         label = f"mean of {window}"
         axes.plot(numbers[window - 1 :], average, color=PALETTE["accent"], linewidth=1.6, label=label)

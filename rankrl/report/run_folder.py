@@ -31,6 +31,9 @@ WARM_UP_PHASE = "warm-up"
 PRESET_PHASE = "preset"
 """Phase of the plan that a search starts from, the reference for all that follow."""
 
+DETERMINISTIC_PHASE = "deterministic"
+"""Phase of the episodes in which an agent's policy acts without noise."""
+
 
 @dataclass(frozen=True)
 class LayerRow:

@@ -29,6 +29,7 @@ from rankrl.report.figures import (
 )
 from rankrl.report.run_folder import (
     DATE,
+    PRESET_PHASE,
     LayerRow,
     RunReport,
     layer_formats,
@@ -154,6 +155,7 @@ def run_page(report: RunReport) -> str:
             "Runtimes": {"table": runtime_times(metrics)},
             "Before and after": {"table": before_after(metrics)},
             "Search": {"figure": _search(report)},
+            "The agent": {"table": _agent(report)},
             "Plans carried out": {"table": measured_plans(metrics)},
             "On the other device": {"table": device_networks(metrics)},
             "Layers": {
@@ -242,6 +244,46 @@ def _search(report: RunReport) -> Drawing | None:
         f"Reward of each episode; the best is {best.reward:.4f} in episode {best.episode}.",
         caption.strip(),
     )
+
+
+_OBSERVED = (
+    "index",
+    "out_channels",
+    "in_channels",
+    "kernel_height",
+    "stride_height",
+    "params",
+    "previous_action",
+)
+"""Numbers of an observation that the page shows."""
+
+
+def _agent(report: RunReport) -> Table:
+    """Return what an agent saw and did in its best episode, layer by layer."""
+    rows, caption = (report.metrics.get("search") or {}).get("agent") or (), ""
+    names = [name for name in (rows[0]["observation"] if rows else ()) if name in _OBSERVED]
+    if rows:
+        best = max(report.episodes, key=lambda row: row.reward).reward
+        greedy = next((row.reward for row in report.episodes if row.phase == PRESET_PHASE), None)
+        against = "" if greedy is None else f", greedy's plan {greedy:.4f}"
+        more = len(rows[0]["observation"]) - len(names)
+        caption = (
+            "What the agent saw of each layer, each in [0, 1], the action that it took, in [-1, 1], and what "
+            f"the layer became in its best episode, which earned the reward {best:.4f}{against}."
+        )
+        if more:
+            caption += f" It saw {counted(more, 'more number')} of each layer, which metrics.json holds."
+    cells = [
+        [
+            row["layer"],
+            *(f"{row['observation'][name]:.2f}" for name in names),
+            f"{row['action']:+.2f}".replace("-", "−"),
+            row["taken"],
+        ]
+        for row in rows
+    ]
+    titles = ["Layer", *(name.replace("_", " ").capitalize() for name in names), "Action", "Became"]
+    return Table(caption, titles, cells, text_columns=(0, len(titles) - 1))
 
 
 def _layers(layers: Sequence[LayerRow]) -> Drawing | None:

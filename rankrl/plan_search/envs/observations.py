@@ -228,8 +228,13 @@ class ObservationEncoder:
                 known = ", ".join(get_args(Feature))
                 raise ConfigError(f"selector.features may hold {known}; got {name!r}")
         self.features = tuple(features)
-        self.static = _static_features(problem, self.features, descriptors)
+        columns = _static_features(problem, self.features, descriptors)
+        self.static = np.stack(list(columns.values()), axis=1)
         self.size = len(self(np.zeros(0)))
+        changing = {"plan": [f"action_of_layer_{layer}" for layer in range(len(self.static))]}
+        shown = (name for name in self.features if name in ("budget_left", "last_reward", "plan"))
+        later = [each for name in shown for each in changing.get(name, [name])]
+        self.names = (*columns, "previous_action", *later)
 
     def __call__(self, taken: np.ndarray, budget_left: float = 1.0, last_reward: float = 0.0) -> np.ndarray:
         """Return the observation, float32, after the actions taken; after the last one, the last layer's."""
@@ -249,29 +254,32 @@ class ObservationEncoder:
 
 def _static_features(
     problem: SearchProblem, features: Sequence[Feature], descriptors: Sequence[str] | None
-) -> np.ndarray:
-    """Return the features that no action changes, shape (layers, features)."""
+) -> dict[str, np.ndarray]:
+    """Return the features that no action changes, each (layers,), by name."""
     specs = [site.spec for site in problem.sites]
     count = len(specs)
     kernels = np.array([_two(spec.kernel_size) for spec in specs], dtype=float)
     strides = np.array([_two(spec.stride) for spec in specs], dtype=float)
-    columns = [
-        np.arange(count) / max(1, count - 1),
-        _log_share([spec.out_channels for spec in specs]),
-        _log_share([spec.in_channels for spec in specs]),
-        *(kernels / kernels.max(0)).T,
-        *(strides / strides.max(0)).T,
-        _log_share([spec.params for spec in specs]),
-    ]
+    columns = {
+        "index": np.arange(count) / max(1, count - 1),
+        "out_channels": _log_share([spec.out_channels for spec in specs]),
+        "in_channels": _log_share([spec.in_channels for spec in specs]),
+        **dict(zip(("kernel_height", "kernel_width"), (kernels / kernels.max(0)).T, strict=True)),
+        **dict(zip(("stride_height", "stride_width"), (strides / strides.max(0)).T, strict=True)),
+        "params": _log_share([spec.params for spec in specs]),
+    }
     if "macs" in features:
-        columns.append(_log_share([spec.macs for spec in specs]))
+        columns["macs"] = _log_share([spec.macs for spec in specs])
     if "curve" in features:
-        columns.extend(np.array([_resampled(site) for site in problem.sites]).T)
+        curves = np.array([_resampled(site) for site in problem.sites]).T
+        columns |= {f"curve_{point}": errors for point, errors in enumerate(curves)}
     if "descriptors" in features:
-        columns.extend(layer_descriptors(problem, descriptors).T)
+        names = descriptor_names() if descriptors is None else descriptors
+        described = layer_descriptors(problem, names).T
+        columns |= {f"descriptor_{name}": column for name, column in zip(names, described, strict=True)}
     if "identity" in features:
-        columns.extend(np.eye(count))
-    return np.stack(columns, axis=1)
+        columns |= {f"is_layer_{layer}": column for layer, column in enumerate(np.eye(count))}
+    return columns
 
 
 def _two(sizes: tuple[int, ...]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ from rankrl.options.selectors import FINAL_SCALE, AgentOptions
 from rankrl.plan_search.agents.policy_file import PolicyFile, load_actor, options_with_policy, read_policy
 from rankrl.plan_search.envs.actions import ActionKind, check_action
 from rankrl.plan_search.envs.rank_selection import Act, Episode, RankSelectionEnv, repeat, rollout
+from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.plan_search.selectors.selector import Proposal, Selector, register_selector
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 _ACTING, _LEARNING = 0, 1
 # Polyak coefficient of the target networks' updates.
 _TAU = 0.01
+DETERMINISTIC_EVERY = 10
+"""Every so many episodes the policy acts without noise: its learning curve, apart from exploration."""
 
 
 @contextmanager
@@ -130,15 +134,20 @@ class ReinforcementSelector(Selector):
         """Play episodes."""
         options = self.agent_options
         if self._pretrained and self.observed == 0:
-            return self._play("pretrained", [repeat(self._centre)])
+            return self._play([("pretrained", repeat(self._centre))])
         if self.observed == int(self._pretrained):
-            return self._play("preset", [repeat(np.zeros_like(self._centre))])
+            return self._play([("preset", repeat(np.zeros_like(self._centre)))])
         noise = self.generator().standard_normal((options.plans_per_step, self.env.layers))
         if self._warming_up:
             explored = (self._centre + options.warmup_noise * noise).astype(np.float32)
-            return self._play("warm-up", [repeat(actions) for actions in explored])
+            return self._play([("warm-up", repeat(actions)) for actions in explored])
         noise *= noise_at(options, self.observed, self.episodes)
-        return self._play("policy", [self._policy(of_episode) for of_episode in noise])
+        policies = []
+        for number, of_episode in enumerate(noise, self.observed + 1):
+            deterministic = number % DETERMINISTIC_EVERY == 0
+            phase = "deterministic" if deterministic else "policy"
+            policies.append((phase, self._policy(None if deterministic else of_episode)))
+        return self._play(policies)
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Learn from the episodes; replay those of an earlier process."""
@@ -183,28 +192,45 @@ class ReinforcementSelector(Selector):
         for actor in self._actors:
             load_actor(actor, policy)
 
-    def _policy(self, noise: np.ndarray) -> Act:
-        """Return the policy, with the noise of each layer if it draws nothing itself."""
+    def _policy(self, noise: np.ndarray | None) -> Act:
+        """Return the policy, with the noise of each layer if it draws nothing itself; None for no noise."""
 
         def act(layer: int, observation: np.ndarray) -> np.ndarray:
-            action, _ = self.model.predict(observation, deterministic=not self.stochastic)
-            return action if self.stochastic else action + noise[layer]
+            drawn = self.stochastic and noise is not None
+            action, _ = self.model.predict(observation, deterministic=not drawn)
+            return action if noise is None or drawn else action + noise[layer]
 
         return act
 
-    def _play(self, phase: str, policies: Sequence[Act]) -> list[Proposal]:
-        """Play an episode with each of the policies."""
+    def _play(self, policies: Sequence[tuple[str, Act]]) -> list[Proposal]:
+        """Play an episode with each of the policies, in its phase."""
         with seeded(self.seed, self.observed, _ACTING):
-            episodes = [rollout(self.env, act, last_reward=self._last_reward) for act in policies]
+            episodes = [rollout(self.env, act, last_reward=self._last_reward) for _, act in policies]
         return [
             PlayedPlan(each.choices, phase, tuple(each.actions[:, 0].tolist()), episode=each)
-            for each in episodes
+            for (phase, _), each in zip(policies, episodes, strict=True)
         ]
 
     def _episode_of(self, proposal: Proposal) -> Episode:
         if isinstance(proposal, PlayedPlan):
             return proposal.episode
         return rollout(self.env, repeat(np.array(proposal.actions)), last_reward=self._last_reward)
+
+    def account(self, row: EpisodeRow) -> list[dict[str, Any]]:
+        """Return what the agent observed of each layer in an episode, what it did, and what came of it."""
+        episode = rollout(self.env, repeat(np.array(json.loads(row.actions))))
+        names, sites = self.env.encoder.names, self.problem.sites
+        return [
+            {
+                "layer": site.name,
+                "observation": dict(zip(names, seen.astype(float).round(3).tolist(), strict=True)),
+                "action": float(action[0]),
+                "taken": str(site.candidates[choice]),
+            }
+            for site, seen, action, choice in zip(
+                sites, episode.observations[:-1], episode.actions, row.key, strict=True
+            )
+        ]
 
     def _learn(self, number: int, episode: Episode, reward: float) -> None:
         """Add an episode to the replay buffer and take gradient steps."""

@@ -17,6 +17,7 @@ from decomposition.choose.heuristics import get_heuristic, list_heuristics
 from decomposition.registry import Registry
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_options, parameter_defaults, parameter_types
+from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.plan_search.space.problem import Choices, SearchProblem, SearchSetting
 
 # Parameters that every selector's constructor takes besides its own options.
@@ -65,6 +66,11 @@ class Selector(ABC):
         self.episodes = episodes
         self.options: Mapping[str, Any] = {}
         self.observed = 0
+
+    def account(self, row: EpisodeRow) -> list[dict[str, Any]]:
+        """Return what an agent observed and did in an episode, layer by layer, for the report."""
+        del row
+        return []
 
     def generator(self) -> np.random.Generator:
         """Return the generator of a step's draws, seeded by the seed and the number of plans observed."""
