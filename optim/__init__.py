@@ -2,7 +2,7 @@
 
 `OnnxAdam` and `OnnxAdagrad` are torch optimizers; `build_step_model` writes their step as an ONNX model that
 continues a PyTorch run, `optimizer_from_model` reads one back; `create_optimizer` makes any registered
-optimizer by name. The functional forms are in `optim.kernels`.
+optimizer by name.
 
 The public names are listed in `__init__.pyi` and imported on first use.
 """

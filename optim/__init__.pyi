@@ -1,7 +1,5 @@
-from .adagrad import OnnxAdagrad
-from .adam import OnnxAdam
-from .base import OnnxOptimizer
 from .graph import StepNode, build_step_model, optimizer_from_model, read_step_model, step_inputs
+from .optimizers import OnnxAdagrad, OnnxAdam, OnnxOptimizer, sgd
 from .registry import (
     OptimizerRecord,
     create_optimizer,
@@ -10,7 +8,6 @@ from .registry import (
     register_optimizer,
 )
 from .settings import SparseGradientError
-from .sgd import sgd
 
 __all__ = [
     "OnnxAdagrad",

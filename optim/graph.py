@@ -23,9 +23,7 @@ import torch
 from onnx import helper
 from torch import Tensor
 
-from optim.adagrad import OnnxAdagrad
-from optim.adam import OnnxAdam
-from optim.base import OnnxOptimizer
+from optim.optimizers import OnnxAdagrad, OnnxAdam, OnnxOptimizer
 
 DOMAIN = "ai.onnx.preview.training"
 DOMAIN_VERSION = 1

@@ -20,11 +20,6 @@ from optim.settings import (
     Rate,
     adagrad_rates,
     adam_rates,
-    check_coefficient,
-    check_decay,
-    check_lists,
-    check_rate,
-    check_update_count,
     round_to_float32,
 )
 
@@ -53,7 +48,16 @@ def update_adam(
     maximize: bool,
     foreach: bool | None,
 ) -> None:
-    """Update params, V and H in place by one step of Adam; see the checked `optim.functional.adam`."""
+    """Update params, V and H in place by one step of Adam.
+
+    For each tensor X with its gradient G, and T the update count::
+
+        G_reg = norm_coefficient * X + G
+        V = alpha * V + (1 - alpha) * G_reg
+        H = beta * H + (1 - beta) * G_reg * G_reg
+        R_adj = lr * sqrt(1 - beta^T) / (1 - alpha^T) if T > 0 else lr
+        X = (1 - norm_coefficient_post) * (X - R_adj * V / (sqrt(H) + epsilon))
+    """
     foreach = _use_foreach(params) if foreach is None else foreach
     for bucket in _buckets(params, foreach):
         x, v, h = _take(params, bucket), _take(V, bucket), _take(H, bucket)
@@ -91,7 +95,15 @@ def update_adagrad(
     maximize: bool,
     foreach: bool | None,
 ) -> None:
-    """Update params and H in place by one step of Adagrad; see the checked `optim.functional.adagrad`."""
+    """Update params and H in place by one step of Adagrad.
+
+    For each tensor X with its gradient G, and T the update count::
+
+        r = lr / (1 + T * decay_factor)
+        G_reg = norm_coefficient * X + G
+        H = H + G_reg * G_reg
+        X = X - r * G_reg / (sqrt(H) + epsilon)
+    """
     foreach = _use_foreach(params) if foreach is None else foreach
     for bucket in _buckets(params, foreach):
         x, h = _take(params, bucket), _take(H, bucket)
@@ -224,93 +236,3 @@ BETA = round_to_float32(0.999)
 
 EPSILON = round_to_float32(1e-6)
 """Default epsilon of both operators, the attribute's float32 value."""
-
-
-@torch.no_grad()
-def adam(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    V: Sequence[Tensor],
-    H: Sequence[Tensor],
-    *,
-    lr: float | Tensor,
-    update_count: int,
-    alpha: float = ALPHA,
-    beta: float = BETA,
-    epsilon: float = EPSILON,
-    norm_coefficient: float = 0.0,
-    norm_coefficient_post: float = 0.0,
-    maximize: bool = False,
-    foreach: bool | None = None,
-) -> None:
-    """Update tensors, their accumulated gradients and squared gradients by one step of Adam, in place.
-
-    For each tensor X of `params` with its gradient G, and T the update count::
-
-        G_reg = norm_coefficient * X + G
-        V = alpha * V + (1 - alpha) * G_reg
-        H = beta * H + (1 - beta) * G_reg * G_reg
-        R_adj = lr * sqrt(1 - beta^T) / (1 - alpha^T) if T > 0 else lr
-        X = (1 - norm_coefficient_post) * (X - R_adj * V / (sqrt(H) + epsilon))
-
-    Epsilon is added to the uncorrected sqrt(H): at the same value it weighs more in the first steps than in
-    `torch.optim.Adam`, which adds it to sqrt(H / (1 - beta^T)).
-    """
-    check_lists(params, grads=grads, V=V, H=H)
-    count = check_update_count("update_count", update_count)
-    if params:
-        update_adam(
-            params,
-            grads,
-            V,
-            H,
-            [count] * len(params),
-            lr=check_rate("lr", lr),
-            alpha=check_decay("alpha", alpha),
-            beta=check_decay("beta", beta),
-            epsilon=check_coefficient("epsilon", epsilon),
-            norm_coefficient=check_coefficient("norm_coefficient", norm_coefficient),
-            norm_coefficient_post=check_coefficient("norm_coefficient_post", norm_coefficient_post),
-            maximize=maximize,
-            foreach=foreach,
-        )
-
-
-@torch.no_grad()
-def adagrad(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    H: Sequence[Tensor],
-    *,
-    lr: float | Tensor,
-    update_count: int,
-    decay_factor: float = 0.0,
-    epsilon: float = EPSILON,
-    norm_coefficient: float = 0.0,
-    maximize: bool = False,
-    foreach: bool | None = None,
-) -> None:
-    """Update tensors and their accumulated squared gradients by one step of Adagrad, in place.
-
-    For each tensor X of `params` with its gradient G, and T the update count::
-
-        r = lr / (1 + T * decay_factor)
-        G_reg = norm_coefficient * X + G
-        H = H + G_reg * G_reg
-        X = X - r * G_reg / (sqrt(H) + epsilon)
-    """
-    check_lists(params, grads=grads, H=H)
-    count = check_update_count("update_count", update_count)
-    if params:
-        update_adagrad(
-            params,
-            grads,
-            H,
-            [count] * len(params),
-            lr=check_rate("lr", lr),
-            decay_factor=check_coefficient("decay_factor", decay_factor),
-            epsilon=check_coefficient("epsilon", epsilon),
-            norm_coefficient=check_coefficient("norm_coefficient", norm_coefficient),
-            maximize=maximize,
-            foreach=foreach,
-        )

@@ -38,8 +38,6 @@ class OptimizerRecord:
 
 
 _records: dict[str, OptimizerRecord] = {}
-_MODULES = ("adagrad", "adam", "sgd")
-"""The modules that register ours."""
 
 
 def register_optimizer(name: str, description: str) -> Callable[[Factory], Factory]:
@@ -126,5 +124,4 @@ def _refuse_taken(name: str) -> None:
 
 
 def _register_ours() -> None:
-    for module in _MODULES:
-        importlib.import_module(f"{__package__}.{module}")
+    importlib.import_module("optim.optimizers")

@@ -109,9 +109,9 @@ def check_update_count(name: str, value: object) -> int:
     return int(value)
 
 
-def check_params(name: str, tensors: Sequence[Tensor]) -> None:
-    """Check that tensors have a type the operators know."""
-    for index, tensor in enumerate(tensors):
+def check_params(params: Sequence[Tensor]) -> None:
+    """Check that parameters have a type the operators know."""
+    for index, tensor in enumerate(params):
         if tensor.dtype not in OPERATOR_DTYPES:
             advice = (
                 "keep float32 masters: train the float32 model under torch.autocast, or optimize a float32 "
@@ -120,32 +120,11 @@ def check_params(name: str, tensors: Sequence[Tensor]) -> None:
                 else "convert it to float32, or leave it out"
             )
             raise TypeError(
-                f"{name}[{index}] is {tensor.dtype} of shape {tuple(tensor.shape)}: the operators of "
+                f"params[{index}] is {tensor.dtype} of shape {tuple(tensor.shape)}: the operators of "
                 f"ai.onnx.preview.training know float32 and float64 only; {advice}"
             )
         if tensor.layout != torch.strided:
-            raise TypeError(f"{name}[{index}] has the layout {tensor.layout}: give a dense (strided) tensor")
-
-
-def check_lists(params: Sequence[Tensor], **others: Sequence[Tensor]) -> None:
-    """Check that lists of tensors match the parameters one to one."""
-    check_params("params", params)
-    for name, tensors in others.items():
-        if len(tensors) != len(params):
-            raise ValueError(
-                f"{name} holds {len(tensors)} tensors and params {len(params)}: give one for each"
-            )
-        for index, (param, tensor) in enumerate(zip(params, tensors, strict=True)):
-            if tensor.layout != torch.strided:
-                raise SparseGradientError(
-                    f"{name}[{index}] is not dense ({tensor.layout}): call to_dense() first"
-                )
-            for attribute, error in (("shape", ValueError), ("dtype", TypeError), ("device", ValueError)):
-                got, own = getattr(tensor, attribute), getattr(param, attribute)
-                if got != own:
-                    raise error(
-                        f"{name}[{index}] has {attribute} {got}, its parameter has {own}: make them equal"
-                    )
+            raise TypeError(f"params[{index}] has the layout {tensor.layout}: give a dense (strided) tensor")
 
 
 def check_keys(what: str, entries: Mapping[str, object], needed: Sequence[str]) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from decomposition import calibrate_ranges
 from decomposition.progress import progress_bar
-from optim import build_step_model
-from optim.base import OnnxOptimizer
+from optim import OnnxOptimizer, build_step_model
 from rankrl.data import ImageData, Images, batches
 from rankrl.device import inference_precision
 from rankrl.errors import ConfigError, RankrlError, counted

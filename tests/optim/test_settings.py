@@ -22,7 +22,6 @@ from optim import (
     register_optimizer,
     registry,
 )
-from optim.kernels import adagrad, adam
 
 CLASSES = [OnnxAdam, OnnxAdagrad]
 NUMBERS = [(cls, name) for cls in CLASSES for name in ("lr", *cls.attributes)]
@@ -123,39 +122,6 @@ def test_sparse_gradients_are_refused(cls: type[OnnxOptimizer], error: type[Exce
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(error, match=r"params\[0\].*sparse"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("name", ["grads", "V", "H"])
-def test_functional_lists_must_match_the_parameters(name: str) -> None:
-    def call(replacement: list[torch.Tensor]) -> None:
-        lists = {"grads": one_param(), "V": one_param(), "H": one_param(), name: replacement}
-        adam(one_param(), **lists, lr=0.1, update_count=0)
-        if name != "V":
-            del lists["V"]
-        adagrad(one_param(), **lists, lr=0.1, update_count=0)
-
-    with pytest.raises(ValueError, match=rf"^{name}\[0\] has shape"):
-        call([torch.zeros(3, 2)])
-    with pytest.raises(ValueError, match=rf"^{name} holds 2 tensors"):
-        call([*one_param(), *one_param()])
-    with pytest.raises(TypeError, match=rf"^{name}\[0\] has dtype"):
-        call(one_param(torch.float64))
-    with pytest.raises(SparseGradientError, match=rf"^{name}\[0\]"):
-        call([torch.zeros(2, 3).to_sparse()])
-    with pytest.raises(ValueError, match=rf"^{name}\[0\] has device"):
-        call([torch.zeros(2, 3, device="meta")])
-
-
-def test_functional_forms_check_their_coefficients() -> None:
-    lists = [one_param() for _ in range(4)]
-    with pytest.raises(ValueError, match=r"^alpha is "):
-        adam(*lists, lr=0.1, update_count=1, alpha=1.0)
-    with pytest.raises(ValueError, match=r"^update_count is "):
-        adam(*lists, lr=0.1, update_count=-1)
-    with pytest.raises(ValueError, match=r"^lr is "):
-        adagrad(*lists[:3], lr=-0.1, update_count=1)
-    with pytest.raises(TypeError, match=r"^params\[0\] is "):
-        adagrad(*[one_param(torch.float16) for _ in range(3)], lr=0.1, update_count=1)
 
 
 @pytest.mark.parametrize("cls", CLASSES)

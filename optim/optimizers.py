@@ -1,4 +1,4 @@
-"""Define the base class of OnnxAdam and OnnxAdagrad: state, param groups, checks and the step."""
+"""Implement the optimizers: OnnxAdam and OnnxAdagrad on a base class of their own, and torch's SGD."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from optim.kernels import foreach_increase_
+from optim.kernels import ALPHA, BETA, EPSILON, foreach_increase_, update_adagrad, update_adam
+from optim.registry import register_optimizer
 from optim.settings import (
     Count,
     SparseGradientError,
+    check_coefficient,
+    check_decay,
     check_keys,
     check_params,
     check_rate,
@@ -70,7 +73,7 @@ class OnnxOptimizer(Optimizer):
         """
         super().add_param_group(self._checked({**self.defaults, **param_group}))
         try:
-            check_params("params", self.param_groups[-1]["params"])
+            check_params(self.param_groups[-1]["params"])
         except TypeError:
             self.param_groups.pop()
             raise
@@ -230,3 +233,212 @@ class OnnxOptimizer(Optimizer):
 def _own_rate(name: str, value: object) -> float | Tensor:
     rate = check_rate(name, value)
     return rate.detach().clone() if isinstance(rate, Tensor) else rate
+
+
+@register_optimizer("onnx_adam", "Adam as the ONNX operator ai.onnx.preview.training.Adam defines it")
+class OnnxAdam(OnnxOptimizer):
+    """Adam as ai.onnx.preview.training.Adam defines it; equations in `optim.kernels.update_adam`.
+
+    Seen from `torch.optim.Adam`: alpha and beta are its betas, norm_coefficient its (coupled) weight_decay,
+    and epsilon is added before the bias of the second moment is corrected rather than after. With
+    `first_update_count=1` and an epsilon of 0 the two agree up to rounding.
+
+    The attributes are kept as float32 values, as a graph stores them: `param_groups[0]["beta"]` is
+    0.9990000128746033 where 0.999 was given. Give them to the constructor or to `add_param_group`; what is
+    written into `param_groups` afterwards is neither checked nor rounded (`lr` is never rounded).
+
+    Parameters whose gradient is None are skipped, and keep their own update count.
+
+    Args:
+        params: Parameters, named parameters or param groups, float32 or float64; for half-precision training
+            keep float32 masters (torch.autocast does).
+        lr: Learning rate R, >= 0; as a tensor of one element, of which every group takes a copy, a scheduler
+            changes it without recompiling.
+        alpha: Decay of the accumulated gradient V, in [0, 1).
+        beta: Decay of the accumulated squared gradient H, in [0, 1).
+        epsilon: Added to sqrt(H), >= 0.
+        norm_coefficient: Coefficient of the L2 penalty 0.5 * norm_coefficient * |X|^2, >= 0.
+        norm_coefficient_post: X is multiplied by 1 - norm_coefficient_post after the update, >= 0.
+        first_update_count: Update count T of the first update, >= 0. The default 1 corrects the bias of both
+            accumulators from the first update on, as Adam's paper does; with 0 the first update is not
+            corrected and the others are by one count less.
+        maximize: Ascend instead of descend.
+        foreach: Use torch's foreach operations, or one tensor after the other; None chooses foreach for plain
+            tensors.
+        capturable: Keep the update counts on the parameters' device and never wait for it, as CUDA graphs
+            need.
+
+    Raises:
+        TypeError: If a parameter is not dense float32 or float64, or an option not a number.
+        ValueError: If an option is outside its range.
+
+    Source:
+        ONNX, Operators.md, ai.onnx.preview.training.Adam, version 1; after Kingma and Ba, Adam, ICLR 2015,
+        algorithm 1 in the form of the end of section 2.
+    """
+
+    operator = "Adam"
+    accumulators = ("V", "H")
+    attributes = {  # noqa: RUF012 - a ClassVar by the base class
+        "alpha": check_decay,
+        "beta": check_decay,
+        "epsilon": check_coefficient,
+        "norm_coefficient": check_coefficient,
+        "norm_coefficient_post": check_coefficient,
+    }
+    update = staticmethod(update_adam)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        alpha: float = ALPHA,
+        beta: float = BETA,
+        epsilon: float = EPSILON,
+        norm_coefficient: float = 0.0,
+        norm_coefficient_post: float = 0.0,
+        first_update_count: int = 1,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "alpha": alpha,
+                "beta": beta,
+                "epsilon": epsilon,
+                "norm_coefficient": norm_coefficient,
+                "norm_coefficient_post": norm_coefficient_post,
+                "first_update_count": first_update_count,
+                "maximize": maximize,
+                "foreach": foreach,
+                "capturable": capturable,
+            },
+        )
+
+
+@register_optimizer(
+    "onnx_adagrad", "Adagrad as the ONNX operator ai.onnx.preview.training.Adagrad defines it"
+)
+class OnnxAdagrad(OnnxOptimizer):
+    """Adagrad as ai.onnx.preview.training.Adagrad defines it; equations in `optim.kernels.update_adagrad`.
+
+    Seen from `torch.optim.Adagrad`: decay_factor is its lr_decay, norm_coefficient its weight_decay; with
+    `first_update_count=0` and an equal epsilon the two agree up to rounding.
+
+    The attributes are kept as float32 values, as a graph stores them. Give them to the constructor or to
+    `add_param_group`; what is written into `param_groups` afterwards is neither checked nor rounded (`lr`
+    is never rounded).
+
+    Parameters whose gradient is None are skipped, and keep their own update count.
+
+    Args:
+        params: Parameters, named parameters or param groups, float32 or float64; for half-precision training
+            keep float32 masters (torch.autocast does).
+        lr: Learning rate R, >= 0; as a tensor of one element, of which every group takes a copy, a scheduler
+            changes it without recompiling.
+        decay_factor: The learning rate is divided by 1 + T * decay_factor, >= 0.
+        epsilon: Added to sqrt(H), >= 0. The default is that of the operator's schema, 1e-6 as a float32 (the
+            ONNX documentation prints it rounded, as 0.0). With 0, an element that never had a gradient
+            becomes NaN.
+        norm_coefficient: Coefficient of the L2 penalty 0.5 * norm_coefficient * |X|^2, >= 0.
+        first_update_count: Update count T of the first update, >= 0. The default 0 takes the first step
+            at the full learning rate.
+        maximize: Ascend instead of descend.
+        foreach: Use torch's foreach operations, or one tensor after the other; None chooses foreach for plain
+            tensors.
+        capturable: Keep the update counts on the parameters' device and never wait for it, as CUDA graphs
+            need.
+
+    Raises:
+        TypeError: If a parameter is not dense float32 or float64, or an option not a number.
+        ValueError: If an option is outside its range.
+
+    Source:
+        ONNX, Operators.md, ai.onnx.preview.training.Adagrad, version 1; after Duchi, Hazan and Singer,
+        Adaptive Subgradient Methods, JMLR 12 (2011), figure 1.
+    """
+
+    operator = "Adagrad"
+    accumulators = ("H",)
+    attributes = {  # noqa: RUF012 - a ClassVar by the base class
+        "decay_factor": check_coefficient,
+        "epsilon": check_coefficient,
+        "norm_coefficient": check_coefficient,
+    }
+    update = staticmethod(update_adagrad)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        decay_factor: float = 0.0,
+        epsilon: float = EPSILON,
+        norm_coefficient: float = 0.0,
+        first_update_count: int = 0,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "decay_factor": decay_factor,
+                "epsilon": epsilon,
+                "norm_coefficient": norm_coefficient,
+                "first_update_count": first_update_count,
+                "maximize": maximize,
+                "foreach": foreach,
+                "capturable": capturable,
+            },
+        )
+
+
+@register_optimizer("sgd", "Stochastic gradient descent with momentum and weight decay (torch.optim.SGD)")
+def sgd(
+    params: ParamsT,
+    lr: float | Tensor = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    *,
+    maximize: bool = False,
+    foreach: bool | None = None,
+) -> SGD:
+    """Return a `torch.optim.SGD`.
+
+    Args:
+        params: Parameters, named parameters or param groups.
+        lr: Learning rate, >= 0.
+        momentum: Factor of the velocity carried over, >= 0.
+        dampening: Fraction of the gradient kept out of the velocity; 0 for Nesterov's momentum.
+        weight_decay: Coefficient of the L2 penalty, >= 0.
+        nesterov: Use Nesterov's momentum, which needs a momentum > 0.
+        maximize: Ascend instead of descend.
+        foreach: Use torch's foreach operations; None lets torch choose.
+
+    Raises:
+        ValueError: If an option is outside its range (raised by torch), or Nesterov's momentum does not go
+            with the other options.
+    """
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError(
+            f"nesterov=true needs a momentum above 0 and no dampening, got momentum={momentum} and "
+            f"dampening={dampening}; set nesterov=false for SGD without it"
+        )
+    return SGD(
+        params,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+        foreach=foreach,
+    )
