@@ -52,7 +52,6 @@ class ChainFormat(TensorFormat):
         return (*ranks, ranks[0]) if self.closed else (1, *ranks, 1)
 
     def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
-        """Return (bond, mode, next bond) for every mode."""
         bonds = self.bonds(modes, ranks)
         return [(bonds[j], size, bonds[j + 1]) for j, size in enumerate(modes.sizes)]
 
@@ -75,16 +74,11 @@ class ChainFormat(TensorFormat):
         )
 
     def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
-        """Replace the output core; there is one, as modes are plain."""
         left, _, right = cores[0].shape
         return [output.reshape(modes.out_channels, left, right).permute(1, 0, 2).contiguous(), *cores[1:]]
 
     def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
-        """TT-SVD for a train (Oseledets 2011), TR-SVD for a ring (Zhao et al. 2016, algorithm 1).
-
-        The ring's first SVD is reshaped to its two bonds; any pair of bonds is accepted, wider ones than the
-        rank are filled with zeros.
-        """
+        """TT-SVD for a train (Oseledets 2011), TR-SVD for a ring (Zhao et al. 2016, algorithm 1)."""
         bonds = self.bonds(modes, ranks)
         first, sizes = modes.sizes[0], modes.sizes
         matrix = weight.reshape(first, -1)
@@ -97,7 +91,6 @@ class ChainFormat(TensorFormat):
     def from_halves(
         self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
     ) -> Cores:
-        """Reshape A and Q to the output and the input core."""
         left, right = self.bonds(modes, ranks)[:2]
         inner = features.reshape(left, right, modes.in_channels).permute(1, 2, 0)
         return [output.reshape(-1, left, right).permute(1, 0, 2).contiguous(), inner.contiguous()]
@@ -119,11 +112,7 @@ class ChainFormat(TensorFormat):
         return b * c + (0 if modes.kernel == 1 else a) + modes.out_channels
 
     def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
-        """Count the chain of three stages, and the contractions to a kernel of fewer stages.
-
-        `chain`: 1x1 to the two bonds of the input core, the kernel on one bond, 1x1 to the outputs.
-        `half`: input and kernel cores contracted to one convolution, then 1x1. `dense`: all contracted.
-        """
+        """Count three stages (`chain`), input and kernel contracted (`half`), and all (`dense`)."""
         bonds = self.bonds(modes, ranks)
         a, b, c = bonds[0], bonds[len(modes.out)], bonds[len(modes.out) + len(modes.inp)]
         into, out = spec.input_positions, spec.output_positions
@@ -138,17 +127,13 @@ class ChainFormat(TensorFormat):
         }
 
     def to_tensorly(self, cores: Cores, modes: WeightModes) -> Any:
-        """Return a TRTensor or TTTensor of the same cores."""
         from tensorly.tr_tensor import TRTensor
         from tensorly.tt_tensor import TTTensor
 
         return (TRTensor if self.closed else TTTensor)([in_tensorly_backend(core) for core in cores])
 
     def from_tensorly(self, tensor: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
-        """Read a TTTensor or TRTensor over (out, in, kernel), each of them one mode or several.
-
-        Several output or input modes belong to a tensorised weight; the kernel's modes are contracted to one.
-        """
+        """Read a TTTensor or TRTensor over (out, in, kernel), each of them one mode or several."""
         sizes = tensor.sizes
         out = _modes_for(sizes, modes.out_channels)
         inp = _modes_for(sizes[out:], modes.in_channels)

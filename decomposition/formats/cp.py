@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from decomposition.calibration.metric import Metric
-from decomposition.formats.layers import FactorisedLayer, StagedLayer
+from decomposition.formats.layers import StagedLayer
 from decomposition.formats.tensor_format import (
     Cores,
     Ranks,
@@ -20,11 +20,28 @@ from decomposition.formats.tensor_format import (
     register_format,
 )
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
-from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.layers import LayerSpec
 from decomposition.network.modes import WeightModes
 
 # Least relative size of a term, so that small terms do not scale their factors to nothing.
 _SMALLEST_TERM = 1e-2
+
+
+class _CPLayer(StagedLayer):
+    """B', C' (depthwise) and A as layers."""
+
+    def stage_channels(self) -> tuple[int, int, int]:
+        return self.ranks[0], self.ranks[0], self.ranks[0]
+
+    def weights_from_cores(self, cores: Cores) -> Cores:
+        if self.modes.kernel == 1:
+            return [cores[1].T, cores[0]]
+        return [cores[1].T, cores[2].T[:, None, :], cores[0]]
+
+    def cores_from_weights(self, weights: Cores) -> Cores:
+        if self.modes.kernel == 1:
+            return [weights[1], weights[0].T]
+        return [weights[2], weights[0].T, weights[1][:, 0, :].T]
 
 
 @register_format
@@ -36,6 +53,7 @@ class CP(TensorFormat):
 
     name = "cp"
     description = "CP: 1x1, depthwise kernel, 1x1"
+    layer = _CPLayer
     cancels = True
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
@@ -44,7 +62,6 @@ class CP(TensorFormat):
         return (sizes[0] * sizes[1],)
 
     def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
-        """Return the shapes of A, B and, with a kernel, C."""
         sizes = (modes.out_channels, modes.in_channels, *((modes.kernel,) if modes.kernel > 1 else ()))
         return [(size, ranks[0]) for size in sizes]
 
@@ -56,15 +73,10 @@ class CP(TensorFormat):
         return output, torch.einsum("ir,kr->rik", inner, kernel).reshape(output.shape[1], -1)
 
     def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
-        """Replace A."""
         return [output, *cores[1:]]
 
     def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
-        """Start from rank-one terms of the slices of a Tucker-compressed weight.
-
-        CP has no algebraic solution. The kernel's leading directions are combined with the leading singular
-        pairs of the weight's slice along each of them, the largest first.
-        """
+        """Start from rank-one terms of the slices of a Tucker-compressed weight."""
         return self.starter(weight, modes)(ranks)
 
     def starter(
@@ -109,7 +121,6 @@ class CP(TensorFormat):
     def from_halves(
         self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
     ) -> Cores:
-        """Take A and the transpose of Q."""
         return [output, features.T]
 
     def conditioned(self, cores: Cores) -> Cores:
@@ -133,14 +144,7 @@ class CP(TensorFormat):
         lengths = [core.norm(dim=0).clamp_min(1e-300) for core in (inner, kernel)]
         return [output * lengths[0] * lengths[1], inner / lengths[0], kernel / lengths[1]]
 
-    def build(
-        self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
-    ) -> FactorisedLayer:
-        """Make the stages 1x1, depthwise kernel, 1x1 (two layers without a kernel)."""
-        return _CPLayer(dense, self, modes, ranks, "chain")
-
     def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
-        """Count the stages 1x1, depthwise kernel, 1x1 (two matrix products without a kernel)."""
         rank = ranks[0]
         if modes.kernel == 1:
             return {"chain": spec.output_positions * rank * (modes.in_channels + modes.out_channels)}
@@ -148,11 +152,9 @@ class CP(TensorFormat):
         return {"chain": entering + spec.output_positions * rank * (modes.kernel + modes.out_channels)}
 
     def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
-        """Count the stages' output channels."""
         return (1 if modes.kernel == 1 else 2) * ranks[0] + modes.out_channels
 
     def to_tensorly(self, cores: Cores, modes: WeightModes) -> Any:
-        """Return a CPTensor with weights of 1."""
         from tensorly.cp_tensor import CPTensor
 
         weights = torch.ones_like(cores[0][0])
@@ -168,20 +170,3 @@ class CP(TensorFormat):
             kernel = torch.einsum("pr,qr->pqr", kernel, factor).reshape(-1, rank)
         cores = [output * kernel, inner] if modes.kernel == 1 else [output, inner, kernel]
         return cores, (rank,), modes
-
-
-class _CPLayer(StagedLayer):
-    """B', C' (depthwise) and A as layers."""
-
-    def stage_channels(self) -> tuple[int, int, int]:
-        return self.ranks[0], self.ranks[0], self.ranks[0]
-
-    def weights_from_cores(self, cores: Cores) -> Cores:
-        if self.modes.kernel == 1:
-            return [cores[1].T, cores[0]]
-        return [cores[1].T, cores[2].T[:, None, :], cores[0]]
-
-    def cores_from_weights(self, weights: Cores) -> Cores:
-        if self.modes.kernel == 1:
-            return [weights[1], weights[0].T]
-        return [weights[2], weights[0].T, weights[1][:, 0, :].T]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from decomposition.formats.layers import ContractedLayer, FactorisedLayer, Reshape
+from decomposition.formats.layers import FactorisedLayer, Reshape
 from decomposition.formats.tensor_format import (
     Cores,
     Ranks,
@@ -51,6 +51,48 @@ def _divisors(count: int) -> list[int]:
     return [each for each in range(1, count + 1) if count % each == 0]
 
 
+class _KroneckerLayer(FactorisedLayer):
+    """B with the groups of channels in the batch axis, then A with the rows of B among the positions."""
+
+    def make_parts(self, dense: DecomposableModule) -> None:
+        like: dict[str, Any] = {"device": dense.weight.device, "dtype": dense.weight.dtype}
+        rows, columns, inner_rows, inner_columns = _blocks(self.modes)
+        rank, spatial, out = self.ranks[0], self.geometry.spatial, self.modes.out_channels
+        bias = nn.Parameter(dense.weight.new_zeros(out)) if self.geometry.bias else None
+        mixing = self.geometry.pointwise if spatial else partial(nn.Conv1d, kernel_size=1)
+        self.split = Reshape((-1, inner_columns, *[0] * spatial))
+        self.inner = self.geometry.layer(inner_columns, rank * inner_rows, bias=False, **like)
+        by_row = (0, rank, -1, *[0] * (spatial - 1))
+        self.gather = Reshape(by_row, (-1, columns * rank, *[0] * max(1, spatial)))
+        self.outer = mixing(columns * rank, rows, bias=False, **like)
+        self.join = Reshape((0, out, -1, *[0] * (spatial - 1)) if spatial else (-1, out), bias=bias)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.join.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.join(self.outer(self.gather(self.inner(self.split(x)))))
+        return y if self.geometry.spatial else y.reshape(*x.shape[:-1], -1)
+
+    def plain_layers(self) -> dict[str, DecomposableModule]:
+        """Return none: nothing but reshapes joins the stages."""
+        return {}
+
+    def row(self) -> list[nn.Module]:
+        return list(self.children())
+
+    def cores(self) -> Cores:
+        first, second = self.tensor_format.core_shapes(self.modes, self.ranks)
+        weights: Cores = [self.outer.weight, self.inner.weight]  # type: ignore[list-item]
+        return [weights[0].reshape(*first[1:], first[0]).permute(2, 0, 1), weights[1].reshape(second)]
+
+    def set_cores(self, cores: Cores) -> None:
+        for stage, core in ((self.outer, cores[0].permute(1, 2, 0)), (self.inner, cores[1])):
+            weight: torch.Tensor = stage.weight  # type: ignore[assignment]
+            weight.copy_(core.reshape(weight.shape))
+
+
 @register_format
 class Kronecker(TensorFormat):
     """W = sum over r of A_r kron B_r; A_r (out / p, in / q), B_r (p, q, kernel).
@@ -62,19 +104,17 @@ class Kronecker(TensorFormat):
 
     name = "kronecker"
     description = "a sum of Kronecker products: a small kernel on groups of channels, then a small matrix"
+    layer = _KroneckerLayer
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
-        """Return the smaller number of elements of A and B."""
         blocks = _blocks(modes)
         return (min(math.prod(blocks[:2]), math.prod(blocks[2:]) * modes.kernel),)
 
     def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
-        """Return the shapes of all A (r, out / p, in / q) and all B (r, p, q, kernel)."""
         blocks = _blocks(modes)
         return [(ranks[0], *blocks[:2]), (ranks[0], *blocks[2:], modes.kernel)]
 
     def reconstruct(self, cores: Cores, modes: WeightModes) -> torch.Tensor:
-        """Add up the products: all pairs of elements, put in the weight's order."""
         (rows, columns), (inner_rows, inner_columns) = cores[0].shape[1:], cores[1].shape[1:3]
         pairs = product(cores[0].flatten(1).T, cores[1].flatten(1))
         pairs = pairs.reshape(rows, columns, inner_rows, inner_columns, modes.kernel)
@@ -89,14 +129,6 @@ class Kronecker(TensorFormat):
         vectors = leading_left_vectors(rearranged, ranks[0])
         return [vectors.T.reshape(first), (vectors.T @ rearranged).reshape(second)]
 
-    def build(
-        self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
-    ) -> FactorisedLayer:
-        """Make both stages, or contract them where that takes fewer multiply-accumulates."""
-        execution = self.execution(spec, modes, ranks)
-        kind = _KroneckerLayer if execution == "chain" else ContractedLayer
-        return kind(dense, self, modes, ranks, execution)
-
     def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
         """Count B at every group of inputs and A at every row of B."""
         first, second = map(math.prod, self.core_shapes(modes, ranks))
@@ -109,58 +141,3 @@ class Kronecker(TensorFormat):
         if not self.form(spec, modes, ranks).in_integers:
             return super().rows(spec, modes, ranks)
         return ranks[0] * _blocks(modes).inner_rows + _blocks(modes).rows
-
-
-class _KroneckerLayer(FactorisedLayer):
-    """B with the groups of channels in the batch axis, then A with the rows of B among the positions."""
-
-    def __init__(
-        self,
-        dense: DecomposableModule,
-        tensor_format: TensorFormat,
-        modes: WeightModes,
-        ranks: Ranks,
-        execution: str,
-    ) -> None:
-        super().__init__(dense, tensor_format, modes, ranks, execution)
-        like: dict[str, Any] = {"device": dense.weight.device, "dtype": dense.weight.dtype}
-        rows, columns, inner_rows, inner_columns = _blocks(modes)
-        rank, spatial, out = ranks[0], self.geometry.spatial, modes.out_channels
-        bias = nn.Parameter(dense.weight.new_zeros(out)) if self.geometry.bias else None
-        mixing = self.geometry.pointwise if spatial else partial(nn.Conv1d, kernel_size=1)
-        self.split = Reshape((-1, inner_columns, *[0] * spatial))
-        self.inner = self.geometry.layer(inner_columns, rank * inner_rows, bias=False, **like)
-        by_row = (0, rank, -1, *[0] * (spatial - 1))
-        self.gather = Reshape(by_row, (-1, columns * rank, *[0] * max(1, spatial)))
-        self.outer = mixing(columns * rank, rows, bias=False, **like)
-        self.join = Reshape((0, out, -1, *[0] * (spatial - 1)) if spatial else (-1, out), bias=bias)
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The bias."""
-        return self.join.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run B and A, and add the bias."""
-        y = self.join(self.outer(self.gather(self.inner(self.split(x)))))
-        return y if self.geometry.spatial else y.reshape(*x.shape[:-1], -1)
-
-    def plain_layers(self) -> dict[str, DecomposableModule]:
-        """Return none: nothing but reshapes joins the stages."""
-        return {}
-
-    def row(self) -> list[nn.Module]:
-        """List the stages and the reshapes."""
-        return list(self.children())
-
-    def cores(self) -> Cores:
-        """Read the cores off the stages' weights."""
-        first, second = self.tensor_format.core_shapes(self.modes, self.ranks)
-        weights: Cores = [self.outer.weight, self.inner.weight]  # type: ignore[list-item]
-        return [weights[0].reshape(*first[1:], first[0]).permute(2, 0, 1), weights[1].reshape(second)]
-
-    def set_cores(self, cores: Cores) -> None:
-        """Copy the cores into the stages' weights."""
-        for stage, core in ((self.outer, cores[0].permute(1, 2, 0)), (self.inner, cores[1])):
-            weight: torch.Tensor = stage.weight  # type: ignore[assignment]
-            weight.copy_(core.reshape(weight.shape))

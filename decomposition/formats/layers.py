@@ -69,6 +69,11 @@ class FactorisedLayer(nn.Module):
         # torch's fast path for Transformer layers would read `weight`, the contracted one, instead of calling
         # the layer; it is not taken for layers with hooks.
         self.register_forward_pre_hook(_keep_fast_path_away)
+        self.make_parts(dense)
+
+    @abstractmethod
+    def make_parts(self, dense: DecomposableModule) -> None:
+        """Make the modules and parameters that hold the cores in place of a dense layer."""
 
     @abstractmethod
     def cores(self) -> Cores:
@@ -213,7 +218,6 @@ class FactorisedLayer(nn.Module):
         return self.tensor_format.to_tensorly([core.detach() for core in self.cores()], self.modes)
 
     def extra_repr(self) -> str:
-        """Show format, ranks and execution."""
         g = self.geometry
         return (
             f"{self.tensor_format.name}, {g.in_channels} -> {g.out_channels}, kernel {g.kernel_size}, "
@@ -232,7 +236,6 @@ class Reshape(nn.Module):
         self.shapes, self.bias = shapes, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Reshape, and add the bias to the channels."""
         for shape in self.shapes:
             x = x.reshape([size or x.shape[axis] for axis, size in enumerate(shape)])
         return x if self.bias is None else x + self.bias.reshape(-1, *[1] * (x.ndim - 2))
@@ -266,43 +269,31 @@ class ContractedLayer(FactorisedLayer):
     whose cores are no layers. The parameters are the cores.
     """
 
-    def __init__(
-        self,
-        dense: DecomposableModule,
-        tensor_format: TensorFormat,
-        modes: WeightModes,
-        ranks: Ranks,
-        execution: str,
-    ) -> None:
-        super().__init__(dense, tensor_format, modes, ranks, execution)
+    def make_parts(self, dense: DecomposableModule) -> None:
         reference = dense.weight
         self.core_list = nn.ParameterList(
             torch.empty(shape, device=reference.device, dtype=reference.dtype)
-            for shape in tensor_format.core_shapes(modes, ranks)
+            for shape in self.tensor_format.core_shapes(self.modes, self.ranks)
         )
         for core in self.core_list:
             if not core.is_meta:  # on meta torch would first load its compiler, which takes a second
                 nn.init.normal_(core)
         self.bias_parameter = (
-            nn.Parameter(reference.new_zeros(modes.out_channels)) if self.geometry.bias else None
+            nn.Parameter(reference.new_zeros(self.modes.out_channels)) if self.geometry.bias else None
         )
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The bias."""
         return self.bias_parameter
 
     def cores(self) -> Cores:
-        """Return the parameters."""
         return list(self.core_list)
 
     def set_cores(self, cores: Cores) -> None:
-        """Copy the cores."""
         for parameter, core in zip(self.core_list, cores, strict=True):
             parameter.copy_(core)
 
     def weight_holders(self) -> list[nn.Module]:
-        """Return the list of cores."""
         return [self.core_list]
 
     def plain_layers(self) -> dict[str, DecomposableModule]:
@@ -316,7 +307,6 @@ class ContractedLayer(FactorisedLayer):
         return self.two_layers(output, features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Contract and convolve."""
         if self.execution == "dense":
             return self.apply_dense(x)
         if self.execution == "half":
@@ -352,21 +342,13 @@ class StagedLayer(FactorisedLayer):
     stride and padding.
     """
 
-    def __init__(
-        self,
-        dense: DecomposableModule,
-        tensor_format: TensorFormat,
-        modes: WeightModes,
-        ranks: Ranks,
-        execution: str,
-    ) -> None:
-        super().__init__(dense, tensor_format, modes, ranks, execution)
+    def make_parts(self, dense: DecomposableModule) -> None:
         like: dict[str, Any] = {"device": dense.weight.device, "dtype": dense.weight.dtype}
         geometry = self.geometry
         entering, leaving, self._groups = self.stage_channels()
-        first = geometry.layer if modes.kernel == 1 else geometry.pointwise
+        first = geometry.layer if self.modes.kernel == 1 else geometry.pointwise
         self.reduce = first(geometry.in_channels, entering, bias=False, **like)
-        self.kernel = self.make_kernel(**like) if modes.kernel > 1 else None
+        self.kernel = self.make_kernel(**like) if self.modes.kernel > 1 else None
         self.expand = geometry.pointwise(leaving, geometry.out_channels, bias=geometry.bias, **like)
 
     @abstractmethod
@@ -382,12 +364,10 @@ class StagedLayer(FactorisedLayer):
         """Turn the stages' weights, kernel positions flattened, into cores."""
 
     def make_kernel(self, **like: Any) -> nn.Module:
-        """Make the kernel stage."""
         entering, leaving, groups = self.stage_channels()
         return self.geometry.layer(entering, leaving, bias=False, groups=groups, **like)
 
     def apply_kernel(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the kernel stage."""
         return x if self.kernel is None else self.kernel(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -421,27 +401,22 @@ class StagedLayer(FactorisedLayer):
         return staged > dense
 
     def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor]:
-        """Return the last stage and its weight."""
         return self.expand, self.weights_from_cores(cores)[-1]
 
     def stages(self) -> list[nn.Module]:
-        """Return the two or three layers."""
         return [stage for stage in (self.reduce, self.kernel, self.expand) if stage is not None]
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The last stage's bias."""
         return self.expand.bias  # type: ignore[return-value]
 
     def cores(self) -> Cores:
-        """Read the cores off the stages' weights."""
         weights: Cores = [stage.weight for stage in self.stages()]  # type: ignore[misc]
         kernels = len(weights) == 3
         flat = [w.flatten(2) if kernels and j == 1 else w.flatten(1) for j, w in enumerate(weights)]
         return self.cores_from_weights(flat)
 
     def set_cores(self, cores: Cores) -> None:
-        """Copy the cores into the stages' weights."""
         for stage, weight in zip(self.stages(), self.weights_from_cores(cores), strict=True):
             parameter: torch.Tensor = stage.weight  # type: ignore[assignment]
             parameter.copy_(weight.reshape(parameter.shape))

@@ -20,6 +20,40 @@ from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.modes import WeightModes
 
 
+class _SpatialLayer(FactorisedLayer):
+    """B and A as layers; without a width the first slides along both axes and the second mixes channels."""
+
+    def make_parts(self, dense: DecomposableModule) -> None:
+        like: dict[str, Any] = {"device": dense.weight.device, "dtype": dense.weight.dtype}
+        geometry, rank = self.geometry, self.ranks[0]
+        both = height_and_width(self.modes)[1] == 1
+        first = geometry if both else geometry.along(0)
+        last = geometry.pointwise if both else geometry.along(1).layer
+        self.vertical: nn.Module = first.layer(geometry.in_channels, rank, bias=False, **like)
+        self.horizontal: nn.Module = last(rank, geometry.out_channels, bias=geometry.bias, **like)
+
+    def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor]:
+        return self.horizontal, cores[0]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.horizontal.bias  # type: ignore[return-value]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.horizontal(self.vertical(x))
+        return result
+
+    def cores(self) -> Cores:
+        output, inner = self.tensor_format.core_shapes(self.modes, self.ranks)
+        weights: Cores = [self.horizontal.weight, self.vertical.weight]  # type: ignore[list-item]
+        return [weights[0].reshape(output), weights[1].reshape(inner)]
+
+    def set_cores(self, cores: Cores) -> None:
+        for layer, core in zip((self.horizontal, self.vertical), cores, strict=True):
+            parameter: torch.Tensor = layer.weight  # type: ignore[assignment]
+            parameter.copy_(core.reshape(parameter.shape))
+
+
 @register_format
 class SpatialSVD(TensorFormat):
     """W[o,i,y,x] = sum over r of A[o,r,x] B[r,i,y]; a kernel of one axis is all in B, without one W = A B.
@@ -31,15 +65,14 @@ class SpatialSVD(TensorFormat):
 
     name = "spatial_svd"
     description = "spatial SVD: a vertical convolution, then a horizontal one"
+    layer = _SpatialLayer
     splits_kernel = True
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
-        """Return the smaller side of the unfolding (out * width, in * height)."""
         height, width = height_and_width(modes)
         return (min(modes.out_channels * width, modes.in_channels * height),)
 
     def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
-        """Return the shapes of A (out, r, width) and B (r, in, height)."""
         height, width = height_and_width(modes)
         return [(modes.out_channels, ranks[0], width), (ranks[0], modes.in_channels, height)]
 
@@ -53,7 +86,6 @@ class SpatialSVD(TensorFormat):
         return output.flatten(1), features.reshape(-1, modes.columns)
 
     def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
-        """Replace A."""
         return [output.reshape(cores[0].shape), cores[1]]
 
     def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
@@ -69,14 +101,7 @@ class SpatialSVD(TensorFormat):
     def from_halves(
         self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
     ) -> Cores:
-        """Take A and Q as they are."""
         return [output[:, :, None], features.reshape(len(features), modes.in_channels, -1)]
-
-    def build(
-        self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
-    ) -> FactorisedLayer:
-        """Make the vertical and the horizontal layer."""
-        return _SpatialLayer(dense, self, modes, ranks, "chain")
 
     def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
         """Count both stages; the map between them has the output's height and the input's width."""
@@ -90,7 +115,6 @@ class SpatialSVD(TensorFormat):
         return {"chain": ranks[0] * (entering + leaving)}
 
     def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
-        """Count the output channels of both layers."""
         return ranks[0] + modes.out_channels
 
 
@@ -100,138 +124,22 @@ def height_and_width(modes: WeightModes) -> tuple[int, int]:
     return height, width
 
 
-class _SpatialLayer(FactorisedLayer):
-    """B and A as layers; without a width the first slides along both axes and the second mixes channels."""
-
-    def __init__(
-        self,
-        dense: DecomposableModule,
-        tensor_format: TensorFormat,
-        modes: WeightModes,
-        ranks: Ranks,
-        execution: str,
-    ) -> None:
-        super().__init__(dense, tensor_format, modes, ranks, execution)
-        like: dict[str, Any] = {"device": dense.weight.device, "dtype": dense.weight.dtype}
-        geometry, rank = self.geometry, ranks[0]
-        both = height_and_width(modes)[1] == 1
-        first = geometry if both else geometry.along(0)
-        last = geometry.pointwise if both else geometry.along(1).layer
-        self.vertical: nn.Module = first.layer(geometry.in_channels, rank, bias=False, **like)
-        self.horizontal: nn.Module = last(rank, geometry.out_channels, bias=geometry.bias, **like)
-
-    def output_stage(self, cores: Cores) -> tuple[nn.Module, torch.Tensor]:
-        """Return the horizontal layer and its weight."""
-        return self.horizontal, cores[0]
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The horizontal layer's bias."""
-        return self.horizontal.bias  # type: ignore[return-value]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the vertical layer, then the horizontal one."""
-        result: torch.Tensor = self.horizontal(self.vertical(x))
-        return result
-
-    def cores(self) -> Cores:
-        """Read the cores off the layers' weights."""
-        output, inner = self.tensor_format.core_shapes(self.modes, self.ranks)
-        weights: Cores = [self.horizontal.weight, self.vertical.weight]  # type: ignore[list-item]
-        return [weights[0].reshape(output), weights[1].reshape(inner)]
-
-    def set_cores(self, cores: Cores) -> None:
-        """Copy the cores into the layers' weights."""
-        for layer, core in zip((self.horizontal, self.vertical), cores, strict=True):
-            parameter: torch.Tensor = layer.weight  # type: ignore[assignment]
-            parameter.copy_(core.reshape(parameter.shape))
-
-
-@register_format
-class PivotingFactorisation(TensorFormat):
-    """W = A B with r rows of A those of the identity; B (r, in, kernel), A (out, r).
-
-    Any two factors can be written so: A B = (A P^-1)(P B) for r independent rows P of A. It stores r^2
-    numbers fewer than A and B have (PIFA, arXiv 2501.19090, section 3). Executed as the dense layer with r
-    outputs and a 1x1 (r to out), whose weight is put together when it is used.
-    """
-
-    name = "pifa"
-    description = "pivoting factorisation: two matrices, one with the rows of an identity inside"
-    described_as = "tucker"  # its product of two matrices, stored in fewer numbers
-
-    def max_ranks(self, modes: WeightModes) -> Ranks:
-        """Return the smaller side of the matrix (out, in * kernel)."""
-        return (min(modes.out_channels, modes.columns),)
-
-    def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
-        """Return the shapes of A (out, r) and B (r, in * kernel)."""
-        return [(modes.out_channels, ranks[0]), (ranks[0], modes.columns)]
-
-    def params(self, modes: WeightModes, ranks: Ranks) -> int:
-        """Count B and the rows of A that are not the identity's; the order of the outputs has no weights."""
-        return super().params(modes, ranks) - ranks[0] ** 2
-
-    def halves(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A and B."""
-        return cores[0], cores[1]
-
-    def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
-        """Replace A."""
-        return [output, cores[1]]
-
-    def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
-        """Return the truncated SVD of the matrix (out, in * kernel), the best of its rank."""
-        matrix = weight.reshape(modes.out_channels, -1)
-        vectors = leading_left_vectors(matrix, ranks[0])
-        return [vectors, vectors.T @ matrix]
-
-    def from_halves(
-        self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
-    ) -> Cores:
-        """Take A and Q as they are."""
-        return [output, features]
-
-    def build(
-        self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
-    ) -> FactorisedLayer:
-        """Make both layers."""
-        return PivotedLayer(dense, self, modes, ranks, "chain")
-
-    def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
-        """Count the products with B and with A."""
-        return {"chain": spec.output_positions * ranks[0] * (modes.columns + modes.out_channels)}
-
-    def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
-        """Count the rows of B and of A that are stored."""
-        return modes.out_channels
-
-
 class PivotedLayer(FactorisedLayer):
     """B as a layer of r outputs, and the rows of A that are not the identity's."""
 
     pivoted = True
     order: torch.Tensor
 
-    def __init__(
-        self,
-        dense: DecomposableModule,
-        tensor_format: TensorFormat,
-        modes: WeightModes,
-        ranks: Ranks,
-        execution: str,
-    ) -> None:
-        super().__init__(dense, tensor_format, modes, ranks, execution)
-        weight, rank, outputs = dense.weight, ranks[0], modes.out_channels
+    def make_parts(self, dense: DecomposableModule) -> None:
+        weight, rank, outputs = dense.weight, self.ranks[0], self.modes.out_channels
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-        self.features = self.geometry.layer(modes.in_channels, rank, bias=False, **like)
+        self.features = self.geometry.layer(self.modes.in_channels, rank, bias=False, **like)
         self.mixing = nn.Parameter(weight.new_zeros(outputs - rank, rank))
         self.bias_parameter = nn.Parameter(weight.new_zeros(outputs)) if self.geometry.bias else None
         self.register_buffer("order", torch.arange(outputs, dtype=torch.int32, device=weight.device))
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The bias."""
         return self.bias_parameter
 
     def output_half(self) -> torch.Tensor:
@@ -246,11 +154,9 @@ class PivotedLayer(FactorisedLayer):
         return self.geometry.mix(self.features(x), self.output_half(), self.bias)
 
     def contracted(self, dense: DecomposableModule) -> FactorisedLayer:
-        """Make the layer of the same stored numbers."""
         return PivotedLayer(dense, self.tensor_format, self.modes, self.ranks, "dense")
 
     def plain_layers(self) -> dict[str, DecomposableModule]:
-        """Return B and A as layers."""
         return self.two_layers(*self.cores())
 
     def decay_shares(self) -> dict[nn.Parameter, float]:
@@ -259,7 +165,6 @@ class PivotedLayer(FactorisedLayer):
         return {weight: 1.0, self.mixing: 0.0}
 
     def cores(self) -> Cores:
-        """Return A and B."""
         weight: torch.Tensor = self.features.weight  # type: ignore[assignment]
         return [self.output_half(), weight.flatten(1)]
 
@@ -281,6 +186,54 @@ class PivotedLayer(FactorisedLayer):
             weight.copy_((output[first[:rank]] @ features).reshape(weight.shape))
         self.mixing.copy_(mixing)
         self.order.copy_(torch.tensor(first).argsort())
+
+
+@register_format
+class PivotingFactorisation(TensorFormat):
+    """W = A B with r rows of A those of the identity; B (r, in, kernel), A (out, r).
+
+    Any two factors can be written so: A B = (A P^-1)(P B) for r independent rows P of A. It stores r^2
+    numbers fewer than A and B have (PIFA, arXiv 2501.19090, section 3). Executed as the dense layer with r
+    outputs and a 1x1 (r to out), whose weight is put together when it is used.
+    """
+
+    name = "pifa"
+    description = "pivoting factorisation: two matrices, one with the rows of an identity inside"
+    layer = PivotedLayer
+    described_as = "tucker"  # its product of two matrices, stored in fewer numbers
+
+    def max_ranks(self, modes: WeightModes) -> Ranks:
+        return (min(modes.out_channels, modes.columns),)
+
+    def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
+        return [(modes.out_channels, ranks[0]), (ranks[0], modes.columns)]
+
+    def params(self, modes: WeightModes, ranks: Ranks) -> int:
+        """Count B and the rows of A that are not the identity's; the order of the outputs has no weights."""
+        return super().params(modes, ranks) - ranks[0] ** 2
+
+    def halves(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
+        return cores[0], cores[1]
+
+    def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
+        return [output, cores[1]]
+
+    def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
+        """Return the truncated SVD of the matrix (out, in * kernel), the best of its rank."""
+        matrix = weight.reshape(modes.out_channels, -1)
+        vectors = leading_left_vectors(matrix, ranks[0])
+        return [vectors, vectors.T @ matrix]
+
+    def from_halves(
+        self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
+    ) -> Cores:
+        return [output, features]
+
+    def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
+        return {"chain": spec.output_positions * ranks[0] * (modes.columns + modes.out_channels)}
+
+    def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
+        return modes.out_channels
 
 
 def _eliminated(swaps: list[int], rows: int) -> list[int]:

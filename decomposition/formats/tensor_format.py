@@ -13,7 +13,7 @@ import torch
 
 from decomposition.calibration.metric import Metric
 from decomposition.errors import DecompositionError
-from decomposition.formats.layers import FactorisedLayer, Reshape
+from decomposition.formats.layers import ContractedLayer, FactorisedLayer, Reshape
 from decomposition.formats.tensorly_objects import TensorlyObject
 from decomposition.network.layers import DecomposableModule, LayerSpec
 from decomposition.network.modes import WeightModes, plain_modes, tensorised_modes
@@ -40,11 +40,7 @@ def leading_left_vectors(matrix: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the product of two matrices that a weight is made of.
-
-    A fit computes it and its gradient in every step, faster than `einsum` would. It is a batched product of
-    one: contractions of cores are not counted among a layer's operations (`decomposition.network.cost`).
-    """
+    """Return the product of two matrices of a weight, which is not counted among the layer's operations."""
     return torch.bmm(left[None], right[None])[0]
 
 
@@ -58,17 +54,7 @@ def contract_chain(cores: list[torch.Tensor]) -> torch.Tensor:
 
 
 def split_chain(tensor: torch.Tensor, sizes: tuple[int, ...], bonds: tuple[int, ...]) -> list[torch.Tensor]:
-    """Split a core (left, product of sizes, right) into a chain by truncated SVDs (TT-SVD, Oseledets 2011).
-
-    Args:
-        tensor: Core of shape (left, product of `sizes`, right).
-        sizes: Size of every core's middle mode.
-        bonds: Bond dimension between neighbouring cores, one fewer than `sizes`.
-
-    Returns:
-        Cores (left, size, right) whose contraction approximates `tensor`; bonds wider than a step's rank are
-        filled with zeros.
-    """
+    """Split a core (left, product of sizes, right) into a chain by truncated SVDs (Oseledets 2011)."""
     left, right = tensor.shape[0], tensor.shape[2]
     rest = tensor.reshape(left, -1)
     cores, bond = [], left
@@ -86,14 +72,7 @@ Ranks = tuple[int, ...]
 
 
 class LayerForm(NamedTuple):
-    """Abilities of a layer.
-
-    Attributes:
-        in_integers: Whether it can compute in integers.
-        stored: Whether its weights can be stored in integers.
-        as_nodes: Whether it can become nodes of an ONNX graph.
-        spreads: Whether its last factor can spread positions, as a transposed convolution does.
-    """
+    """Whether a layer computes or is stored in integers, is nodes of an ONNX graph, spreads positions."""
 
     in_integers: bool
     stored: bool
@@ -119,6 +98,7 @@ class TensorFormat(ABC):
         starts_in_metric: Whether `starter` has a solution that knows the layer's inputs.
         cancels: Whether the terms of the best fit may grow and cancel one another.
         described_as: The format that policies learn to treat it as; its own name by default.
+        layer: The layer that executes one stage after the other (`chain`); other executions contract cores.
         splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
 
@@ -131,6 +111,7 @@ class TensorFormat(ABC):
     splits_kernel: ClassVar[bool] = False
     cancels: ClassVar[bool] = False
     described_as: ClassVar[str] = ""
+    layer: ClassVar[type[FactorisedLayer]] = ContractedLayer
 
     @abstractmethod
     def max_ranks(self, modes: WeightModes) -> Ranks:
@@ -217,11 +198,13 @@ class TensorFormat(ABC):
             return cores
         return [(core * (mean / scale)).contiguous() for core, scale in zip(cores, scales, strict=True)]
 
-    @abstractmethod
     def build(
         self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
     ) -> FactorisedLayer:
         """Make the layer that replaces `dense`, its cores not yet set, in the cheapest execution."""
+        execution = self.execution(spec, modes, ranks)
+        kind = self.layer if execution == "chain" else ContractedLayer
+        return kind(dense, self, modes, ranks, execution)
 
     @abstractmethod
     def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:

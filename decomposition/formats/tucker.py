@@ -18,7 +18,7 @@ from decomposition.calibration.metric import (
     products,
     times,
 )
-from decomposition.formats.layers import FactorisedLayer, StagedLayer
+from decomposition.formats.layers import StagedLayer
 from decomposition.formats.tensor_format import (
     Cores,
     Ranks,
@@ -28,7 +28,7 @@ from decomposition.formats.tensor_format import (
     register_format,
 )
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
-from decomposition.network.layers import DecomposableModule, LayerSpec
+from decomposition.network.layers import LayerSpec
 from decomposition.network.modes import WeightModes
 
 # Positions of a kernel from which one product for each output rank is as fast as one for all, which copies
@@ -36,6 +36,23 @@ from decomposition.network.modes import WeightModes
 _LONG_KERNEL = 32
 # Sweeps from the truncated HOSVD, which is near the optimum already.
 _HOOI_SWEEPS = 10
+
+
+class _TuckerLayer(StagedLayer):
+    """V', C and U as layers."""
+
+    def stage_channels(self) -> tuple[int, int, int]:
+        return self.ranks[-1], self.ranks[0], 1
+
+    def weights_from_cores(self, cores: Cores) -> Cores:
+        if self.modes.kernel == 1:
+            return [cores[1].T, cores[0]]
+        return [cores[2].T, cores[1], cores[0]]
+
+    def cores_from_weights(self, weights: Cores) -> Cores:
+        if self.modes.kernel == 1:
+            return [weights[1], weights[0].T]
+        return [weights[2], weights[1], weights[0].T]
 
 
 @register_format
@@ -47,6 +64,7 @@ class Tucker(TensorFormat):
 
     name = "tucker"
     description = "Tucker-2 on the channel modes: 1x1, small kernel, 1x1"
+    layer = _TuckerLayer
     own_ranks = True
     starts_in_metric = True
 
@@ -58,13 +76,11 @@ class Tucker(TensorFormat):
         return (min(out_channels, modes.columns), min(in_channels, out_channels * modes.kernel))
 
     def core_shapes(self, modes: WeightModes, ranks: Ranks) -> list[tuple[int, ...]]:
-        """Return the shapes of U, C and V (U and V without a kernel)."""
         if modes.kernel == 1:
             return [(modes.out_channels, ranks[0]), (modes.in_channels, ranks[0])]
         return [(modes.out_channels, ranks[0]), (*ranks, modes.kernel), (modes.in_channels, ranks[1])]
 
     def halves(self, cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return U and the contraction of C and V."""
         if modes.kernel == 1:
             return cores[0], cores[1].T
         output, core, inner = cores
@@ -75,7 +91,6 @@ class Tucker(TensorFormat):
         return output, features.transpose(1, 2).flatten(1)
 
     def set_output(self, cores: Cores, modes: WeightModes, output: torch.Tensor) -> Cores:
-        """Replace U."""
         return [output, *cores[1:]]
 
     def start(self, weight: torch.Tensor, modes: WeightModes, ranks: Ranks) -> Cores:
@@ -115,7 +130,6 @@ class Tucker(TensorFormat):
     def from_halves(
         self, output: torch.Tensor, features: torch.Tensor, modes: WeightModes, ranks: Ranks
     ) -> Cores:
-        """Take U and the transpose of Q."""
         return [output, features.T]
 
     def spectra(
@@ -125,11 +139,7 @@ class Tucker(TensorFormat):
         metric: Metric | None,
         root: torch.Tensor | None,
     ) -> list[np.ndarray]:
-        """Return the energies along the output's and the input's leading channel directions.
-
-        The output's are exact for a compressed output alone. For the input, the metric is replaced by that of
-        a single position, averaged over the kernel.
-        """
+        """Return the energies along the output's and the input's leading channel directions."""
         if modes.kernel == 1:
             return []
         seen = weight if root is None else torch.einsum("op,pik->oik", root, weight)
@@ -145,14 +155,7 @@ class Tucker(TensorFormat):
             energies.append((values / values.sum().clamp_min(1e-300)).numpy())
         return energies
 
-    def build(
-        self, dense: DecomposableModule, spec: LayerSpec, modes: WeightModes, ranks: Ranks
-    ) -> FactorisedLayer:
-        """Make the stages 1x1, kernel, 1x1 (two layers without a kernel)."""
-        return _TuckerLayer(dense, self, modes, ranks, "chain")
-
     def stage_macs(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> dict[str, int]:
-        """Count the stages 1x1, kernel, 1x1 (two matrix products without a kernel)."""
         entering = ranks[-1] * modes.in_channels
         leaving = ranks[0] * modes.out_channels
         if modes.kernel == 1:
@@ -161,7 +164,6 @@ class Tucker(TensorFormat):
         return {"chain": spec.input_positions * entering + spec.output_positions * (kernel + leaving)}
 
     def rows(self, spec: LayerSpec, modes: WeightModes, ranks: Ranks) -> int:
-        """Count the stages' output channels."""
         return (ranks[-1] if modes.kernel == 1 else sum(ranks)) + modes.out_channels
 
     def to_tensorly(self, cores: Cores, modes: WeightModes) -> Any:
@@ -177,10 +179,7 @@ class Tucker(TensorFormat):
         return TuckerTensor((in_tensorly_backend(core), [in_tensorly_backend(factor) for factor in factors]))
 
     def from_tensorly(self, tensor: TensorlyObject, modes: WeightModes) -> tuple[Cores, Ranks, WeightModes]:
-        """Read a TuckerTensor or partial_tucker's two factors: the core takes the kernel's factors in.
-
-        Without a kernel, one of the channel factors takes the core in.
-        """
+        """Read a TuckerTensor or partial_tucker's two factors; the core takes the kernel's factors in."""
         check_sizes(tensor, modes)
         assert tensor.head is not None
         core = tensor.head
@@ -218,7 +217,6 @@ class _InMetric:
             self.cross = self._turned(times(weight.flatten(1), metric))
 
     def start(self, ranks: Ranks) -> Cores:
-        """Return U, C and V."""
         outputs, inputs = ranks
         if self.metric is None:
             output, core = self._by_moments(outputs, inputs * self.modes.kernel)
@@ -265,20 +263,3 @@ def _channel_root(metric: Metric, modes: WeightModes) -> torch.Tensor:
     """Return the symmetric root of the channels' second moments, averaged over the kernel."""
     values, vectors = torch.linalg.eigh(channel_moments(metric, modes.in_channels, modes.kernel))
     return (vectors * values.clamp_min(0).sqrt()) @ vectors.T
-
-
-class _TuckerLayer(StagedLayer):
-    """V', C and U as layers."""
-
-    def stage_channels(self) -> tuple[int, int, int]:
-        return self.ranks[-1], self.ranks[0], 1
-
-    def weights_from_cores(self, cores: Cores) -> Cores:
-        if self.modes.kernel == 1:
-            return [cores[1].T, cores[0]]
-        return [cores[2].T, cores[1], cores[0]]
-
-    def cores_from_weights(self, weights: Cores) -> Cores:
-        if self.modes.kernel == 1:
-            return [weights[1], weights[0].T]
-        return [weights[2], weights[1], weights[0].T]
