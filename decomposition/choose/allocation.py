@@ -38,10 +38,7 @@ class CostTable:
         return mixed
 
     def used(self, choices: np.ndarray) -> np.ndarray:
-        """Return the share of each budget that choices (weightings, sites) use, shape (weightings, limits).
-
-        It is at most 1 if the budget is kept.
-        """
+        """Return the share of each budget that choices (weightings, sites) use, 1 at most if kept."""
         rows = np.arange(len(self.losses))
         shares = []
         for row, (costs, limit) in enumerate(zip(self._costs, self.limits, strict=True)):
@@ -56,11 +53,7 @@ class CostTable:
         return np.stack(shares, axis=1)
 
     def least(self, values: np.ndarray, prices: np.ndarray) -> np.ndarray:
-        """Minimise the sum of the candidates' values and the priced costs that neighbours share.
-
-        Uncoupled sites are independent; the best way through a chain of coupled sites is found exactly by
-        dynamic programming (Viterbi 1967).
-        """
+        """Minimise the sum of values and priced costs, along chains of coupled sites too (Viterbi 1967)."""
         values = np.where(self.absent, np.inf, values)
         if all(coupling is None for coupling in self._couplings):
             return values.argmin(2)
@@ -124,11 +117,7 @@ class _Coupling:
 def best_mixture(
     table: CostTable, weightings: int, choose: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 ) -> np.ndarray:
-    """Return the best choices over all shares of two budgets in the price.
-
-    Bisection lowers the share of the budget that is used less, until both are used equally or only one
-    counts.
-    """
+    """Return the best choices over all shares of two budgets in the price, by bisection."""
     low, high = np.zeros(weightings), np.ones(weightings)
     best, highest = choose(np.tile([1.0, 0.0], (weightings, 1)))
     for step in range(_MIXTURES):
@@ -266,10 +255,7 @@ def _relaxed(
     bisections: int,
     finish: Callable[[np.ndarray, np.ndarray], np.ndarray] = lambda choices, _: choices,
 ) -> np.ndarray:
-    """Minimise the Lagrangian sum_l exp(w_l) loss_l + lambda cost, with the least lambda in budget.
-
-    With two budgets the cost is their mixture, so that neither is left unused.
-    """
+    """Minimise the Lagrangian sum_l exp(w_l) loss_l + lambda cost, with the least lambda in budget."""
     table = CostTable(sites, budget)
     # A common factor does not change the argmin; it keeps exp and lambda within the range of floats.
     largest = max(float(table.losses[~table.absent].max()), 1e-300)

@@ -130,15 +130,15 @@ class CandidateSet:
         """Index of the candidate that leaves the site as it is."""
         return len(self.candidates) - 1
 
-    @cached_property
+    @property
     def params(self) -> np.ndarray:
         """Parameters of each candidate, bias included; shape (candidates,)."""
-        return np.array([candidate.cost.params for candidate in self.candidates], dtype=np.int64)
+        return self.cost("params")
 
-    @cached_property
+    @property
     def macs(self) -> np.ndarray:
         """Multiply-accumulates of each candidate; shape (candidates,)."""
-        return np.array([candidate.cost.macs for candidate in self.candidates], dtype=np.int64)
+        return self.cost("macs")
 
     @cached_property
     def errors(self) -> np.ndarray:
@@ -161,27 +161,20 @@ class CandidateSet:
         Raises:
             DecompositionError: If the measure is unknown, or a candidate's time was not measured.
         """
-        if measure == "params":
-            return self.params
-        if measure == "macs":
-            return self.macs
-        if measure == "bytes":
-            return self._bytes
-        if measure != "latency":
+        if measure not in MEASURES:
             raise DecompositionError(f"unknown measure {measure!r}; choose from {', '.join(MEASURES)}")
-        if not self.timed:
+        if measure == "latency" and not self.timed:
             raise DecompositionError(
                 f"site {self.name!r}: the time of its candidates was not measured; attach a LatencyTable"
             )
-        return self._times
+        if measure not in self._costs:
+            costs = [_in(candidate.cost, measure) for candidate in self.candidates]
+            self._costs[measure] = np.array(costs, dtype=float if measure == "latency" else np.int64)
+        return self._costs[measure]
 
     @cached_property
-    def _bytes(self) -> np.ndarray:
-        return np.array([candidate.cost.bytes for candidate in self.candidates], dtype=np.int64)
-
-    @cached_property
-    def _times(self) -> np.ndarray:
-        return np.array([candidate.cost.time for candidate in self.candidates], dtype=float)
+    def _costs(self) -> dict[str, np.ndarray]:
+        return {}
 
     @cached_property
     def integer(self) -> np.ndarray:
@@ -199,9 +192,7 @@ class CandidateSet:
 
         Neighbours with the same operation leave it together.
         """
-        return next(
-            (candidate.removed for candidate in self.candidates if candidate.removed is not None), None
-        )
+        return next((each.removed for each in self.candidates if each.removed is not None), None)
 
     @cached_property
     def leaving(self) -> np.ndarray:
@@ -209,12 +200,8 @@ class CandidateSet:
 
         0 if the site stays, 1 if it leaves and passes floating point through, 2 if it passes integers.
         """
-        return np.array(
-            [
-                0 if candidate.removed is None else 1 + candidate.passes_int8_through
-                for candidate in self.candidates
-            ]
-        )
+        removed = np.array([candidate.removed is not None for candidate in self.candidates])
+        return removed * (1 + np.array([candidate.passes_int8_through for candidate in self.candidates]))
 
     @property
     def removed(self) -> np.ndarray:
@@ -291,10 +278,7 @@ class CandidateSet:
 
 
 def in_one_block(here: CandidateSet, behind: CandidateSet) -> bool:
-    """Tell whether neighbouring sites only leave the network together.
-
-    If so, two candidates go together only if their `CandidateSet.leaving` is equal.
-    """
+    """Tell whether neighbouring sites only leave the network together (with equal `CandidateSet.leaving`)."""
     return here.removal is not None and here.removal == behind.removal
 
 

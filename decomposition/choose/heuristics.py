@@ -94,10 +94,7 @@ def _threshold_tau(alpha: float) -> float:
 
 
 def _noise_variance(squares: np.ndarray, long: int, alpha: float, threshold: float) -> float:
-    """Minimise the free energy over the noise variance, between the bounds within which it must lie.
-
-    `squares` (L,) are the squared singular values, descending.
-    """
+    """Minimise the free energy over the noise variance; `squares` (L,) of singular values, descending."""
     short = len(squares)
     upper = float(squares.mean()) / long
     # At most this many components can be signal; the rest are certainly noise.

@@ -71,142 +71,30 @@ class FitCache:
         default_factory=dict
     )
 
+    def _chosen(self, keep: Callable[[str, Any], bool]) -> FitCache:
+        """Return the entries of the kinds and keys that `keep` accepts."""
+        parts = {
+            kind: {key: value for key, value in entries.items() if keep(kind, key)}
+            for kind, entries in vars(self).items()
+        }
+        return FitCache(**parts)
+
     def of(self, name: str) -> FitCache:
         """Return the entries of one layer."""
-        return FitCache(
-            {key: fit for key, fit in self.fits.items() if key[0] == name},
-            {key: selection for key, selection in self.selections.items() if key[0] == name},
-            {key: cores for key, cores in self.rounded.items() if key[0] == name},
-        )
+        return self._chosen(lambda _, key: key[0] == name)
 
     def beyond(self, other: FitCache) -> FitCache:
         """Return the entries that `other` lacks."""
-        return FitCache(
-            {key: fit for key, fit in self.fits.items() if key not in other.fits},
-            {key: selection for key, selection in self.selections.items() if key not in other.selections},
-            {key: cores for key, cores in self.rounded.items() if key not in other.rounded},
-        )
+        return self._chosen(lambda kind, key: key not in getattr(other, kind))
 
     def update(self, other: FitCache) -> None:
         """Add the entries of `other`."""
-        self.fits.update(other.fits)
-        self.selections.update(other.selections)
-        self.rounded.update(other.rounded)
+        for kind, entries in vars(self).items():
+            entries.update(getattr(other, kind))
 
 
 # Part of the keys of fits on disk: raised whenever a change of the code changes the cores.
 _VERSION = 5
-
-
-class LayerFits:
-    """Fits of a network's layers in the metric of their inputs and output sensitivities."""
-
-    def __init__(
-        self,
-        specs: Mapping[str, LayerSpec],
-        weights: Mapping[str, torch.Tensor],
-        metrics: Mapping[str, Metric | None],
-        sensitivities: Mapping[str, torch.Tensor],
-        options: FitOptions,
-        disk: Cache,
-    ) -> None:
-        self.specs, self.weights, self.metrics, self.sensitivities = specs, weights, metrics, sensitivities
-        self.options = options
-        self._disk = disk
-        self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
-        self._fitter: tuple[tuple[str, str, ChannelFactors | None], Fitter] | None = None
-
-    def part(self, name: str) -> LayerFits:
-        """Return the fits of one layer alone, for a process of its own."""
-        return LayerFits(
-            {name: self.specs[name]},
-            {name: self.weights[name]},
-            {name: self.metrics[name]},
-            {key: sensitivity for key, sensitivity in self.sensitivities.items() if key == name},
-            self.options,
-            self._disk,
-        )
-
-    def forget(self) -> None:
-        """Free the decompositions that the last layer's fits share, which are large."""
-        self._fitter = None
-
-    def fit(self, name: str, operation: Factorise) -> Fit:
-        """Return the fit of a layer, from disk or computed."""
-
-        def compute() -> dict[str, torch.Tensor]:
-            fit = self._compute(name, operation)
-            cores = {f"core{j}": core for j, core in enumerate(fit.cores)}
-            return {"error": torch.tensor(fit.error, dtype=torch.float64), **cores}
-
-        if self._disk.folder is None:
-            return self._compute(name, operation)
-        key = "-".join(map(str, (self._key(name, operation), *operation.ranks)))
-        kept = self._disk.tensors("fit", key, compute)
-        cores = [kept[f"core{j}"] for j in range(len(kept) - 1)]
-        modes = operation.modes(self.specs[name])
-        return Fit(cores, float(kept["error"]), operation.tensor_format, modes, operation.ranks)
-
-    def _compute(self, name: str, operation: Factorise) -> Fit:
-        key = (name, operation.format, operation.factors)
-        try:
-            if self._fitter is None or self._fitter[0] != key:
-                fitter = Fitter(
-                    operation.tensor_format,
-                    self.weights[name],
-                    operation.modes(self.specs[name]),
-                    self.metrics[name],
-                    self.sensitivities.get(name),
-                    like=self._fitter[1] if self._fitter is not None and self._fitter[0][0] == name else None,
-                )
-                self._fitter = (key, fitter)  # frees the last fitter before this one allocates
-            return self._fitter[1].fit(operation.ranks, self.options)
-        except DecompositionError as error:
-            raise DecompositionError(f"layer {name!r}: {error}") from error
-
-    def root(self, name: str) -> torch.Tensor | None:
-        """Return the square root of a layer's sensitivity, `None` where it has none."""
-        sensitivity = self.sensitivities.get(name)
-        return None if sensitivity is None else symmetric_root(sensitivity)
-
-    def _key(self, name: str, operation: Factorise) -> str:
-        """Hash everything but the ranks that a fit of this layer depends on."""
-        key = (name, operation.format, operation.factors)
-        if key not in self._keys:
-            modes = operation.modes(self.specs[name])
-            kernel = modes.kernel_size if operation.tensor_format.splits_kernel else modes.kernel
-            self._keys[key] = digest(
-                _VERSION,
-                operation.format,
-                (modes.out, modes.inp, kernel),
-                self.options,
-                self.weights[name],
-                self.metrics[name],
-                self.sensitivities.get(name),
-            )
-        return self._keys[key]
-
-    def lost(self, name: str, weight: torch.Tensor) -> float:
-        """Return the squared relative output error of a layer with this weight."""
-        rows = self.weights[name].flatten(1)
-        whole = self.power(name, rows)
-        return max(0.0, self.power(name, rows - weight.flatten(1))) / whole if whole > 0 else 0.0
-
-    def power(self, name: str, rows: torch.Tensor) -> float:
-        """Return tr(G V S V') of a change V (out, columns) of a layer's weight: its effect on the output."""
-        metric, sensitivity = self.metrics[name], self.sensitivities.get(name)
-        if sensitivity is None:
-            return float(powers(rows, metric).sum())
-        return float((floored(sensitivity) * products(rows, metric)).sum())
-
-    def importance(self, name: str) -> float:
-        """Return E[y' G y] of a layer's output y: the squared output error if all of y is lost.
-
-        It makes the squared errors of different layers comparable; 1 without moments or a sensitivity.
-        """
-        if self.metrics[name] is None or name not in self.sensitivities:
-            return 1.0
-        return self.power(name, self.weights[name].flatten(1))
 
 
 def largest_first(specs: Mapping[str, LayerSpec]) -> list[str]:
@@ -309,9 +197,9 @@ class FitLibrary:
                 )
             self._metrics = {name: moments[name].metric(centred=centred) for name in self.specs}
         self.cache = FitCache()
-        self._layer_fits = LayerFits(
-            self.specs, self.weights, self._metrics, self.sensitivities, options, Cache(folder)
-        )
+        self._disk = Cache(folder)
+        self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
+        self._fitter: tuple[tuple[str, str, ChannelFactors | None], Fitter] | None = None
 
     @property
     def formats(self) -> tuple[TensorFormat, ...]:
@@ -385,8 +273,77 @@ class FitLibrary:
         fits, key = self.cache.fits, (name, operation)
         if key not in fits:
             operation.check(self.specs[name])
-            fits[key] = self._layer_fits.fit(name, operation)
+            fits[key] = self._kept(name, operation)
         return fits[key]
+
+    def _kept(self, name: str, operation: Factorise) -> Fit:
+        """Return the fit of a layer, from disk or computed."""
+
+        def compute() -> dict[str, torch.Tensor]:
+            fit = self._compute(name, operation)
+            cores = {f"core{j}": core for j, core in enumerate(fit.cores)}
+            return {"error": torch.tensor(fit.error, dtype=torch.float64), **cores}
+
+        if self._disk.folder is None:
+            return self._compute(name, operation)
+        key = "-".join(map(str, (self._key(name, operation), *operation.ranks)))
+        kept = self._disk.tensors("fit", key, compute)
+        cores = [kept[f"core{j}"] for j in range(len(kept) - 1)]
+        modes = operation.modes(self.specs[name])
+        return Fit(cores, float(kept["error"]), operation.tensor_format, modes, operation.ranks)
+
+    def _compute(self, name: str, operation: Factorise) -> Fit:
+        key = (name, operation.format, operation.factors)
+        try:
+            if self._fitter is None or self._fitter[0] != key:
+                fitter = Fitter(
+                    operation.tensor_format,
+                    self.weights[name],
+                    operation.modes(self.specs[name]),
+                    self._metrics[name],
+                    self.sensitivities.get(name),
+                    like=self._fitter[1] if self._fitter is not None and self._fitter[0][0] == name else None,
+                )
+                self._fitter = (key, fitter)  # frees the last fitter before this one allocates
+            return self._fitter[1].fit(operation.ranks, self.options)
+        except DecompositionError as error:
+            raise DecompositionError(f"layer {name!r}: {error}") from error
+
+    def _key(self, name: str, operation: Factorise) -> str:
+        """Hash everything but the ranks that a fit of this layer depends on."""
+        key = (name, operation.format, operation.factors)
+        if key not in self._keys:
+            modes = operation.modes(self.specs[name])
+            kernel = modes.kernel_size if operation.tensor_format.splits_kernel else modes.kernel
+            self._keys[key] = digest(
+                _VERSION,
+                operation.format,
+                (modes.out, modes.inp, kernel),
+                self.options,
+                self.weights[name],
+                self._metrics[name],
+                self.sensitivities.get(name),
+            )
+        return self._keys[key]
+
+    def lost(self, name: str, weight: torch.Tensor) -> float:
+        """Return the squared relative output error of a layer with this weight."""
+        rows = self.weights[name].flatten(1)
+        whole = self._power(name, rows)
+        return max(0.0, self._power(name, rows - weight.flatten(1))) / whole if whole > 0 else 0.0
+
+    def _power(self, name: str, rows: torch.Tensor) -> float:
+        """Return tr(G V S V') of a change V (out, columns) of a layer's weight: its effect on the output."""
+        metric, sensitivity = self._metrics[name], self.sensitivities.get(name)
+        if sensitivity is None:
+            return float(powers(rows, metric).sum())
+        return float((floored(sensitivity) * products(rows, metric)).sum())
+
+    def _importance(self, name: str) -> float:
+        """Return E[y' G y] of a layer's output y, which makes layers' errors comparable; 1 if unknown."""
+        if self._metrics[name] is None or name not in self.sensitivities:
+            return 1.0
+        return self._power(name, self.weights[name].flatten(1))
 
     def selection(self, name: str, count: int) -> Selection:
         """Return the selection of `count` input channels of a layer that has a narrowing."""
@@ -481,18 +438,14 @@ class FitLibrary:
         return tensors * amplification(operation.tensor_format, cores, modes, self._metrics[name]) ** 2
 
     def _error(self, name: str, candidate: Candidate) -> float:
-        """Return a candidate's relative output error.
-
-        The error of factorised and rounded weights is computed; each rounding of activations adds a constant
-        as an estimate.
-        """
+        """Return a candidate's relative output error; rounded activations count as an estimated constant."""
         operations, reads = candidate.operations, candidate.reads
         if candidate.removed is not None:
             # Removing a block loses its whole summand: its last layer bears the error, the others none.
             return 1.0 if self.lister.removals[name].last else 0.0
         factors = [operation for operation in operations if isinstance(operation, Factorise)]
         if any(isinstance(operation, Quantise) for operation in operations):
-            squared = self._layer_fits.lost(name, self.weight(name, operations, reads))
+            squared = self.lost(name, self.weight(name, operations, reads))
         elif reads is not None:
             squared = self.selection(name, len(reads)).error ** 2
         else:
@@ -545,8 +498,8 @@ class FitLibrary:
         part = copy.copy(self)
         part.specs, part.weights = {name: self.specs[name]}, {name: self.weights[name]}
         part.moments, part._metrics = None, {name: self._metrics[name]}
-        part._layer_fits = self._layer_fits.part(name)
-        part.sensitivities = dict(part._layer_fits.sensitivities)
+        part.sensitivities = {key: held for key, held in self.sensitivities.items() if key == name}
+        part._fitter = None
         part._geometries = {name: self._geometries[name]}
         part.cache = self.cache.of(name)
         return part
@@ -573,7 +526,7 @@ class FitLibrary:
         if workers is None:
             for site in unfitted:
                 finish(self.fitted(site))
-            self._layer_fits.forget()
+            self._fitter = None  # what a layer's fits share is large
         else:
             sites = {site.name: site for site in unfitted}
             jobs = ((name, sites[name]) for name in largest_first(self.specs) if name in sites)
@@ -594,7 +547,7 @@ class FitLibrary:
         return replace(
             unfitted,
             candidates=(*fitted, unfitted.candidates[-1]),
-            importance=self._layer_fits.importance(name),
+            importance=self._importance(name),
         )
 
     def unfitted(self, name: str, *, limit: int = 16) -> CandidateSet:
@@ -612,9 +565,10 @@ class FitLibrary:
             raise DecompositionError(
                 f"layer {name!r}: the weight holds NaN or infinite values; repair the checkpoint first"
             )
-        root = None
-        if spec.kernel_elements > 1 and any(tensor_format.own_ranks for tensor_format in self.formats):
-            root = self._layer_fits.root(name)
+        root, sensitivity = None, self.sensitivities.get(name)
+        own_ranks = spec.kernel_elements > 1 and any(each.own_ranks for each in self.formats)
+        if own_ranks and sensitivity is not None:
+            root = symmetric_root(sensitivity)
 
         def spectra(tensor_format: TensorFormat) -> Sequence[np.ndarray]:
             modes = self.modes(name, tensor_format)

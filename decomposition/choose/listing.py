@@ -239,10 +239,7 @@ class CandidateLister:
         return self.specs[name].kind in OPAQUE_KINDS
 
     def _formats(self, name: str) -> list[TensorFormat]:
-        """Return the formats that differ for a layer: equivalent products of two matrices count once.
-
-        With a kernel, two matrices lose more than any other format: they are taken where there is no other.
-        """
+        """Return the formats that differ for a layer: equivalent products of two matrices count once."""
         if self._only_rounded(name):
             return []
         spec, formats = self.specs[name], list(self.formats)

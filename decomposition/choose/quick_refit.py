@@ -16,15 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from decomposition.calibration.metric import (
-    Metric,
-    covariance,
-    labels_or_single,
-    mean_of,
-    most_rows,
-    shrinkage,
-    worth_factoring,
-)
+from decomposition.calibration.metric import labels_or_single, mean_of, most_rows, shrinkage
 from decomposition.calibration.moments import tracked_batch_norms
 from decomposition.choose.library import FitLibrary
 from decomposition.errors import DecompositionError
@@ -33,11 +25,10 @@ from decomposition.fit.refit import (
     PATCHES_TO_SOLVE,
     RefitProblem,
     absorbs_mean,
-    centred_rows,
+    moments_of,
     target_and_metric,
-    target_and_row_metric,
 )
-from decomposition.network.cost import evaluation_mode
+from decomposition.network.cost import watching
 from decomposition.network.inputs import Inputs, count_inputs, run_model
 from decomposition.network.layers import BatchNorm, DecomposableModule, is_decomposable_module, weight_of
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
@@ -62,11 +53,7 @@ class _Dense:
 
 
 class QuickRefit:
-    """Applies one plan after the other to a network, every layer fitted to the inputs that reach it.
-
-    Weights are written into the dense network; a factorised layer becomes the dense weight that it equals.
-    Rounding of activations is not simulated. The result of a plan does not depend on earlier plans.
-    """
+    """Applies one plan after the other to a dense network, every layer fitted to the inputs that reach it."""
 
     def __init__(
         self,
@@ -136,12 +123,8 @@ class QuickRefit:
         hooks += [
             norm.register_forward_pre_hook(before(at_norm, place)) for place, norm in enumerate(self._norms)
         ]
-        try:
-            with evaluation_mode(self.network), torch.no_grad():
-                run_model(self.network, self._inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with watching(self.network, hooks):
+            run_model(self.network, self._inputs)
 
     def _patches(
         self, name: str, layer: DecomposableModule, x: torch.Tensor
@@ -161,10 +144,7 @@ class QuickRefit:
         patches, labels = self._patches(name, layer, x)
         weight, mean = weight_of(layer).flatten(1), mean_of(patches)
         centre = mean.to(patches)
-        moments: Metric = (
-            centred_rows(patches, mean) if worth_factoring(*patches.shape) else covariance(patches, mean)
-        )
-        share = shrinkage(patches, labels, moments, centre)
+        share = shrinkage(patches, labels, moments_of(patches, mean), centre)
         outputs = patches @ weight.T.to(patches)
         self._dense[name] = _Dense(copied(layer), weight, outputs, weight @ mean, share)
 
@@ -173,8 +153,15 @@ class QuickRefit:
         dense, spec, layer = self._dense[name], self._library.specs[name], self._modules[name]
         patches, _ = self._patches(name, dense.layer, x)
         mean = mean_of(patches)
-        matrix, metric = self._problem(
-            dense, patches, mean, centred=absorbs_mean(spec, correct_batch_norm=True)
+        matrix, metric = target_and_metric(
+            dense.weight,
+            dense.outputs,
+            patches,
+            moments_of(patches, mean),
+            dense.outputs_mean,
+            mean,
+            dense.share,
+            centred=absorbs_mean(spec, correct_batch_norm=True),
         )
         target = matrix.reshape(weight_of(dense.layer).shape)
         weight = target if len(patches) >= PATCHES_TO_SOLVE * matrix.shape[1] else weight_of(dense.layer)
@@ -198,22 +185,6 @@ class QuickRefit:
         """Restore the dense weight of a layer whose inputs are unchanged."""
         dense, layer = self._dense[name].layer, self._modules[name]
         layer.load_state_dict(dense.state_dict())
-
-    def _problem(
-        self, dense: _Dense, patches: torch.Tensor, mean: torch.Tensor, *, centred: bool
-    ) -> tuple[torch.Tensor, Metric]:
-        """Return the regression target for the patches that arrive, and their metric."""
-        known = dense.outputs_mean, mean, dense.share
-        if worth_factoring(*patches.shape):
-            rows = centred_rows(patches, mean)
-            return target_and_row_metric(dense.weight, dense.outputs, rows, *known, centred=centred)
-        return target_and_metric(
-            dense.weight,
-            covariance(patches, mean),
-            covariance(patches, mean, dense.outputs, dense.outputs_mean).T,
-            *known,
-            centred=centred,
-        )
 
     def _remember_mean(self, place: int, x: torch.Tensor) -> None:
         if self._arrived[place] is None:

@@ -219,7 +219,7 @@ class GraphLibrary(FitLibrary):
             losses = [self._losses.of_lstm(site.name, each.weight_bits) for each in rounded]
         else:
             losses = self._losses.of(self, site.name, weights, integer)
-        errors = [self._layer_fits.lost(site.name, weight) for weight in weights]
+        errors = [self.lost(site.name, weight) for weight in weights]
         errors = [error + ACTIVATION_NOISE**2 * each for error, each in zip(errors, integer, strict=True)]
         scales = [loss / error if error > 0 else 0.0 for loss, error in zip(losses, errors, strict=True)]
         by_format = dict(zip(factorised, scales, strict=False))
