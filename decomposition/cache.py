@@ -23,11 +23,7 @@ _Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of cached values that any number of processes may share; nothing in it is pickled.
-
-    A value is written whole or not at all, and one that cannot be read counts as absent. Of processes that
-    compute the same value at once, all but the first one drop theirs.
-    """
+    """A folder of values that processes share, each written whole or not at all; nothing in it is pickled."""
 
     folder: Path | None
 
@@ -95,11 +91,7 @@ class Cache:
 
 
 def digest(*values: object) -> str:
-    """Return a hash of values, 32 hexadecimal digits.
-
-    Tensors and arrays count with their types, shapes and numbers, dataclasses with their fields, mappings and
-    sequences of any type with what they hold, in order; everything else with its `repr`.
-    """
+    """Return a hash of values, 32 hexadecimal digits: dataclasses and containers by what they hold."""
     hasher = hashlib.sha256()
     _add(hasher, values)
     return hasher.hexdigest()[:32]

@@ -34,10 +34,7 @@ def announce_write(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`, which is renamed to `path` if the block succeeds.
-
-    The file gets the mode of any new file (0666 less the umask), whichever mode a library writes it with.
-    """
+    """Yield a temporary path next to `path`, which is renamed to `path` if the block succeeds."""
     announce_write(path)
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{path.suffix}")
     try:

@@ -18,10 +18,7 @@ search holds of every layer, its candidates among them (7.4 together of a convol
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process may still allocate, or None if unknown (all but Linux).
-
-    A container's limit counts (cgroups, version 2), and so do limits on the process (`ulimit -v`, `-d`).
-    """
+    """Return the bytes that this process may still allocate (cgroups, `ulimit`), or None if unknown."""
     if not sys.platform.startswith("linux"):
         return None
     import resource
@@ -62,16 +59,7 @@ def fit_bytes(outputs: int, columns: int, rows: int) -> int:
 
 
 def without_room(layers: Mapping[str, tuple[int, int, int]]) -> dict[str, str]:
-    """Choose the layers to leave dense so that the others' fits take half of the free memory at most.
-
-    The largest are left first. What is held of all stays while one is fitted.
-
-    Args:
-        layers: Outputs, columns and rows of inputs of each layer, by name.
-
-    Returns:
-        Why each of them stays dense, by name.
-    """
+    """Choose the largest layers to leave dense, with reasons; `layers` are outputs, columns and rows."""
     left: dict[str, str] = {}
     taken = {name: fit_bytes(*sizes) for name, sizes in layers.items()}
     held = sum(taken.values()) * _HELD // _FITTING

@@ -13,7 +13,7 @@ from torch import nn
 
 from decomposition.errors import DecompositionError
 from decomposition.formats.layers import StagedLayer
-from decomposition.network.cost import evaluation_mode
+from decomposition.network.cost import watching
 from decomposition.network.inputs import ExampleInputs, as_inputs, holds_tensors, random_batch, run_model
 from decomposition.network.layers import DecomposableModule, is_decomposable_module
 from decomposition.network.patches import Geometry
@@ -256,14 +256,9 @@ def _compare(
 
         return layers[name].register_forward_pre_hook(record)
 
-    handles = [watch(name) for name in layers]
     batch = as_inputs(inputs) if holds_tensors(inputs) else random_batch(network, inputs, 2)
-    try:
-        with evaluation_mode(network):
-            run_model(network, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching(network, [watch(name) for name in layers]):
+        run_model(network, batch)
     for name, module in layers.items():
         what = f"layer {name!r}, a {type(module).__name__},"
         if not reached[name]:
@@ -365,7 +360,6 @@ class PlainTransposed(nn.Module):
         return y if batched else y.squeeze(0)
 
     def extra_repr(self) -> str:
-        """Show how it spreads."""
         return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
 
     def _least_sizes(self, x: torch.Tensor) -> list[int]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from decomposition.errors import DecompositionError
-from decomposition.network.cost import evaluation_mode
+from decomposition.network.cost import watching
 from decomposition.network.inputs import (
     Inputs,
     Positional,
@@ -323,13 +323,8 @@ def check_finite(
 
     modules = dict(model.named_modules())
     watched = [name for name in layers if name in modules]
-    handles = [modules[name].register_forward_pre_hook(watch(name)) for name in watched]
-    try:
-        with evaluation_mode(model):
-            masked = all(map(_finite, tensors_in(run_model(model, tried))))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching(model, [modules[name].register_forward_pre_hook(watch(name)) for name in watched]):
+        masked = all(map(_finite, tensors_in(run_model(model, tried))))
     number = f"{len(positions)} of {count_inputs(inputs)} inputs" if len(positions) > 1 else "an input"
     holds = f"{what} holds NaN or infinite values in {number}, first in number {int(positions[0])} (from 0)"
     if not masked or seeing:
@@ -359,15 +354,11 @@ def _failure(model: nn.Module, inputs: Inputs) -> Exception | None:
             raise DecompositionError("it takes the batch for a single input without a batch axis")
 
     layers = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
-    handles = [layer.register_forward_pre_hook(check) for layer in layers]
     try:
-        with evaluation_mode(model):
+        with watching(model, [layer.register_forward_pre_hook(check) for layer in layers]):
             run_model(model, inputs)
     except Exception as error:  # whatever the model's own code raises
         return error
-    finally:
-        for handle in handles:
-            handle.remove()
     return None
 
 
@@ -417,7 +408,7 @@ def _failing_layer(model: nn.Module, inputs: Inputs) -> str:
         if name:
             handles += [layer.register_forward_pre_hook(begin(name)), layer.register_forward_hook(end)]
     try:
-        with evaluation_mode(model):
+        with watching(model, handles):
             run_model(model, inputs)
     except Exception:  # the failure reported already
         if running:
@@ -425,9 +416,6 @@ def _failing_layer(model: nn.Module, inputs: Inputs) -> str:
             takes = _taken(layer)
             told = f" takes {takes}, but gets {got}" if takes else f" gets {got}"
             return f": layer {name!r} ({type(layer).__name__}){told}"
-    finally:
-        for handle in handles:
-            handle.remove()
     return ""
 
 

@@ -49,11 +49,7 @@ def worth_factoring(count: int, columns: int) -> bool:
 
 
 def gram(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows' rows for rows (n, D), shape (D, D), computing each half of it once.
-
-    PyTorch has no product for this (BLAS's `syrk`). In quarters of the columns it takes 0.63 to 0.7 of the
-    whole product's time from 576 columns on, 0.8 with 288 (AMD EPYC, float32).
-    """
+    """Return rows' rows for rows (n, D), shape (D, D), computing each half of it once (BLAS's `syrk`)."""
     count = rows.shape[1]
     if count < _COLUMNS_TO_HALVE:
         return rows.T @ rows
@@ -76,11 +72,8 @@ def covariance(
     others: torch.Tensor | None = None,
     others_mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return E[(r - mean) (o - others_mean)'], float64 on the CPU, of rows (n, D) and others (n, E), or rows.
-
-    Means are subtracted before anything is multiplied: of features that vary by a thousandth of their mean,
-    products in float32 hold nothing else.
-    """
+    """Return E[(r - mean) (o - others_mean)'], float64 on the CPU; r in rows (n, D), o in others or rows."""
+    # Means are subtracted before products in float32: a thousandth of the mean would be lost in them.
     total = torch.zeros((), dtype=torch.float64, device=rows.device)
     if others is None or others_mean is None:
         for part in in_parts(rows):
@@ -97,10 +90,7 @@ def in_parts(rows: torch.Tensor, *, like: torch.Tensor | None = None) -> tuple[t
 
 
 def cholesky(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the lower Cholesky factor of a symmetric matrix, or of a batch of them.
-
-    If rounding has made it indefinite, the least of `_JITTERS` that helps is added, with a warning.
-    """
+    """Return the lower Cholesky factor of a matrix or batch of them, which rounding may make indefinite."""
     power = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     for share in _JITTERS:
@@ -323,10 +313,7 @@ _FLOOR = 0.01
 
 
 def floored(sensitivity: torch.Tensor) -> torch.Tensor:
-    """Raise the small eigenvalues of a sensitivity (out, out), which makes it positive definite.
-
-    Negative eigenvalues, which rounding leaves, count as zero if the raise does not cover them.
-    """
+    """Raise the small eigenvalues of a sensitivity (out, out), which makes it positive definite."""
     matrix = (sensitivity.double() + sensitivity.double().T) / 2
     raised = matrix.clone()
     # The clamp makes a sensitivity of zeros positive, too.
@@ -346,10 +333,7 @@ def symmetric_root(sensitivity: torch.Tensor) -> torch.Tensor:
 
 
 def triangular_root(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the upper triangular R with R' R = `matrix` (out, out), positive definite.
-
-    It costs a tenth of the symmetric root, and serves as well where only R' R counts.
-    """
+    """Return the upper triangular R with R' R = `matrix`, at a tenth of the cost of `symmetric_root`."""
     return cholesky(matrix).T
 
 
@@ -379,10 +363,7 @@ class Narrowing:
 def select_inputs(
     weight: torch.Tensor, metric: Metric | None, sensitivity: torch.Tensor | None, counts: Iterable[int]
 ) -> dict[int, Selection]:
-    """Select the input channels that a layer reads best, for several numbers of them.
-
-    A smaller selection is part of every larger one.
-    """
+    """Select the input channels that a layer reads best, for several numbers of them, one in the other."""
     outputs, channels, kernel = weight.shape
     original = weight.double().flatten(1)
     columns = channels * kernel

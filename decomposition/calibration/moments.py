@@ -26,7 +26,7 @@ from decomposition.calibration.metric import (
 )
 from decomposition.errors import DecompositionError
 from decomposition.memory import check_room
-from decomposition.network.cost import evaluation_mode
+from decomposition.network.cost import watching
 from decomposition.network.inputs import count_inputs, run_model
 from decomposition.network.layers import BatchNorm, DecomposableModule, LayerSpec
 from decomposition.network.patches import labels_of_batch, sample_labelled_patches
@@ -55,17 +55,14 @@ def reestimate_batch_norm(model: nn.Module, calibration: CalibrationInputs) -> N
     batches = checked_batches(calibration, model)
     norms = tracked_batch_norms(model)
     momenta = [norm.momentum for norm in norms]
-    with evaluation_mode(model):
+    with watching(model, [norm.register_forward_pre_hook(_weighing(norm)) for norm in norms]):
         for norm in norms:
             norm.reset_running_stats()
             norm.training = True
-        handles = [norm.register_forward_pre_hook(_weighing(norm)) for norm in norms]
         try:
             for batch in batches:
                 run_model(model, batch)
         finally:
-            for handle in handles:
-                handle.remove()
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
 
@@ -274,16 +271,12 @@ def collect_moments(
         return module.register_forward_pre_hook(hook)
 
     handles = [watch(spec.name, modules[spec.name], max(1, len(spec.input_sizes))) for spec in specs]
-    try:
-        with evaluation_mode(model):
-            for batch in batches:
-                try:
-                    run_model(model, batch)
-                except (RuntimeError, TypeError, IndexError) as error:
-                    raise refusal(model, batch, error) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching(model, handles):
+        for batch in batches:
+            try:
+                run_model(model, batch)
+            except (RuntimeError, TypeError, IndexError) as error:
+                raise refusal(model, batch, error) from error
     for name in [name for name, accumulator in accumulators.items() if accumulator.empty]:
         if unreached is None:
             raise DecompositionError(

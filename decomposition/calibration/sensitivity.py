@@ -24,7 +24,7 @@ from decomposition.calibration.calibration_set import CalibrationInputs, checked
 from decomposition.calibration.metric import WIDEST, Spread, gram, shrunk_matrix
 from decomposition.calibration.units import Array, find_units, known_answers, output_weight
 from decomposition.errors import DecompositionError
-from decomposition.network.cost import evaluation_mode
+from decomposition.network.cost import evaluation_mode, watching
 from decomposition.network.inputs import (
     Inputs,
     count_inputs,
@@ -115,13 +115,13 @@ def collect_sensitivities(
 
         return modules[name].register_forward_hook(hook)
 
-    handles = [watch(spec.name, spec.kind == "linear") for spec in specs if spec.out_channels <= WIDEST]
     # If inputs are integers, gradients come from parameters, some or all of which may be frozen.
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     before = [(parameter.requires_grad, parameter.grad) for parameter in parameters]
     weights = _unit_weights(model, batches)
+    handles = [watch(spec.name, spec.kind == "linear") for spec in specs if spec.out_channels <= WIDEST]
     try:
-        with evaluation_mode(model), torch.enable_grad():
+        with watching(model, handles), torch.enable_grad():
             for images in batches:
                 for batch in split(images, _size(images)):
                     current[:] = [batch]
@@ -137,8 +137,6 @@ def collect_sensitivities(
             "use weigh_outputs=False (decomposition.weigh_outputs=false on the command line)"
         ) from error
     finally:
-        for handle in handles:
-            handle.remove()
         for parameter, (learnt, gradient) in zip(parameters, before, strict=True):
             parameter.requires_grad_(learnt)
             parameter.grad = gradient
@@ -172,12 +170,7 @@ def _measured(
     weights: Sequence[torch.Tensor],
     generator: torch.Generator,
 ) -> dict[str, torch.Tensor]:
-    """Estimate, by perturbation, the sensitivity of layers that matter but receive no gradient.
-
-    With random signs s of numbers, E|f(y + h s e_c) - f(y)|^2 / h^2 is G_cc summed over positions, or, if f
-    is not smooth (behind a rounding), the effect of an error of size h. Signs differ between channels, too:
-    an argmax ignores a shift that all channels share.
-    """
+    """Estimate by perturbation (with random signs) the sensitivity of layers that receive no gradient."""
     if not silent:
         return {}
     batch = rows(batches[0], slice(_PERTURBED))
@@ -201,12 +194,8 @@ def _measured(
 
         watched = {each: look(each) for each in silent} if name is None else {name: hook}
         handles = [modules[each].register_forward_hook(act) for each, act in watched.items()]
-        try:
-            with evaluation_mode(model), torch.no_grad():
-                outputs = tensors_in(run_model(model, batch))
-        finally:
-            for handle in handles:
-                handle.remove()
+        with watching(model, handles):
+            outputs = tensors_in(run_model(model, batch))
         numbers = [
             (_logits(y) * weight.to(y)).flatten().double()
             for y, weight in zip(outputs, weights, strict=True)
@@ -250,13 +239,10 @@ def _watched(x: torch.Tensor) -> torch.Tensor:
 
 
 def _unit_weights(model: nn.Module, batches: Sequence[Inputs]) -> list[torch.Tensor]:
-    """Return the weight of every tensor in a model's output at which all quantities count alike.
-
-    The largest weight is 1, which leaves a single tensor of one unit as it is.
-    """
+    """Return the weight of every output tensor at which all quantities count alike, 1 at most."""
     answers: list[list[Array]] = []
     inputs = numbers = 0
-    with evaluation_mode(model), torch.no_grad():
+    with evaluation_mode(model):
         for batch in (part for images in batches for part in split(images, _size(images))):
             if inputs >= _ANSWERED or numbers >= _ANSWERED_NUMBERS:
                 break

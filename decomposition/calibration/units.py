@@ -79,10 +79,7 @@ class Answers:
         return found
 
     def spread(self, chosen: Any = ...) -> float:
-        """Return the mean variance of some numbers, or their mean square where they hardly vary.
-
-        An error relative to that is about 1 of the best constant answer, or relative to the numbers' size.
-        """
+        """Return the mean variance of some numbers, or their mean square where they hardly vary."""
         if not self.mean.size:
             return 1.0
         variance, square = float(self.variance[chosen].mean()), float(self.square[chosen].mean())
@@ -125,11 +122,7 @@ class Units:
         return found
 
     def weights(self, dimensions: int) -> Array:
-        """Return the factor of each channel at which all groups count alike.
-
-        Their mean square is then the mean over the groups of mean square / spread. Numbers have as many axes
-        as `dimensions` says, inputs on the first.
-        """
+        """Return the factor of each channel, in so many axes, inputs first, at which groups count alike."""
         channels = sum(map(len, self.groups))
         pairs = zip(self.groups, self.spreads, strict=True)
         shares = [channels / (len(self.groups) * len(group) * spread) for group, spread in pairs]
@@ -215,10 +208,7 @@ def _by_scale(variance: Array, active: Array, labels: Array, few: bool) -> Array
 
 
 def _cut(variance: Array, active: Array, labels: Array, label: int, few: bool) -> Array | None:
-    """Split a group at its largest gap in variance that separates quantities; None without one.
-
-    Channels that a ReLU leaves at 0 for most inputs are measured where they are not.
-    """
+    """Split a group at its largest gap in variance that separates quantities; None without one."""
     (members,) = np.nonzero(labels == label)
     scales = variance[members].mean(1) / active[members].mean(1)
     order = np.argsort(scales)

@@ -204,10 +204,7 @@ def _by_outputs(weight: torch.Tensor, metric: Metric | None, sensitivity: torch.
 
 
 def _by_inputs(weight: torch.Tensor, metric: Metric | None, sensitivity: torch.Tensor | None) -> _Solution:
-    """Decompose C' W' G W C (D, D): with its eigenpairs (e, v), A = W C v / e^1/2, Q = v' C' W' G W / e^1/2.
-
-    Neither C nor R is inverted, and nothing as large as out x out is decomposed.
-    """
+    """Decompose C' W' G W C (D, D): of its eigenpairs (e, v), A = W C v / e^1/2, Q = v' C' W' G W / e^1/2."""
     gram = weight.T @ (weight if sensitivity is None else sensitivity @ weight)
     if metric is None:
         energies, vectors = _descending(gram)
@@ -325,14 +322,9 @@ class Fitter:
     ) -> None:
         if not is_finite(weight):
             raise DecompositionError("the weight holds NaN or infinite values; repair the checkpoint first")
-        if metric is not None and not is_finite(metric):
-            raise DecompositionError(
-                "the input moments hold NaN or infinite values; check the calibration set"
-            )
-        if sensitivity is not None and not is_finite(sensitivity):
-            raise DecompositionError(
-                "the sensitivity holds NaN or infinite values; check the calibration set"
-            )
+        for what, matrix in (("input moments hold", metric), ("sensitivity holds", sensitivity)):
+            if matrix is not None and not is_finite(matrix):
+                raise DecompositionError(f"the {what} NaN or infinite values; check the calibration set")
         self.tensor_format, self.modes = tensor_format, modes
         self._weight = weight.double()
         self._metric = None if metric is None else converted(metric, torch.float64)
@@ -361,10 +353,7 @@ class Fitter:
         return self._matrices.vanish if self._direct else self._problem.vanishes
 
     def _unseen(self, ranks: Ranks, options: FitOptions) -> Cores:
-        """Return cores for a layer whose outputs all vanish on the data, which tell no weights apart.
-
-        All of them have the same error, and those nearest the weight are right on other data too.
-        """
+        """Return the cores nearest to a weight whose outputs all vanish on the data, where all err alike."""
         if not bool(self._weight.any()):
             shapes = self.tensor_format.core_shapes(self.modes, ranks)
             return [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
@@ -434,11 +423,7 @@ def _at(terms: torch.Tensor, rank: int) -> float:
 
 @contextmanager
 def _few_threads(columns: int) -> Iterator[None]:
-    """Compute in one thread where matrices are too small to gain from more.
-
-    Threads that wait for one another at every small product cost more than they bring, many times over when
-    the machine is busy with something else.
-    """
+    """Compute in one thread where matrices are too small to gain from more, which wait for one another."""
     threads = torch.get_num_threads()
     if columns > _COLUMNS_WORTH_THREADS:
         yield

@@ -34,10 +34,7 @@ class Products:
 
 
 class Quadratic:
-    """The quadratic form |W - A Q|^2 of a weight W (out, D) in a metric S (D, D).
-
-    In a metric of rows F nothing but W and gradients is as large as W: of W, W F' is kept instead of W S.
-    """
+    """The form |W - A Q|^2 of a weight W (out, D) in a metric S (D, D); of rows F of it, W F' is kept."""
 
     def __init__(
         self, weight: torch.Tensor, metric: Metric | None, target: torch.Tensor | None = None
@@ -194,10 +191,7 @@ class LeastSquares:
         return powers(rest, self.metric).sum()
 
     def amplification(self, cores: Cores) -> float:
-        """Norm of the terms A[:, p] Q[p, :] relative to the weight's; 1 when they are orthogonal.
-
-        The larger one of two: of the terms themselves, and of their outputs on the metric's inputs.
-        """
+        """Norm of the terms A[:, p] Q[p, :], or of their outputs if larger, relative to the weight's."""
         output, features = self.format.halves(self.unscale(cores), self.modes)
         sizes, rows = output.square().sum(0), self.original.flatten(1)
         weight = (sizes * features.square().sum(1)).sum() / rows.square().sum()
@@ -233,11 +227,7 @@ class LeastSquares:
 
     @cached_property
     def start(self) -> Callable[[Ranks], Cores]:
-        """The function from ranks to the starting point.
-
-        That is the algebraic solution for the problem's weight; if the largest ranks do not get all of their
-        iterations, the solution in the metric, for formats that have one.
-        """
+        """The function from ranks to the algebraic solution or, for large problems, the one in the metric."""
         return self.format.starter(self.weight, self.modes, self.metric if self._starts_in_metric else None)
 
     @property

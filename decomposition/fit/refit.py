@@ -67,7 +67,6 @@ class RemovedBlock(nn.Module):
         self.dense = (block.eval(),)  # in a tuple, so that its layers and norms are no submodules
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the block on the first half and pass the second half on."""
         dense_input, arriving = x.chunk(2)
         return torch.cat([self.dense[0](dense_input), arriving])
 
@@ -80,7 +79,6 @@ class Substituted(StandIn[nn.Module]):
         self.substitute = substitute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run each module on its half."""
         dense, arriving = x.chunk(2)
         return torch.cat([self.dense(dense), self.substitute(arriving)])
 
@@ -110,7 +108,6 @@ class NormPair(StandIn[BatchNorm]):
         return torch.cat([expected, moved])
 
     def finish(self) -> nn.Module:
-        """Return the batch norm with its mean shifted."""
         if self.shift is not None and self.dense.running_mean is not None:
             self.dense.running_mean += self.shift
         return self.dense
@@ -120,32 +117,18 @@ class NormPair(StandIn[BatchNorm]):
 RIDGE = 1e-3
 
 
-def from_many_patches(
-    weight: torch.Tensor,
-    dense: torch.Tensor,
-    arriving: torch.Tensor,
-    dense_mean: torch.Tensor,
-    mean: torch.Tensor,
-    labels: torch.Tensor | None,
-    *,
-    centred: bool,
-) -> tuple[torch.Tensor, Metric]:
-    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
-
-    Both are shrunk if `labels` tell which input each patch is from.
-    """
-    moments = covariance(arriving, mean)
-    # W C_xy from the outputs W x, which have far fewer features than the inputs.
-    outputs_mean = weight @ dense_mean
-    cross = covariance(arriving, mean, dense @ weight.T.to(dense), outputs_mean).T
-    share = 0.0 if labels is None else shrinkage(arriving, labels, moments, mean.to(arriving))
-    return target_and_metric(weight, moments, cross, outputs_mean, mean, share, centred=centred)
+def moments_of(patches: torch.Tensor, mean: torch.Tensor) -> Metric:
+    """Return the covariance of patches (n, D), float64 on the CPU, as rows where they are few."""
+    if not worth_factoring(*patches.shape):
+        return covariance(patches, mean)
+    return RowFactor((patches.cpu() - mean.double()).mul_(len(patches) ** -0.5))
 
 
 def target_and_metric(
     weight: torch.Tensor,
-    covariance: torch.Tensor,
-    cross: torch.Tensor,
+    outputs: torch.Tensor,
+    arriving: torch.Tensor,
+    moments: Metric,
     outputs_mean: torch.Tensor,
     mean: torch.Tensor,
     share: float,
@@ -154,10 +137,13 @@ def target_and_metric(
 ) -> tuple[torch.Tensor, Metric]:
     """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
 
-    `covariance` (D, D) and `cross` (out, D) are C_yy and W C_xy around the means; `share` shrinks both.
+    `outputs` are W x (n, out), `moments` C_yy around the mean; `share` shrinks both.
     """
-    metric = shrunk_matrix(covariance, share)
-    cross = (1 - share) * cross + share * covariance.diagonal().mean() * weight
+    if isinstance(moments, RowFactor):
+        return _from_rows(weight, outputs, moments, outputs_mean, mean, share, centred=centred)
+    metric = shrunk_matrix(moments, share)
+    cross = covariance(arriving, mean, outputs, outputs_mean).T
+    cross = (1 - share) * cross + share * moments.diagonal().mean() * weight
     if not centred:
         metric = metric + torch.outer(mean, mean)
         cross = cross + torch.outer(outputs_mean, mean)
@@ -168,7 +154,7 @@ def target_and_metric(
     return torch.cholesky_solve((cross + ridge * weight).T, cholesky(regularised)).T, metric
 
 
-def target_and_row_metric(
+def _from_rows(
     weight: torch.Tensor,
     outputs: torch.Tensor,
     metric: RowFactor,
@@ -178,10 +164,7 @@ def target_and_row_metric(
     *,
     centred: bool,
 ) -> tuple[torch.Tensor, RowFactor]:
-    """Return the result of `target_and_metric` from fewer patches than each has numbers (`centred_rows`).
-
-    With X and Y the patches it is W + (W X' - W Y') (Y Y' + r I)^-1 Y, and nothing is as large as C_yy.
-    """
+    """Solve for W + (W X' - W Y') (Y Y' + r I)^-1 Y, in which nothing is as large as C_yy."""
     metric = shrunk_rows(metric, share)
     rows = metric.rows
     expected = ((1 - share) / len(outputs)) ** 0.5 * (outputs.double().cpu() - outputs_mean)
@@ -193,28 +176,6 @@ def target_and_row_metric(
     regularised.diagonal().add_(ridge)
     change = torch.cholesky_solve(expected - rows @ weight.T, cholesky(regularised))
     return torch.addmm(weight, change.T, rows), metric
-
-
-def centred_rows(patches: torch.Tensor, mean: torch.Tensor) -> RowFactor:
-    """Return the covariance of patches (n, D) as rows, float64 on the CPU."""
-    return RowFactor((patches.cpu() - mean.double()).mul_(len(patches) ** -0.5))
-
-
-def from_few_patches(
-    weight: torch.Tensor,
-    dense: torch.Tensor,
-    arriving: torch.Tensor,
-    dense_mean: torch.Tensor,
-    mean: torch.Tensor,
-    labels: torch.Tensor | None,
-    *,
-    centred: bool,
-) -> tuple[torch.Tensor, Metric]:
-    """Return the result of `from_many_patches` from fewer patches than each has numbers."""
-    metric = centred_rows(arriving, mean)
-    share = 0.0 if labels is None else shrinkage(arriving, labels, metric, mean.to(arriving))
-    outputs = torch.cat([part.double().cpu() @ weight.T for part in in_parts(dense)])
-    return target_and_row_metric(weight, outputs, metric, weight @ dense_mean, mean, share, centred=centred)
 
 
 # Patches per input that a dense layer needs: its many weights would overfit fewer.
@@ -277,11 +238,7 @@ def refit_to_patches(
     *,
     mean_absorbed: bool,
 ) -> Refitted:
-    """Fit a layer so that its outputs on arriving patches match the dense layer's on the dense patches.
-
-    Raises:
-        DecompositionError: If the fit would take more than half of the free memory.
-    """
+    """Fit a layer so that its outputs on arriving patches match the dense layer's on the dense patches."""
     # A single patch determines no moments.
     solvable = refit.enough(len(arriving)) if isinstance(refit, Solved) else len(arriving) > 1
     if solvable and (lack := shortage(fit_bytes(len(dense.weight), arriving.shape[1], len(arriving)))):
@@ -299,10 +256,11 @@ def refit_to_patches(
     dense_mean, mean = mean_of(dense_patches), mean_of(arriving)
     problem = RefitProblem(weight, None, len(arriving))
     if solvable:
-        solve = from_few_patches if worth_factoring(*arriving.shape) else from_many_patches
-        solution = solve(matrix, dense_patches, arriving, dense_mean, mean, labels, centred=mean_absorbed)
-        problem = RefitProblem(solution[0].reshape_as(weight), solution[1], len(arriving))
-        del solution
+        target, metric = _regression(
+            matrix, dense_patches, arriving, dense_mean, mean, labels, centred=mean_absorbed
+        )
+        problem = RefitProblem(target.reshape_as(weight), metric, len(arriving))
+        del target, metric
     some = slice(None, None, max(1, len(arriving) // _PATCHES_FOR_ERROR))
     outputs, shift = dense_patches[some] @ matrix.T.to(dense_patches), matrix @ dense_mean
     del weight, matrix  # before the fit takes as much
@@ -318,11 +276,30 @@ def refit_to_patches(
     return Refitted(fitted, shift, error)
 
 
-def absorbs_mean(spec: LayerSpec, correct_batch_norm: bool) -> bool:
-    """Tell whether a change of the layer's mean output can be corrected without new parameters.
+def _regression(
+    weight: torch.Tensor,
+    dense: torch.Tensor,
+    arriving: torch.Tensor,
+    dense_mean: torch.Tensor,
+    mean: torch.Tensor,
+    labels: torch.Tensor | None,
+    *,
+    centred: bool,
+) -> tuple[torch.Tensor, Metric]:
+    """Return `target_and_metric` of patches, shrunk if `labels` tell which input each is from."""
+    moments = moments_of(arriving, mean)
+    share = 0.0 if labels is None else shrinkage(arriving, labels, moments, mean.to(arriving))
+    if isinstance(moments, RowFactor):
+        outputs = torch.cat([part.double().cpu() @ weight.T for part in in_parts(dense)])
+    else:
+        outputs = dense @ weight.T.to(dense)
+    return target_and_metric(
+        weight, outputs, arriving, moments, weight @ dense_mean, mean, share, centred=centred
+    )
 
-    Not in a layer that is called several times: each call has another mean.
-    """
+
+def absorbs_mean(spec: LayerSpec, correct_batch_norm: bool) -> bool:
+    """Tell whether a change of the layer's mean output can be corrected without new parameters."""
     if len(spec.output_sizes) > 1:
         return False
     return spec.bias or (correct_batch_norm and spec.batch_norm is not None)

@@ -126,11 +126,7 @@ def equalise(layer: StagedLayer, metric: Metric | None) -> None:
 def amplification(
     tensor_format: TensorFormat, cores: Cores, modes: WeightModes, metric: Metric | None
 ) -> float:
-    """Return the size of the features' contributions to the output, relative to the output.
-
-    It is sqrt(sum_r |A_r|^2 E[(Q_r x)^2] / E|A Q x|^2): the factor by which noise in proportion to each
-    feature grows relative to the output. Terms that cancel one another make it large.
-    """
+    """Return sqrt(sum_r |A_r|^2 E[(Q_r x)^2] / E|A Q x|^2), large where terms of A Q cancel one another."""
     output, features = tensor_format.halves(cores, modes)
     whole = float(powers(output @ features, metric).sum())
     terms = float((output.square().sum(0) * powers(features, metric)).sum())
@@ -138,11 +134,7 @@ def amplification(
 
 
 def round_features(layer: FactorisedLayer, metric: Metric | None, bits: int) -> None:
-    """Round the stages before the last one, each fitted to its inputs from the rounded stages before it.
-
-    Layers that are not made of a stage that mixes channels and a stage that applies the kernel stay as they
-    are: their weights are rounded to the nearest integer.
-    """
+    """Round the stages before the last one, each fitted to its inputs from the rounded stages before it."""
     if not isinstance(layer, StagedLayer) or metric is None or isinstance(layer.reduce, nn.ParameterList):
         return
     modes = layer.modes
@@ -182,11 +174,7 @@ def _set_latent(stage: nn.Module, weight: torch.Tensor) -> None:
 
 
 def make_up(layer: FactorisedLayer, problem: RefitProblem, bits: int) -> None:
-    """Solve for the output stage again, given the rounded stages before it, and round it.
-
-    Layers without such a stage stay as they are. With rounded features Q the weight is A Q, and
-    tr((W - A Q) S (W - A Q)') is least at A = W S Q' (Q S Q')^-1.
-    """
+    """Round the output stage, solved for again for rounded features Q: A = W S Q' (Q S Q')^-1."""
     cores = [core.detach().double().cpu() for core in layer.cores()]
     if layer.output_stage(cores) is None:
         return

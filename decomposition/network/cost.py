@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from decomposition.network.inputs import ExampleInputs, example_batch, run_model
 from decomposition.network.surgery import unwrapped
@@ -39,6 +40,17 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
+
+
+@contextmanager
+def watching(model: nn.Module, handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Put a model into `evaluation_mode` with these hooks, which are removed at the end."""
+    try:
+        with evaluation_mode(model):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -125,11 +125,7 @@ Place = tuple[str | int, ...]
 
 
 def leaves(output: Any) -> Iterator[tuple[Place, Any]]:
-    """Yield the leaves of a model's output in order, each with its place.
-
-    The search goes into mappings, lists, tuples (named ones by their fields), dataclasses, and everything
-    that is registered with torch as a pytree.
-    """
+    """Yield the leaves of a model's output (containers, dataclasses, pytrees) in order, with their places."""
     for key, value in _parts(output):
         if key is None:
             yield (), value
@@ -239,10 +235,7 @@ def _reference(model: nn.Module) -> torch.Tensor:
 
 
 def example_tensor(model: nn.Module, example: ExampleInputs) -> torch.Tensor:
-    """Return an `example_batch` of two inputs of a model with one, to trace its channels with.
-
-    The batch axis of a single example could be mistaken for one that is broadcast.
-    """
+    """Return an `example_batch` of two inputs of a model with one, to trace its channels with."""
     batch = example_batch(model, example, batch_size=2)
     if not isinstance(batch, torch.Tensor):
         raise DecompositionError(
@@ -284,10 +277,7 @@ def as_inputs(batch: Any) -> Inputs:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's numbers as a `torch.Tensor` without a graph, in the same memory.
-
-    Results computed from a subclass (a torchvision image, a parameter) would be of that class, too.
-    """
+    """Return a tensor's numbers as a `torch.Tensor` without a graph, in the same memory."""
     wraps_others = bool(is_traceable_wrapper_subclass(tensor))
     if tensor.layout is not torch.strided or tensor.is_quantized or wraps_others:
         kind = f"{type(tensor).__name__} ({tensor.layout}, {tensor.dtype})"

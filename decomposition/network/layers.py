@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from decomposition.errors import DecompositionError
-from decomposition.network.cost import evaluation_mode
+from decomposition.network.cost import watching
 from decomposition.network.inputs import (
     ExampleInputs,
     Inputs,
@@ -156,7 +156,7 @@ class LayerTrace:
             elif isinstance(module, BatchNorm):
                 handles.append(module.register_forward_pre_hook(self._record_batch_norm))
         try:
-            with evaluation_mode(self.model), _FunctionalUses(self):
+            with watching(self.model, handles), _FunctionalUses(self):
                 run_model(self.model, batch)
         except Exception as error:  # user code may raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -169,9 +169,6 @@ class LayerTrace:
             raise DecompositionError(
                 f"the model does not accept {inputs} (without the batch axis): {reason}; pass {advice}"
             ) from error
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _record_call(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         tensors = [tensor for tensor in (*inputs[:1], output) if isinstance(tensor, torch.Tensor)]

@@ -83,10 +83,7 @@ def plain_modes(spec: LayerSpec) -> WeightModes:
 
 
 def tensorised_modes(spec: LayerSpec) -> WeightModes:
-    """Split the channel counts into small factors (Wang et al. 2018, "Wide Compression: Tensor Ring Nets").
-
-    16 becomes 4x4, 64 becomes 4x4x4; a prime such as 3 stays whole.
-    """
+    """Split the channel counts into small factors, 64 into 4x4x4 (Wang et al. 2018, Tensor Ring Nets)."""
     return _modes(spec, factorise(spec.out_channels), factorise(spec.in_channels // spec.groups))
 
 

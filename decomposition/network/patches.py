@@ -48,11 +48,7 @@ class Geometry:
         return len(self.kernel_size)
 
     def along(self, axis: int) -> Geometry:
-        """Restrict the geometry to one spatial axis: kernel 1, stride 1, no padding along the others.
-
-        Convolving along one axis after the other equals convolving along all at once for every padding mode,
-        as long as nothing is added in between.
-        """
+        """Restrict the geometry to one spatial axis: kernel 1, stride 1, no padding along the others."""
 
         def only(values: tuple[int, ...], otherwise: int) -> tuple[int, ...]:
             return tuple(value if j == axis else otherwise for j, value in enumerate(values))
@@ -132,10 +128,7 @@ def padded_input(module: nn.Conv1d | nn.Conv2d | Geometry, x: torch.Tensor) -> t
 
 
 def patch_view(module: nn.Conv1d | nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """View a padded input as patches, without copying.
-
-    Shapes: x (N, C, *spatial); returns (N, *output spatial, C, *kernel).
-    """
+    """View a padded input (N, C, *spatial) as patches (N, *output spatial, C, *kernel), without copying."""
     spatial = len(module.kernel_size)
     outputs = [
         (size - d * (k - 1) - 1) // s + 1

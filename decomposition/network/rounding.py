@@ -173,10 +173,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _version(x: torch.Tensor) -> float:
-    """Return a tensor's version, which in-place changes raise; NaN, equal to nothing, if unknown.
-
-    It is unknown in `torch.inference_mode`, and where `torch.export` traces strictly.
-    """
+    """Return a tensor's version, which in-place changes raise; NaN, equal to nothing, if unknown."""
     return float("nan") if torch.compiler.is_dynamo_compiling() or x.is_inference() else x._version
 
 
@@ -235,7 +232,6 @@ class RoundedWeight(nn.Module):
         self.bits = bits
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the rounded weight."""
         return rounded_weight(weight, self.bits)
 
 
@@ -288,7 +284,6 @@ class ActivationRange(nn.Module):
         return bool((self.high > self.low).any())
 
     def reset(self) -> None:
-        """Forget the ranges."""
         self.hold(1)
         self.low.zero_()
         self.high.zero_()

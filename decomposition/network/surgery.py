@@ -35,11 +35,7 @@ _TOLD: WeakSet[nn.Module] = WeakSet()
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the plain network inside its wrappers, and say so once.
-
-    Wrappers that compute what the network inside computes are taken off: torch.compile's, `DataParallel`,
-    `DistributedDataParallel` and `AveragedModel`, also when they are nested.
-    """
+    """Return the plain network inside wrappers (torch.compile, data parallel, averaged), and say so once."""
     if not isinstance(model, nn.Module):
         raise DecompositionError(f"a network is a torch.nn.Module, got a {type(model).__name__}; {_WAY}")
     plain, wrappers = _peeled(model)

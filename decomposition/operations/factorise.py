@@ -56,25 +56,17 @@ class Factorise(LayerOperation):
 
     @property
     def tensor_format(self) -> TensorFormat:
-        """The registered format."""
         return get_format(self.format)
 
     def modes(self, spec: LayerSpec) -> WeightModes:
-        """Return the tensor modes of the layer's weight."""
         return modes_from_dict(spec, None if self.factors is None else _as_dict(self.factors))
 
     def check(self, spec: LayerSpec) -> None:
-        """Refuse a layer that cannot be decomposed, or not at these ranks.
-
-        Raises:
-            DecompositionError: Naming the layer, the value and what is allowed.
-        """
         if spec.refusal is not None:
             raise PlanError(f"layer {spec.name!r} cannot be decomposed: {spec.refusal}")
         self.tensor_format.check_ranks(self.modes(spec), self.ranks, spec.name)
 
     def cost(self, spec: LayerSpec, before: Cost) -> Cost:
-        """Count the cores and the cheapest way to execute them."""
         modes, bias = self.modes(spec), spec.out_channels if spec.bias else 0
         params = self.tensor_format.params(modes, self.ranks) + bias
         macs = self.tensor_format.macs(spec, modes, self.ranks)
@@ -82,7 +74,6 @@ class Factorise(LayerOperation):
         return Cost(params, macs, spec.bytes_of(params), rows=rows)
 
     def structure(self, module: nn.Module, spec: LayerSpec) -> FactorisedLayer:
-        """Return the factorised layer, its cores not fitted."""
         dense = cast(DecomposableModule, module)
         layer = self.tensor_format.build(dense, spec, self.modes(spec), self.ranks)
         layer.freeze_like(dense.weight, dense.bias)
@@ -97,7 +88,6 @@ class Factorise(LayerOperation):
         sensitivity: torch.Tensor | None,
         options: FitOptions,
     ) -> FittedLayer:
-        """Return the factorised layer with fitted cores and the bias of `module`."""
         layer = self.structure(module, spec)
         fit = fit_weight(
             layer.tensor_format,
@@ -114,7 +104,6 @@ class Factorise(LayerOperation):
         return FittedLayer(layer, weight.double().cpu().reshape(*weight.shape[:2], -1))
 
     def values(self) -> dict[str, Any]:
-        """Return format, ranks and factors as plain values."""
         content: dict[str, Any] = {"format": self.format, "ranks": list(self.ranks)}
         if self.factors is not None:
             content["factors"] = _as_dict(self.factors)
@@ -122,11 +111,6 @@ class Factorise(LayerOperation):
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], where: str) -> Self:
-        """Read format, ranks and factors; strict.
-
-        Raises:
-            PlanError: If the format is unknown, or ranks or factors are ill-typed.
-        """
         name, ranks, factors = values["format"], values["ranks"], values.get("factors")
         if name not in list_formats():
             raise PlanError(f"{where}: unknown format {name!r}; choose from {', '.join(list_formats())}")

@@ -65,20 +65,13 @@ class Quantise(LayerOperation):
 
     @property
     def integer(self) -> bool:
-        """Whether the layer takes and gives integers."""
         return self.activations == INTEGERS
 
     @property
     def computes_integers(self) -> bool:
-        """Whether the layer multiplies integers."""
         return self.activations != FLOATS
 
     def check(self, spec: LayerSpec) -> None:
-        """Refuse a layer that cannot be replaced, and bits that no runtime computes with.
-
-        Raises:
-            PlanError: Naming the layer, the value and what is allowed.
-        """
         if spec.refusal is not None:
             raise PlanError(f"layer {spec.name!r} cannot be quantised: {spec.refusal}")
         if self.weight_bits not in BITS:
@@ -116,12 +109,7 @@ class Quantise(LayerOperation):
         return Cost(before.params, before.macs, size, rows=before.rows)
 
     def structure(self, module: nn.Module, spec: LayerSpec) -> nn.Module:
-        """Return the layer with rounding added; a dense `module` is copied, any other is changed in place.
-
-        Raises:
-            DecompositionError: If the layer contracts its cores while it runs, so that no stage can compute
-                in integers.
-        """
+        """Return the layer with rounding added; a dense `module` is copied, any other is changed in place."""
         if is_decomposable_module(module):
             module = copied(module)
         stages = self._stages(module, spec)
@@ -139,7 +127,6 @@ class Quantise(LayerOperation):
             round_activations(layer)
 
     def _stages(self, module: nn.Module, spec: LayerSpec) -> list[nn.Module]:
-        """Return the modules that hold the layer's weights."""
         if isinstance(module, FactorisedLayer):
             stages = module.weight_holders()
             if not stages or (self.integer and not module.staged):
@@ -193,16 +180,10 @@ class Quantise(LayerOperation):
         return FittedLayer(layer, weight)
 
     def values(self) -> dict[str, Any]:
-        """Return both attributes."""
         return {"weight_bits": self.weight_bits, "activations": self.activations}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], where: str) -> Self:
-        """Read both attributes; strict.
-
-        Raises:
-            PlanError: If one is ill-typed.
-        """
         bits, activations = values.get("weight_bits", 8), values.get("activations", INTEGERS)
         if type(bits) is not int or bits not in BITS:
             raise PlanError(f"{where}: weight_bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")

@@ -157,10 +157,7 @@ def _take_types(model: nn.Module, tensors: Mapping[str, torch.Tensor], path: str
 
 
 def _check_values(name: str, tensor: torch.Tensor, current: torch.Tensor, *, is_parameter: bool) -> None:
-    """Refuse tensors whose copy would lose information, and parameters that are not finite.
-
-    Buffers may hold infinity where the model's own buffers do, as attention masks do.
-    """
+    """Refuse tensors whose copy would lose information, and values that are not finite where they must be."""
     if (
         tensor.is_floating_point() != current.is_floating_point()
         or tensor.is_complex() != current.is_complex()

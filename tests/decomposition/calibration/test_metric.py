@@ -38,7 +38,7 @@ from decomposition.calibration.metric import (
     with_mean,
 )
 from decomposition.errors import DecompositionError
-from decomposition.fit.refit import from_few_patches, from_many_patches
+from decomposition.fit import refit
 from decomposition.network.modes import WeightModes
 
 
@@ -99,10 +99,16 @@ def test_products_of_rows_with_themselves_are_those_of_one_product(count: int, c
 
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("inputs", [30, 6])
-def test_both_ways_to_solve_a_refit_agree(inputs: int, centred: bool) -> None:
+def test_both_ways_to_solve_a_refit_agree(
+    inputs: int, centred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight, x, y = normal(4, 12), normal(30, 12, seed=1) + 1, normal(30, 12, seed=2) - 1
     given, labels = (weight, x, y, x.mean(0), y.mean(0)), torch.arange(30) % inputs
-    few, many = (solve(*given, labels, centred=centred) for solve in (from_few_patches, from_many_patches))
+    ways = []
+    for few in (True, False):
+        monkeypatch.setattr(refit, "worth_factoring", lambda *_, few=few: few)
+        ways.append(refit._regression(*given, labels, centred=centred))
+    few, many = ways
     torch.testing.assert_close(few[0], many[0])
     eye = torch.eye(12, dtype=torch.float64)
     torch.testing.assert_close(times(eye, few[1]), times(eye, many[1]))
