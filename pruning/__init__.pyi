@@ -2,11 +2,9 @@ from . import reconstruction
 from .blocks import ResidualBlock, remove_blocks, require_blocks_suffice, residual_blocks
 from .criteria import Criterion
 from .errors import PruningError
-from .group_lasso import GroupLassoMask
 from .groups import ChannelGroup, KeptChannels, channel_groups, removable_groups
-from .hard_concrete import HardConcreteMask
 from .masked_network import MaskedNetwork
-from .masks import ChannelMask
+from .masks import ChannelMask, GroupLassoMask, HardConcreteMask
 from .registry import Pruner, get_pruner, list_pruners, register_pruner
 from .removal import kept_inputs, kept_norms, remove_channels, untrained_copy
 from .selection import keep_share, keep_within

@@ -95,19 +95,6 @@ def least_needed_blocks(
     One block goes at a time: that for which the squared change of the network's output, all blocks that are
     gone together, grows least for the cost that it saves. A block is tried again only when its last trial
     makes it the best one left.
-
-    Args:
-        model: The network; left untouched.
-        blocks: Those that may go.
-        calibration: Model inputs.
-        cost: The cost of a network.
-        fraction: Of the model's cost that may remain, in (0, 1].
-
-    Returns:
-        Names of the blocks that go, in the order in which they were chosen.
-
-    Raises:
-        PruningError: If there are no blocks or no calibration inputs, or the target cannot be reached.
     """
     if len(calibration) == 0:
         raise PruningError("pruner 'blocks' needs calibration inputs; pass a few hundred")

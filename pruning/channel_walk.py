@@ -1,19 +1,250 @@
-"""Describe what a walk of the channels meets and finds: calls, counts of channels, labels."""
+"""Describe what a channel walk meets and finds: labels, operations, calls, counts of channels.
+
+Every channel of every tensor carries a label. Labels that meet in an elementwise operation are joined
+(union-find), so that after one walk through the network two channels are coupled exactly if their labels have
+the same root. This is the dependency graph of Fang et al. (DepGraph, CVPR 2023) at the level of single
+channels.
+
+An operation in one of the tables treats each channel separately, or only moves numbers. All others count as
+mixing channels, and the channels that reach them are protected: an incomplete table costs compression, never
+correctness.
+"""
 
 from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from pruning.labels import ChannelLabels, Labels, Removal
+Labels = tuple[int, ...]
+"""One label per channel, in channel order."""
+
+
+class ChannelLabels:
+    """A union-find over channel labels, each with an optional obstacle: the reason why it must stay."""
+
+    def __init__(self) -> None:
+        self._parent: list[int] = []
+        self._obstacle: dict[int, str] = {}
+
+    def new(self, count: int, obstacle: str | None = None) -> Labels:
+        """Return `count` fresh labels; with an `obstacle` they can never be removed."""
+        start = len(self._parent)
+        labels = tuple(range(start, start + count))
+        self._parent.extend(labels)
+        if obstacle is not None:
+            self.protect(labels, obstacle)
+        return labels
+
+    def root(self, label: int) -> int:
+        """Return the representative of all labels joined with `label`."""
+        while self._parent[label] != label:
+            self._parent[label] = self._parent[self._parent[label]]
+            label = self._parent[label]
+        return label
+
+    def roots(self, labels: Iterable[int]) -> Labels:
+        """Return the representative of each label."""
+        return tuple(self.root(label) for label in labels)
+
+    def join(self, first: Iterable[int], second: Iterable[int]) -> None:
+        """Couple two equally long rows of channels position by position."""
+        for a, b in zip(first, second, strict=True):
+            kept, merged = self.root(a), self.root(b)
+            if kept == merged:
+                continue
+            self._parent[merged] = kept
+            if merged in self._obstacle:
+                self._obstacle.setdefault(kept, self._obstacle[merged])
+
+    def protect(self, labels: Iterable[int], obstacle: str) -> None:
+        """Forbid the removal of `labels`; the first obstacle given is the one that is reported."""
+        for label in labels:
+            self._obstacle.setdefault(self.root(label), obstacle)
+
+    def obstacle(self, label: int) -> str | None:
+        """Return why `label` must stay, or None if it may go."""
+        return self._obstacle.get(self.root(label))
+
+    def reword(self, old: str, new: str) -> None:
+        """Replace the obstacle `old` by `new` everywhere."""
+        self._obstacle = {root: new if said == old else said for root, said in self._obstacle.items()}
+
+    def copy(self) -> Self:
+        """Return a copy on which couplings can be tried."""
+        other = type(self)()
+        other.adopt(self)
+        return other
+
+    def adopt(self, other: ChannelLabels) -> None:
+        """Adopt the couplings and obstacles of a copy."""
+        self._parent, self._obstacle = other._parent.copy(), other._obstacle.copy()
+
+
+def label_row(labels: Labels, axis: int, ndim: int) -> Tensor:
+    """Return the label array of a tensor of `ndim` axes whose channels lie along `axis`."""
+    shape = [1] * ndim
+    shape[axis] = len(labels)
+    return torch.tensor(labels, dtype=torch.int64).view(shape)
+
+
+def labels_in(array: Tensor) -> list[int]:
+    """Return the labels of an array, in order."""
+    row: list[int] = array.flatten().tolist()
+    return row
+
+
+def label_axes(array: Tensor) -> list[int]:
+    """Return the axes along which labels differ."""
+    return [axis for axis, size in enumerate(array.shape) if size > 1]
+
+
+def slices(array: Tensor, axis: int) -> Tensor:
+    """Return the entries at each place along an axis, one row for each place."""
+    return array.movedim(axis, 0).unsqueeze(-1).flatten(1)
+
+
+def compressed(array: Tensor) -> Tensor:
+    """Return an array with size 1 along every axis along which the label stays the same."""
+    for axis, size in enumerate(array.shape):
+        if size > 1 and bool((array == array.narrow(axis, 0, 1)).all()):
+            array = array.narrow(axis, 0, 1)
+    return array
+
+
+def rooted(array: Tensor, labels: ChannelLabels) -> Tensor:
+    """Return the roots of an array's labels, compressed."""
+    return compressed(torch.tensor(labels.roots(labels_in(array)), dtype=torch.int64).view(array.shape))
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A trial removal of labels, to see how a computation changes without them."""
+
+    labels: ChannelLabels
+    gone: frozenset[int]
+
+    def takes(self, array: Tensor) -> Tensor:
+        """Mark the removed entries of a label array, boolean, of its shape."""
+        flags = [self.labels.root(label) in self.gone for label in labels_in(array)]
+        return torch.tensor(flags, dtype=torch.bool).view(array.shape)
+
+    def rest(self, array: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Return the labels left of a tensor of shape `shape`, one a number; None if no whole slices go."""
+        lost, sizes = self.takes(array), list(shape)
+        for axis in label_axes(array):
+            whole = slices(lost, axis).all(1)
+            staying = (~whole).nonzero().flatten()
+            array, lost = array.index_select(axis, staying), lost.index_select(axis, staying)
+            sizes[axis] = len(staying)
+        return None if bool(lost.any()) else array.expand(sizes)
+
+    def count(self, array: Tensor, axis: int) -> int:
+        """Count the remaining slices of a label array along an axis."""
+        return int((~slices(self.takes(array), axis).all(1)).sum())
+
+
+CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+_BINARY = (
+    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "truediv", "true_divide", "pow"),
+    *("maximum", "minimum", "remainder", "fmod", "floor_divide", "floordiv", "mod", "atan2", "where", "lerp"),
+    *("addcmul", "addcdiv", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or"),
+    *("and", "or", "xor", "xlogy", "copysign", "hypot", "rsub"),
+)
+_UNARY = (
+    *("relu", "relu6", "leaky_relu", "rrelu", "elu", "celu", "selu", "gelu", "silu", "mish", "softplus"),
+    *("hardswish", "hardsigmoid", "hardtanh", "hardshrink", "softshrink", "tanhshrink", "softsign"),
+    *("logsigmoid", "threshold", "sigmoid", "tanh", "clamp", "clamp_min", "clamp_max", "clip", "abs", "neg"),
+    *("exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "square", "reciprocal", "erf", "sin", "cos"),
+    *("sign", "round", "floor", "ceil", "trunc", "nan_to_num", "invert", "logical_not", "isnan", "isfinite"),
+    *("contiguous", "clone", "detach", "float", "double", "half", "bfloat16", "bool", "int", "long", "cuda"),
+    *("cpu", "requires_grad", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like"),
+    *("randn_like", "alias", "positive", "pos", "data"),
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+)
+POINTWISE: frozenset[str] = frozenset(
+    form
+    for name in (*_UNARY, *_BINARY)
+    for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")
+)
+"""Every number given out depends on the numbers at its own place alone (tensors are broadcast)."""
+
+LIKE_THE_FIRST: frozenset[str] = frozenset({"to", "type_as", "type"})
+"""Hand on their first operand; others say only which type or device is wanted."""
+
+FACTORIES: frozenset[str] = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"})
+"""Make constants, of which an operand says only the type."""
+
+SPATIAL: dict[str, int] = {
+    f"{name}{dims}d": dims
+    for name in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
+    for dims in (1, 2, 3)
+}
+"""Work on each channel alone, along as many trailing axes."""
+
+REDUCTIONS: frozenset[str] = frozenset(
+    {
+        *("mean", "sum", "nansum", "amax", "amin", "max", "min", "prod", "var", "std", "logsumexp", "argmax"),
+        *("argmin", "all", "any", "softmax", "log_softmax", "softmin", "cumsum", "cumprod", "flip"),
+    }
+)
+"""Work along the axes of their first argument after the tensor, or `dim`; alone along all others."""
+
+TRANSPOSITIONS: frozenset[str] = frozenset(
+    {*("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "unsqueeze")}
+)
+"""Move whole axes."""
+
+MOVEMENTS: frozenset[str] = frozenset(
+    {
+        *("view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "expand", "expand_as", "view_as"),
+        *("reshape_as", "repeat", "repeat_interleave", "tile", "broadcast_to", "chunk", "split", "roll"),
+        *("split_with_sizes", "tensor_split", "unbind", "select", "narrow", "index_select", "__getitem__"),
+        *("gather", "take_along_dim", "cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"),
+        *("rot90", "fliplr", "flipud", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "meshgrid"),
+        *("native_channel_shuffle", "unsafe_chunk", "unsafe_split", "column_stack", "diagonal", "flip"),
+    }
+)
+"""Give out numbers that came in, in other places."""
+
+VALUE_READERS: frozenset[str] = frozenset(
+    {
+        *("__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__array__"),
+        *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero"),
+    }
+)
+"""Hand the values of a tensor to Python, where they can decide what happens next."""
+
+
+def channel_axis(layer: nn.Module) -> int:
+    """Return the axis, counted from the end, along which a convolution or linear layer reads its inputs."""
+    if isinstance(layer, nn.Linear):
+        return -1
+    return -1 - next(dims for dims, kind in enumerate(CONVOLUTIONS, 1) if isinstance(layer, kind))
+
+
+def axes_of(args: tuple[Any, ...], kwargs: dict[str, Any], ndim: int) -> tuple[int, ...] | None:
+    """Return the axes that a reduction works along, None if they are not given: all of them."""
+    axes = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+    if axes is None or isinstance(axes, bool):
+        return None
+    return tuple(axis % ndim for axis in (axes if isinstance(axes, list | tuple) else (axes,)))
+
+
+def pad_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any, Any]:
+    """Return the widths, mode and value of a call of `torch.nn.functional.pad`."""
+    names = ("input", "pad", "mode", "value")
+    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    return list(arguments["pad"]), arguments.get("mode", "constant"), arguments.get("value")
+
 
 _TORCH = str(Path(torch.__file__).parent / "_")[:-1]
 _HERE = str(Path(__file__).parent / "_")[:-1]
@@ -79,11 +310,7 @@ Fix = Callable[[Iterable[Tensor]], None]
 
 
 class ChannelCount(int):
-    """The size of an axis of channels, which shrinks as channels are removed.
-
-    Sums, differences, products and whole quotients of it shrink accordingly. Where the number itself enters
-    the computation, as a divisor or in a comparison, the channels that it counts have to stay.
-    """
+    """The size of an axis of channels, which shrinks as they go; where its number is used, they stay."""
 
     arrays: tuple[Tensor, ...]
     after: Callable[[Removal], int]

@@ -78,10 +78,7 @@ _WRAPPERS: tuple[type[nn.Module], ...] = (
 
 
 class _ComputedByValue(TorchFunctionMode):
-    """Copies tensors that a forward computed by value: torch only copies leaves.
-
-    `copy.deepcopy` calls `Tensor.__deepcopy__` wherever it meets one, in lists, dicts or hooks.
-    """
+    """Copies tensors that a forward computed by value: torch only copies leaves."""
 
     def __torch_function__(
         self,
@@ -98,10 +95,7 @@ class _ComputedByValue(TorchFunctionMode):
 
 
 def copied(model: Module) -> Module:
-    """Return a deep copy of a module, tensors that its forward computed and kept by value.
-
-    Functions are not copied: a hook that writes into a list outside writes there for the copy, too.
-    """
+    """Return a deep copy of a module, tensors that its forward computed and kept by value."""
     try:
         with _ComputedByValue():
             return copy.deepcopy(model)

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from pruning.channel_walk import channel_axis
 from pruning.copies import fresh_input, plain_network
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup
-from pruning.operations import channel_axis
 from pruning.registry import register_pruner
 
 ReaderHook = Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...] | None]
@@ -24,12 +24,7 @@ Criterion = Callable[[nn.Module, Sequence[ChannelGroup], torch.Tensor | None, to
 
 
 @register_pruner("first_k", "remove the first k channels of every layer")
-def first_k(
-    model: nn.Module,
-    groups: Sequence[ChannelGroup],
-    calibration: torch.Tensor | None,
-    generator: torch.Generator | None,
-) -> Scores:
+def first_k(model: nn.Module, groups: Sequence[ChannelGroup], *_: object) -> Scores:
     """Score units by their number, so that the first ones go first."""
     return {group.name: torch.arange(group.units, dtype=torch.float32) for group in groups}
 
@@ -46,34 +41,16 @@ def random(
 
 
 @register_pruner("magnitude", "remove the filters with the smallest L1 norm")
-def magnitude(
-    model: nn.Module,
-    groups: Sequence[ChannelGroup],
-    calibration: torch.Tensor | None,
-    generator: torch.Generator | None,
-) -> Scores:
-    """Score units by the L1 norm of their filters (Li et al. 2017), relative to the mean norm in each layer.
-
-    A unit with filters in several layers, as in a residual stream, scores their mean.
-    """
+def magnitude(model: nn.Module, groups: Sequence[ChannelGroup], *_: object) -> Scores:
+    """Score units by the L1 norm of their filters (Li et al. 2017), relative to the mean in each layer."""
     return {group.name: _mean_norms(model, group) for group in groups}
 
 
 @register_pruner("apoz", "remove the channels with the largest share of zero activations")
 def apoz(
-    model: nn.Module,
-    groups: Sequence[ChannelGroup],
-    calibration: torch.Tensor | None,
-    generator: torch.Generator | None,
+    model: nn.Module, groups: Sequence[ChannelGroup], calibration: torch.Tensor | None, *_: object
 ) -> Scores:
-    """Score units by their share of activations that are not zero, 1 - APoZ (Hu et al. 2016, eq. 1).
-
-    Activations are counted where they are read: after the activation function, and after a pooling if there
-    is one. The model runs once, in evaluation mode, on `calibration` (a batch of its inputs).
-
-    Raises:
-        PruningError: if there are no calibration inputs.
-    """
+    """Score units by their share of activations, as read, that are not zero (Hu et al. 2016, eq. 1)."""
     if calibration is None or len(calibration) == 0:
         raise PruningError(
             "apoz counts zero activations and needs calibration inputs; give a batch of images"

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from pruning.channel_walk import ChannelWalk
+from pruning.channel_walk import ChannelWalk, Labels
 from pruning.copies import public_call
 from pruning.errors import PruningError
-from pruning.labels import Labels
 from pruning.tracing import walk_channels
 
 KeptChannels = dict[str, list[int]]

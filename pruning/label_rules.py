@@ -14,20 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 
-from pruning.channel_walk import Call, ChannelCount, ChannelPad, ChannelWalk, after_removal
-from pruning.labels import (
-    ChannelLabels,
-    Labels,
-    Removal,
-    compressed,
-    label_axes,
-    label_row,
-    labels_in,
-    rooted,
-    slices,
-)
-from pruning.masks import JOINT_NORMS, norm_arguments
-from pruning.operations import (
+from pruning.channel_walk import (
     CONVOLUTIONS,
     LIKE_THE_FIRST,
     MOVEMENTS,
@@ -35,10 +22,25 @@ from pruning.operations import (
     REDUCTIONS,
     SPATIAL,
     TRANSPOSITIONS,
+    Call,
+    ChannelCount,
+    ChannelLabels,
+    ChannelPad,
+    ChannelWalk,
+    Labels,
+    Removal,
+    after_removal,
     axes_of,
     channel_axis,
+    compressed,
+    label_axes,
+    label_row,
+    labels_in,
     pad_arguments,
+    rooted,
+    slices,
 )
+from pruning.masks import JOINT_NORMS, norm_arguments
 
 Labelled = tuple[Tensor, torch.Size]
 """The label array and the shape of a tensor."""
@@ -114,11 +116,7 @@ def moved(
 def _couplings(
     labels: ChannelLabels, entered: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Iterator[ChannelLabels]:
-    """Yield the couplings to try: none, then those of labels at equal places along an axis.
-
-    Then the same with operands and channel counts of equal size coupled, such as a view of one layer's output
-    by the number of another's channels (squeeze and excitation).
-    """
+    """Yield couplings to try: none, labels at equal places along an axis, operands of equal size too."""
     yield from _along_axes(labels, outputs)
     coupled = labels.copy()
     rows = [row for row in map(labels_in, entered) if len(row) > 1]

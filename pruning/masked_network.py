@@ -9,12 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pruning.channel_walk import channel_axis
 from pruning.copies import check_values, copied, fresh_input, own_modes, plain_network, public_call
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup, KeptChannels, groups_of_walk, removable_groups
-from pruning.hard_concrete import HardConcreteMask
-from pruning.masks import ChannelMask, GatedForward, scale_channels
-from pruning.operations import channel_axis
+from pruning.masks import ChannelMask, GatedForward, HardConcreteMask, scale_channels
 from pruning.removal import cut_in_place, validate_kept
 from pruning.tracing import walk_channels
 
@@ -127,10 +126,7 @@ class MaskedNetwork(nn.Module):
 
     def open_units(self) -> dict[str, torch.Tensor]:
         """Return the open units of each group, boolean, shape (units,), with a channel for every layer."""
-        return {
-            group.name: group.spare(mask.open_units(), mask.scores())
-            for group, mask in zip(self.groups, self._masks(), strict=True)
-        }
+        return {group.name: group.spare(mask.open_units(), mask.scores()) for group, mask in self._pairs()}
 
     def open_fraction(self) -> float:
         """Return the share of all masked units that are open."""
@@ -139,7 +135,7 @@ class MaskedNetwork(nn.Module):
 
     def scores(self) -> dict[str, torch.Tensor]:
         """Return how much the units of each group matter, shape (units,), comparable across groups."""
-        return {group.name: mask.scores() for group, mask in zip(self.groups, self._masks(), strict=True)}
+        return {group.name: mask.scores() for group, mask in self._pairs()}
 
     def trap(self, threshold: float) -> None:
         """Close every unit whose deterministic gate is smaller than `threshold`.
@@ -152,18 +148,18 @@ class MaskedNetwork(nn.Module):
         Raises:
             PruningError: if a gate is not finite.
         """
-        for group, mask in zip(self.groups, self._masks(), strict=True):
+        for group, mask in self._pairs():
             opened = mask.open_units() & (mask.deterministic_gates().detach().abs() >= threshold)
             self._close_all_but(group, mask, opened)
 
     def keep(self, units: Mapping[str, torch.Tensor]) -> None:
         """Close every unit that is not in `units` (boolean by group name), but the last of a layer."""
-        for group, mask in zip(self.groups, self._masks(), strict=True):
+        for group, mask in self._pairs():
             self._close_all_but(group, mask, mask.open_units() & units[group.name].to(mask.alive.device))
 
     def reopen(self, units: Mapping[str, torch.Tensor]) -> None:
         """Open those of `units` (boolean by group name) that are closed."""
-        for group, mask in zip(self.groups, self._masks(), strict=True):
+        for group, mask in self._pairs():
             mask.reopen(units[group.name].to(mask.alive.device) & ~mask.open_units())
 
     def limit(self, fraction: float) -> None:
@@ -178,7 +174,7 @@ class MaskedNetwork(nn.Module):
         """
         if not 0 < fraction <= 1:
             raise PruningError(f"the limit on kept channels must lie in (0, 1], got {fraction}")
-        for group, mask in zip(self.groups, self._masks(), strict=True):
+        for group, mask in self._pairs():
             # A group keeps a unit at any limit.
             allowed = max(1, int(fraction * group.units))
             best = torch.zeros_like(mask.alive)
@@ -280,6 +276,9 @@ class MaskedNetwork(nn.Module):
 
     def _masks(self) -> list[ChannelMask]:
         return [mask for mask in self.masks if isinstance(mask, ChannelMask)]
+
+    def _pairs(self) -> Iterator[tuple[ChannelGroup, ChannelMask]]:
+        return zip(self.groups, self._masks(), strict=True)
 
     def _indices(self) -> list[torch.Tensor]:
         return [self.get_buffer(f"_index_{number}") for number in range(len(self._readers))]

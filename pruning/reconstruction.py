@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from pruning.channel_walk import channel_axis
 from pruning.copies import fresh_input, plain_network
 from pruning.criteria import ReaderHook, Scores, observed
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup
-from pruning.operations import channel_axis
 from pruning.registry import register_pruner
 
 # Ridge, as a share of the channels' mean variance: keeps the covariance invertible.

@@ -44,7 +44,7 @@ class Pruner:
 
 
 _PRUNERS: dict[str, Pruner] = {}
-_MODULES = ("blocks", "criteria", "group_lasso", "hard_concrete", "reconstruction")
+_MODULES = ("blocks", "criteria", "masks", "reconstruction")
 """The modules that register ours."""
 
 

@@ -8,13 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from pruning.channel_walk import ChannelWalk
+from pruning.channel_walk import ChannelWalk, Labels, pad_arguments
 from pruning.copies import copied, plain_network, public_call
 from pruning.errors import PruningError
 from pruning.groups import ChannelGroup, KeptChannels, find_group, groups_of_walk
-from pruning.labels import Labels
 from pruning.masks import GatedForward
-from pruning.operations import pad_arguments
 from pruning.tracing import walk_channels
 
 
@@ -60,12 +58,7 @@ def kept_inputs(
         PruningError: see there.
     """
     walk = walk_channels(model, example_input)
-    gone = _removed_roots(walk, validate_kept(kept, groups_of_walk(walk)))
-    staying = {
-        name: torch.tensor([walk.labels.root(label) not in gone for label in labels])
-        for name, labels in walk.readers.items()
-    }
-    return {name: mask for name, mask in staying.items() if not mask.all()}
+    return _losing(walk, kept, walk.readers)
 
 
 @public_call
@@ -87,14 +80,23 @@ def kept_norms(
     if not any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in model.modules()):
         return {}
     walk = walk_channels(model, example_input)
-    gone = _removed_roots(walk, validate_kept(kept, groups_of_walk(walk)))
     norms = {}
-    for name, labels in walk.joint_norms.items():
-        staying = torch.tensor([walk.labels.root(label) not in gone for label in labels])
-        if not staying.all():
-            norms[name] = copied(plain_network(model).get_submodule(name))
-            GatedForward(norms[name]).presence = staying.to(example_input.device)
+    for name, staying in _losing(walk, kept, walk.joint_norms).items():
+        norms[name] = copied(plain_network(model).get_submodule(name))
+        GatedForward(norms[name]).presence = staying.to(example_input.device)
     return norms
+
+
+def _losing(
+    walk: ChannelWalk, kept: Mapping[str, Sequence[int]], rows: Mapping[str, Labels]
+) -> dict[str, torch.Tensor]:
+    """Return which channels stay of each of the layers that lose some."""
+    gone = _removed_roots(walk, validate_kept(kept, groups_of_walk(walk)))
+    staying = {
+        name: torch.tensor([walk.labels.root(label) not in gone for label in labels])
+        for name, labels in rows.items()
+    }
+    return {name: mask for name, mask in staying.items() if not mask.all()}
 
 
 def validate_kept(kept: Mapping[str, Sequence[int]], groups: Sequence[ChannelGroup]) -> KeptChannels:
@@ -181,17 +183,24 @@ def _parameter(old: torch.Tensor, new: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(new.detach().clone(), requires_grad=old.requires_grad)
 
 
-def _cut_layer(layer: nn.Module, outputs: list[int], inputs: list[int]) -> None:
-    """Keep the given output and input channels of a convolution or linear layer."""
+def _cut_filters(layer: nn.Module, outputs: list[int], inputs: int) -> torch.Tensor:
+    """Keep the given filters of a convolution or linear layer, which read so many inputs from now on."""
     if not isinstance(layer.weight, torch.Tensor):
         raise TypeError(f"{type(layer).__name__} has no weight")
-    layer.weight = _parameter(layer.weight, layer.weight[outputs][:, inputs])
+    layer.weight = _parameter(layer.weight, layer.weight[outputs])
     if isinstance(layer.bias, torch.Tensor):
         layer.bias = _parameter(layer.bias, layer.bias[outputs])
     if isinstance(layer, nn.Linear):
-        layer.in_features, layer.out_features = len(inputs), len(outputs)
+        layer.in_features, layer.out_features = inputs, len(outputs)
     else:
-        layer.in_channels, layer.out_channels = len(inputs), len(outputs)  # type: ignore[assignment]
+        layer.in_channels, layer.out_channels = inputs, len(outputs)  # type: ignore[assignment]
+    return layer.weight
+
+
+def _cut_layer(layer: nn.Module, outputs: list[int], inputs: list[int]) -> None:
+    """Keep the given output and input channels of a convolution or linear layer."""
+    weight = _cut_filters(layer, outputs, len(inputs))
+    layer.weight = _parameter(weight, weight[:, inputs])
 
 
 def _cut_norm(layer: nn.Module, channels: list[int], before: int) -> None:
@@ -215,13 +224,8 @@ def _cut_norm(layer: nn.Module, channels: list[int], before: int) -> None:
 
 def _cut_grouped(layer: nn.Module, outputs: list[int], inputs: int) -> None:
     """Keep the filters of a grouped convolution whose groups read the remaining `inputs`."""
-    if not isinstance(layer.weight, torch.Tensor):
-        raise TypeError(f"{type(layer).__name__} has no weight")
-    layer.groups = inputs // layer.weight.shape[1]  # type: ignore[assignment]
-    layer.weight = _parameter(layer.weight, layer.weight[outputs])
-    if isinstance(layer.bias, torch.Tensor):
-        layer.bias = _parameter(layer.bias, layer.bias[outputs])
-    layer.in_channels, layer.out_channels = inputs, len(outputs)  # type: ignore[assignment]
+    weight = _cut_filters(layer, outputs, inputs)
+    layer.groups = inputs // weight.shape[1]  # type: ignore[assignment]
 
 
 def _cut_vector(network: nn.Module, name: str, channels: list[int]) -> None:

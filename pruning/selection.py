@@ -132,11 +132,7 @@ def require_reachable(
     fraction: float,
     multiple: int = 1,
 ) -> None:
-    """Check that a network with the fewest channels per layer costs no more than `fraction` of the whole one.
-
-    Raises:
-        PruningError: if it does, with the smallest fraction that can be reached.
-    """
+    """Check that a network with the fewest channels per layer costs no more than `fraction` of it."""
     smallest = cost(remove_channels(model, _fewest(groups, multiple), example_input))
     _require(smallest / cost(model), groups, fraction, multiple)
 

@@ -25,20 +25,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pruning.channel_walk import (
     CHANGING,
+    FACTORIES,
+    VALUE_READERS,
     Call,
     ChannelCount,
     ChannelWalk,
     calling_frame,
     is_networks_own,
     is_of_torch,
+    label_axes,
+    label_row,
+    labels_in,
     line_of,
+    rooted,
 )
 from pruning.copies import copied, fresh_input, plain_network
 from pruning.errors import PruningError
 from pruning.label_rules import LAYERS, FunctionLabels, LayerLabels, calls_with_its_own, leaves
-from pruning.labels import label_axes, label_row, labels_in, rooted
 from pruning.masks import JOINT_NORMS
-from pruning.operations import FACTORIES, VALUE_READERS
 
 
 def walk_channels(model: nn.Module, example_input: torch.Tensor) -> ChannelWalk:

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from pruning.copies import public_call
 from pruning.errors import PruningError
-from pruning.hard_concrete import HardConcreteMask
 from pruning.masked_network import MaskedNetwork
-from pruning.masks import ChannelMask
+from pruning.masks import ChannelMask, HardConcreteMask
 from pruning.selection import Cost, keep_within, require_reachable
 from pruning.training_options import (
     MaskEpoch,
@@ -46,11 +45,6 @@ class MaskTrainingState:
     def epochs(self) -> list[MaskEpoch]:
         """The history up to here."""
         return [MaskEpoch(**row) for row in self.values["epochs"]]
-
-
-def epoch_rows(epochs: list[MaskEpoch]) -> list[dict[str, Any]]:
-    """Return a history as plain values."""
-    return [asdict(epoch) for epoch in epochs]
 
 
 def part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -316,11 +310,7 @@ class _MaskTraining:
             self.jump = QualityJump(sampled, deterministic, self.evaluate(masked))
 
     def _meet_target(self) -> None:
-        """Close the weakest units if the cost is above the target, or reopen units closed in excess.
-
-        Many gates may close at once: units closed since the last check are opened again, the best first,
-        as far as the target allows.
-        """
+        """Close the weakest units if the cost is above the target, or reopen units closed in excess."""
         if self.cost is None or self.target is None:
             return
         masked = self.masked
@@ -350,7 +340,7 @@ class _MaskTraining:
         """Return the state from which `restore` continues after the epochs of `history`."""
         tensors = {f"masked.{key}": value for key, value in self.masked.state_dict().items()}
         values: dict[str, Any] = {
-            "epochs": epoch_rows(history),
+            "epochs": [asdict(epoch) for epoch in history],
             "jump": None if self.jump is None else asdict(self.jump),
             "fixed": self.fixed,
             "step": self.step,
