@@ -119,12 +119,7 @@ def update_adagrad(
 
 
 def complement(coefficient: float) -> float:
-    """Return 1 - coefficient in the attributes' type float32, as onnx's reference evaluator computes it.
-
-    The difference is exact to a float64 and rounded to float32's 24 bits by Veltkamp's splitting (Dekker,
-    "A floating-point technique for extending the available precision", 1971): arithmetic of plain numbers,
-    through which `torch.compile` sees, as it does not through a conversion in C.
-    """
+    """Return 1 - coefficient rounded to float32 (Veltkamp's splitting: `torch.compile` sees through it)."""
     difference = 1 - coefficient
     shifted = difference * _SPLITTER
     return shifted - (shifted - difference)
@@ -148,10 +143,7 @@ def foreach_increase_(tensors: TensorList, amount: float) -> None:
 
 
 def _wraps_numbers(tensors: TensorList) -> bool:
-    """Tell whether foreach would wrap a number into a tensor again for each tensor, as eager CPU loops do.
-
-    Wrapping it once takes a third of the time on tiny tensors.
-    """
+    """Tell whether foreach would wrap a number into a tensor for each tensor, as eager CPU loops do."""
     return not torch.compiler.is_compiling() and tensors[0].is_cpu
 
 
