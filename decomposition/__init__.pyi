@@ -21,10 +21,9 @@ from .fit.refit import compensate
 from .formats import TensorFormat, get_format, list_formats, register_format
 from .formats.layers import FactorisedLayer
 from .network.cost import count_macs, count_parameters, evaluation_mode
+from .network.geometry import WeightModes
 from .network.inputs import ExampleInputs, Inputs, InputSpec, Positional, TensorSpec, example_batch, run_model
 from .network.layers import LayerSpec, compressible_layers, inspect_layers
-from .network.modes import WeightModes
-from .network.rewriting import Rewrite, plain_weights
 from .network.rounding import calibrate_ranges, integer_layers, rounded_parameters, without_rounding
 from .operations import (
     ApplyOptions,
@@ -42,7 +41,15 @@ from .plan.apply import apply_plan, build_structure, contracted, decay_groups, f
 from .plan.plan import CompressionPlan, LayerPlan, fingerprint, make_plan
 from .plan.save import apply_fits, from_tensorly, load_compressed, save_compressed
 from .registry import Registry
-from .rewrites import PlainAttention, PlainTransposed, plain_attention, plain_layers, plain_transposed
+from .rewrites import (
+    PlainAttention,
+    PlainTransposed,
+    Rewrite,
+    plain_attention,
+    plain_layers,
+    plain_transposed,
+    plain_weights,
+)
 
 __all__ = [
     "ApplyOptions",

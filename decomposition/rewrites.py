@@ -1,30 +1,145 @@
-"""Rewrite attention, own layers and transposed convolutions into layers that can be compressed."""
+"""Rewrite attention, own layers, transposed convolutions and computed weights so that they compress."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize, prune, remove_spectral_norm, remove_weight_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from decomposition.errors import DecompositionError
+from decomposition.errors import DecompositionError, PlanError
 from decomposition.formats.layers import StagedLayer
 from decomposition.network.cost import watching
+from decomposition.network.geometry import Geometry
 from decomposition.network.inputs import ExampleInputs, as_inputs, holds_tensors, random_batch, run_model
-from decomposition.network.layers import DecomposableModule, is_decomposable_module
-from decomposition.network.patches import Geometry
-from decomposition.network.rewriting import Rewrite, rewrites_of, rewritten
-from decomposition.network.rewriting import plain_form as permanent
+from decomposition.network.layers import (
+    DecomposableModule,
+    computes_weights,
+    is_decomposable_module,
+    weight_hooks,
+)
 from decomposition.network.rounding import is_rounded
-from decomposition.network.surgery import copied, unwrapped
+from decomposition.network.surgery import (
+    copied,
+    remove_parametrizations,
+    replace_module,
+    unwrapped,
+    warn_lost_attributes,
+)
 from decomposition.public_calls import public_call
 from decomposition.registry import did_you_mean
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+@public_call(values=False)
+def plain_weights(model: Module) -> Module:
+    """Return a copy of a model whose weights are parameters, which plans may replace.
+
+    Weights that `torch.nn.utils.parametrizations`, the older `weight_norm` and `spectral_norm`, or
+    `torch.nn.utils.prune` compute at every call keep their present value. Training the copy further changes
+    them freely.
+
+    Args:
+        model: Any module; left untouched.
+    """
+    network = copied(unwrapped(model))
+    forms = {name: plain_form(module) for name, module in network.named_modules()}
+    layers = {name: layer for name, layer in forms.items() if layer is not None}
+    return cast(Module, rewritten(network, "plain_weights", layers))
+
+
+def plain_form(module: nn.Module) -> nn.Module | None:
+    """Make a layer's computed weights parameters, in place; return `None` where it has none."""
+    if not computes_weights(module):
+        return None
+    if parametrize.is_parametrized(module):
+        remove_parametrizations(module)
+    for hook in weight_hooks(module):
+        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if isinstance(hook, WeightNorm):
+            name = hook.name
+            remove_weight_norm(module, name)
+        elif isinstance(hook, SpectralNorm):
+            name = hook.name
+            remove_spectral_norm(module, name)
+        else:
+            name = hook._tensor_name
+            prune.remove(module, name)
+        cast(Any, module)._parameters[name].requires_grad_(trained)
+    return module
+
+
+_MARK = "_rewrites"
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """Layers that were rewritten into an equivalent form, which plans may change.
+
+    Attributes:
+        kind: Name of the function that does it, such as `plain_attention`.
+        layers: Names of the layers before.
+    """
+
+    kind: str
+    layers: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {"rewrite": self.kind, "layers": list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, entry: Any, kinds: Iterable[str], source: str) -> Rewrite:
+        """Read what `to_dict` returned; strict.
+
+        Raises:
+            PlanError: It is something else, or of a kind that is unknown here.
+        """
+        known = isinstance(entry, dict) and set(entry) == {"rewrite", "layers"}
+        if not known or entry["rewrite"] not in kinds or not _are_names(entry["layers"]):
+            raise PlanError(
+                f"{source}: an entry of preparation must have rewrite (one of {', '.join(sorted(kinds))}) "
+                f"and layers (a list of names), got {entry!r}"
+            )
+        return cls(entry["rewrite"], tuple(entry["layers"]))
+
+
+def rewritten(network: nn.Module, kind: str, layers: Mapping[str, nn.Module]) -> nn.Module:
+    """Replace layers in a network, in place, and record the rewrite in it."""
+    if not layers:
+        return network
+    rewrites = (*rewrites_of(network), Rewrite(kind, tuple(layers)))
+    modules = dict(network.named_modules())
+    warn_lost_attributes(
+        network, {name: modules[name] for name, layer in layers.items() if layer is not modules[name]}
+    )
+    for name, layer in layers.items():
+        replace_module(network, modules[name], layer)
+        network = layer if name == "" else network
+    vars(network)[_MARK] = rewrites
+    return network
+
+
+def rewrites_of(model: nn.Module) -> tuple[Rewrite, ...]:
+    """Return the recorded rewrites of a network and of its parts, in order."""
+    return tuple(
+        Rewrite(rewrite.kind, tuple(".".join(filter(None, (name, layer))) for layer in rewrite.layers))
+        for name, module in model.named_modules()
+        for rewrite in vars(module).get(_MARK, ())
+    )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 class PlainAttention(nn.Module):
@@ -453,7 +568,7 @@ REWRITERS: dict[str, Callable[[nn.Module], nn.Module | None]] = {
     "plain_attention": attention_form,
     "plain_layers": own_layer_form,
     "plain_transposed": transposed_form,
-    "plain_weights": permanent,
+    "plain_weights": plain_form,
 }
 """From a layer, which may be changed, to its rewritten form; `None` if it has that form already."""
 

@@ -22,8 +22,8 @@ from decomposition.formats import Cores, Ranks, TensorFormat, get_format
 from decomposition.formats.layers import FactorisedLayer
 from decomposition.formats.tensor_format import LayerForm
 from decomposition.network.cost import count_macs, count_parameters
+from decomposition.network.geometry import WeightModes, tensorised_modes
 from decomposition.network.layers import LayerSpec, inspect_layers
-from decomposition.network.modes import WeightModes, tensorised_modes
 from decomposition.operations import Factorise, Quantise
 from decomposition.plan.apply import apply_plan
 from decomposition.plan.plan import CompressionPlan, LayerPlan, make_plan

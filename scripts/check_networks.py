@@ -52,7 +52,7 @@ from decomposition import (
     reestimate_batch_norm,
     save_compressed,
 )
-from decomposition.network.rewriting import rewrites_of
+from decomposition.rewrites import rewrites_of
 from rankrl.errors import ExportError
 from rankrl.models import create_model
 from rankrl.onnx.export import export_onnx, verify_onnx

@@ -18,7 +18,7 @@ import yaml
 from made_inputs import MissingFileError
 from real_files import find_file
 
-from decomposition.operations.quantise import PRECISIONS
+from decomposition.operations import PRECISIONS
 from rankrl import DecompositionOptions, SearchOptions
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images

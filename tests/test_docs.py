@@ -61,7 +61,7 @@ SMALL = {
 REGISTRIES = [
     ("decomposition.formats.tensor_format", "_FORMATS"),
     ("decomposition.choose.heuristics", "_HEURISTICS"),
-    ("decomposition.operations.operation", "_OPERATIONS"),
+    ("decomposition.operations", "_OPERATIONS"),
     ("rankrl.plan_search.selectors.selector", "_SELECTORS"),
     ("rankrl.plan_search.scores.rewards", "_REWARDS"),
     ("pruning.registry", "_PRUNERS"),

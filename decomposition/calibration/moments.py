@@ -27,9 +27,9 @@ from decomposition.calibration.metric import (
 from decomposition.errors import DecompositionError
 from decomposition.memory import check_room
 from decomposition.network.cost import watching
+from decomposition.network.geometry import labels_of_batch, sample_labelled_patches
 from decomposition.network.inputs import count_inputs, run_model
 from decomposition.network.layers import BatchNorm, DecomposableModule, LayerSpec
-from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from decomposition.network.surgery import unwrapped
 from decomposition.public_calls import public_call
 

@@ -25,6 +25,7 @@ from decomposition.calibration.metric import WIDEST, Spread, gram, shrunk_matrix
 from decomposition.calibration.units import Array, find_units, known_answers, output_weight
 from decomposition.errors import DecompositionError
 from decomposition.network.cost import evaluation_mode, watching
+from decomposition.network.geometry import labels_of_batch
 from decomposition.network.inputs import (
     Inputs,
     count_inputs,
@@ -37,7 +38,6 @@ from decomposition.network.inputs import (
     tensors_of,
 )
 from decomposition.network.layers import LayerSpec
-from decomposition.network.patches import labels_of_batch
 from decomposition.network.surgery import unwrapped
 from decomposition.public_calls import public_call
 

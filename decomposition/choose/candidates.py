@@ -13,9 +13,9 @@ import numpy as np
 from decomposition.errors import DecompositionError
 from decomposition.network.inputs import ExampleInputs, input_shape_of
 from decomposition.network.layers import LayerSpec
-from decomposition.network.rewriting import Rewrite
 from decomposition.operations import Cost, Operation
 from decomposition.plan.plan import CompressionPlan, LayerPlan, fingerprint
+from decomposition.rewrites import Rewrite
 
 MEASURES = ("params", "macs", "bytes", "latency")
 """Measures of cost that a budget can count."""

@@ -19,13 +19,13 @@ from decomposition.choose.library import FitLibrary
 from decomposition.errors import DecompositionError
 from decomposition.network.inputs import ExampleInputs
 from decomposition.network.layers import LayerSpec, inspect_layers
-from decomposition.network.rewriting import rewrites_of
 from decomposition.network.surgery import unwrapped
 from decomposition.operations import Factorise
 from decomposition.plan.plan import CompressionPlan
 from decomposition.progress import Progress, progress_bar
 from decomposition.public_calls import public_call
 from decomposition.registry import Registry
+from decomposition.rewrites import rewrites_of
 
 # Points of the logarithmic grid, dense enough to bracket each local minimum of the free energy.
 _GRID = 200

@@ -45,19 +45,18 @@ from decomposition.fit.rounding import amplification
 from decomposition.formats import TensorFormat
 from decomposition.formats.layers import FactorisedLayer
 from decomposition.memory import without_room
+from decomposition.network.geometry import Geometry, WeightModes
 from decomposition.network.inputs import ExampleInputs, count_inputs
 from decomposition.network.layers import DecomposableModule, LayerSpec, weight_of
-from decomposition.network.modes import WeightModes
-from decomposition.network.patches import Geometry
 from decomposition.network.surgery import unwrapped
 from decomposition.operations import (
+    ACTIVATION_NOISE,
     ChannelFactors,
     Factorise,
     LayerOperation,
     Operation,
     Quantise,
 )
-from decomposition.operations.quantise import ACTIVATION_NOISE
 from decomposition.public_calls import public_call
 
 

@@ -16,13 +16,21 @@ from decomposition.calibration.metric import Narrowing
 from decomposition.choose.candidates import Candidate, CandidateSet
 from decomposition.errors import DecompositionError
 from decomposition.formats import Ranks, TensorFormat, get_format, list_formats
+from decomposition.network.geometry import WeightModes
 from decomposition.network.inputs import ExampleInputs
 from decomposition.network.layers import FLOAT_BYTES, OPAQUE_KINDS, LayerSpec, inspect_layers, skipping
-from decomposition.network.modes import WeightModes
 from decomposition.network.surgery import unwrapped
-from decomposition.operations import Cost, Factorise, Operation, dense_cost
-from decomposition.operations.factorise import factors_of
-from decomposition.operations.quantise import DYNAMIC, PRECISIONS, Quantise, computes_in_integers
+from decomposition.operations import (
+    DYNAMIC,
+    PRECISIONS,
+    Cost,
+    Factorise,
+    Operation,
+    Quantise,
+    computes_in_integers,
+    dense_cost,
+    factors_of,
+)
 from decomposition.plan.plan import total_cost
 
 # Shares of the energy below this are rounding errors.

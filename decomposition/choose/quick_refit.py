@@ -29,12 +29,11 @@ from decomposition.fit.refit import (
     target_and_metric,
 )
 from decomposition.network.cost import watching
+from decomposition.network.geometry import labels_of_batch, sample_labelled_patches
 from decomposition.network.inputs import Inputs, count_inputs, run_model
 from decomposition.network.layers import BatchNorm, DecomposableModule, is_decomposable_module, weight_of
-from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from decomposition.network.surgery import copied
-from decomposition.operations import Factorise, LayerOperation, Operation
-from decomposition.operations.operation import FittedLayer
+from decomposition.operations import Factorise, FittedLayer, LayerOperation, Operation
 
 QUICK = FitOptions(iterations=10, tolerance=1e-4, patience=5)
 MAX_PATCHES = 8_192

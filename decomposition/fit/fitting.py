@@ -26,7 +26,7 @@ from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FAST, FitOptions
 from decomposition.fit.least_squares import LEAST_PENALTY, LeastSquares, Stop
 from decomposition.formats import Cores, Ranks, TensorFormat
-from decomposition.network.modes import WeightModes
+from decomposition.network.geometry import WeightModes
 from decomposition.public_calls import public_call
 
 # Terms that are larger than this, relative to their sum, cancel and lose too many digits in float32.

@@ -21,7 +21,7 @@ from decomposition.calibration.metric import (
     times,
 )
 from decomposition.formats import Cores, Ranks, TensorFormat
-from decomposition.network.modes import WeightModes
+from decomposition.network.geometry import WeightModes
 
 
 @dataclass(frozen=True)

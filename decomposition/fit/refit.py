@@ -31,9 +31,9 @@ from decomposition.errors import DecompositionError
 from decomposition.formats.layers import FactorisedLayer
 from decomposition.memory import fit_bytes, shortage
 from decomposition.network.cost import evaluation_mode
+from decomposition.network.geometry import labels_of_batch, sample_labelled_patches
 from decomposition.network.inputs import Inputs, count_inputs, joined, rows, run_model, tensors_in
 from decomposition.network.layers import BatchNorm, DecomposableModule, LayerSpec, inspect_layers, weight_of
-from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from decomposition.network.rounding import calibrate_ranges
 from decomposition.network.surgery import copied, replace_module, unwrapped
 from decomposition.public_calls import public_call

@@ -21,7 +21,7 @@ from decomposition.calibration.metric import columns as metric_columns
 from decomposition.fit.refit import RefitProblem
 from decomposition.formats import Cores, TensorFormat
 from decomposition.formats.layers import FactorisedLayer, StagedLayer
-from decomposition.network.modes import WeightModes
+from decomposition.network.geometry import WeightModes
 from decomposition.network.rounding import largest_integer, rounded_weight
 
 # Share of the inputs' mean power that is added to the diagonal: GPTQ's own choice.

@@ -20,8 +20,8 @@ from decomposition.formats.tensor_format import (
     split_chain,
 )
 from decomposition.formats.tensorly_objects import TensorlyObject, in_tensorly_backend, wrong_sizes
+from decomposition.network.geometry import WeightModes
 from decomposition.network.layers import DecomposableModule, LayerSpec
-from decomposition.network.modes import WeightModes
 
 
 class ChainFormat(TensorFormat):

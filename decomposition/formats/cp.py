@@ -20,8 +20,8 @@ from decomposition.formats.tensor_format import (
     register_format,
 )
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
+from decomposition.network.geometry import WeightModes
 from decomposition.network.layers import LayerSpec
-from decomposition.network.modes import WeightModes
 
 # Least relative size of a term, so that small terms do not scale their factors to nothing.
 _SMALLEST_TERM = 1e-2

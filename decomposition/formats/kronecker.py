@@ -18,8 +18,8 @@ from decomposition.formats.tensor_format import (
     product,
     register_format,
 )
+from decomposition.network.geometry import WeightModes
 from decomposition.network.layers import DecomposableModule, LayerSpec
-from decomposition.network.modes import WeightModes
 
 
 class _Blocks(NamedTuple):

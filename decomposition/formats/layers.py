@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from decomposition.errors import DecompositionError
+from decomposition.network.geometry import Geometry, WeightModes
 from decomposition.network.layers import DecomposableModule, is_decomposable_module
-from decomposition.network.modes import WeightModes
-from decomposition.network.patches import Geometry
 
 if TYPE_CHECKING:
     from decomposition.formats.tensor_format import Cores, Ranks, TensorFormat

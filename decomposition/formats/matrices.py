@@ -16,8 +16,8 @@ from decomposition.formats.tensor_format import (
     leading_left_vectors,
     register_format,
 )
+from decomposition.network.geometry import WeightModes
 from decomposition.network.layers import DecomposableModule, LayerSpec
-from decomposition.network.modes import WeightModes
 
 
 class _SpatialLayer(FactorisedLayer):

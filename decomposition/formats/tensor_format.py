@@ -15,9 +15,8 @@ from decomposition.calibration.metric import Metric
 from decomposition.errors import DecompositionError
 from decomposition.formats.layers import ContractedLayer, FactorisedLayer, Reshape
 from decomposition.formats.tensorly_objects import TensorlyObject
+from decomposition.network.geometry import Geometry, WeightModes, plain_modes, tensorised_modes
 from decomposition.network.layers import DecomposableModule, LayerSpec
-from decomposition.network.modes import WeightModes, plain_modes, tensorised_modes
-from decomposition.network.patches import Geometry
 from decomposition.registry import Registry
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from decomposition.errors import DecompositionError
-from decomposition.network.modes import WeightModes
+from decomposition.network.geometry import WeightModes
 
 Kind = Literal["cp", "tucker", "tensor_train", "tensor_ring"]
 _ALLOWED = (

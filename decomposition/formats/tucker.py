@@ -28,8 +28,8 @@ from decomposition.formats.tensor_format import (
     register_format,
 )
 from decomposition.formats.tensorly_objects import TensorlyObject, check_sizes, in_tensorly_backend
+from decomposition.network.geometry import WeightModes
 from decomposition.network.layers import LayerSpec
-from decomposition.network.modes import WeightModes
 
 # Positions of a kernel from which one product for each output rank is as fast as one for all, which copies
 # the core and the result.

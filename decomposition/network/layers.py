@@ -13,7 +13,10 @@ from typing import Any, Literal, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from decomposition.errors import DecompositionError
@@ -27,7 +30,7 @@ from decomposition.network.inputs import (
     input_shape_of,
     run_model,
 )
-from decomposition.network.rewriting import computes_weights
+from decomposition.network.rounding import is_rounded
 from decomposition.network.surgery import unwrapped
 from decomposition.public_calls import public_call
 from decomposition.registry import did_you_mean
@@ -468,6 +471,19 @@ def _opaque_spec(trace: LayerTrace, module: OpaqueModule, index: int) -> LayerSp
         macs=sum(macs for _, macs in calls),
         refusal=description.refusal,
     )
+
+
+_WEIGHT_HOOKS = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
+
+
+def computes_weights(module: nn.Module) -> bool:
+    """Tell whether `plain_weights` would change a layer; rounded weights do not count."""
+    return bool(weight_hooks(module)) or (parametrize.is_parametrized(module) and not is_rounded(module))
+
+
+def weight_hooks(module: nn.Module) -> list[Any]:
+    """List the older hooks of torch that compute a layer's weight at every call."""
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _WEIGHT_HOOKS)]
 
 
 def _refusal(module: ListedModule, *, called: bool, shared: bool) -> str | None:

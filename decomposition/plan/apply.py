@@ -29,13 +29,13 @@ from decomposition.network.layers import (
 from decomposition.network.rounding import calibrate_ranges, integer_layers, round_whole, without_rounding
 from decomposition.network.surgery import copied, replace_module, unwrapped, warn_lost_attributes
 from decomposition.operations import (
+    FINAL,
     ApplyOptions,
     BatchNormCorrection,
     Factorise,
     FittedLayer,
     GroupOperation,
 )
-from decomposition.operations.operation import FINAL
 from decomposition.plan.plan import CompressionPlan, LayerPlan, without_growth
 from decomposition.progress import Progress, ProgressBar, progress_bar
 from decomposition.public_calls import public_call

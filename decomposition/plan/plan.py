@@ -19,7 +19,6 @@ from decomposition.files import replacing
 from decomposition.formats import get_format
 from decomposition.network.inputs import ExampleInputs, InputShape, InputSpec, input_shape_of, shape_to_json
 from decomposition.network.layers import OPAQUE_KINDS, LayerSpec, inspect_layers
-from decomposition.network.rewriting import Rewrite, rewrites_of
 from decomposition.network.surgery import unwrapped
 from decomposition.operations import (
     Cost,
@@ -27,13 +26,13 @@ from decomposition.operations import (
     GroupOperation,
     LayerOperation,
     Operation,
+    check_keys,
     dense_cost,
+    factors_of,
     operation_from_dict,
 )
-from decomposition.operations.factorise import factors_of
-from decomposition.operations.operation import check_keys
 from decomposition.public_calls import public_call
-from decomposition.rewrites import REWRITERS, prepared
+from decomposition.rewrites import REWRITERS, Rewrite, prepared, rewrites_of
 
 
 def checked_metadata(metadata: Any, source: str) -> dict[str, Any]:

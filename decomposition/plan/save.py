@@ -18,6 +18,7 @@ from decomposition.formats import get_format
 from decomposition.formats.layers import FactorisedLayer
 from decomposition.formats.tensorly_objects import read_tensorly
 from decomposition.network.cost import evaluation_mode
+from decomposition.network.geometry import WeightModes
 from decomposition.network.inputs import (
     ExampleInputs,
     InputShape,
@@ -28,15 +29,13 @@ from decomposition.network.inputs import (
     tensors_of,
 )
 from decomposition.network.layers import DecomposableModule, inspect_layers, is_decomposable_module, weight_of
-from decomposition.network.modes import WeightModes
-from decomposition.network.rewriting import rewrites_of
 from decomposition.network.rounding import ActivationRange
 from decomposition.network.surgery import unwrapped, warn_lost_attributes
-from decomposition.operations import Factorise
-from decomposition.operations.factorise import factors_of
+from decomposition.operations import Factorise, factors_of
 from decomposition.plan.apply import build_structure, dense_form, factorised_layers
 from decomposition.plan.plan import CompressionPlan, LayerPlan, fingerprint, without_growth
 from decomposition.public_calls import public_call
+from decomposition.rewrites import rewrites_of
 
 _NOT_FINITE = "holds NaN or infinite values; its training diverged: train at a lower learning rate"
 _PLAN_KEY = "rankrl.plan"

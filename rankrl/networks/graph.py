@@ -26,9 +26,9 @@ from decomposition.calibration.moments import (
 from decomposition.choose.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.memory import without_room
-from decomposition.network.rewriting import Rewrite
-from decomposition.operations.quantise import computes_in_integers
+from decomposition.operations import computes_in_integers
 from decomposition.progress import progress_bar
+from decomposition.rewrites import Rewrite
 from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
 from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
 from rankrl.networks.network import CandidateOptions, WrittenFile

@@ -16,8 +16,7 @@ from decomposition import CandidateSet, Factorise, FitLibrary, Quantise
 from decomposition.cache import Cache, digest
 from decomposition.choose.candidates import Candidate
 from decomposition.network.layers import OPAQUE_KINDS
-from decomposition.operations import Operation
-from decomposition.operations.quantise import ACTIVATION_NOISE
+from decomposition.operations import ACTIVATION_NOISE, Operation
 from rankrl.networks.graph_scoring import NumberedAnswers, constants_of
 from rankrl.onnx.graph.capture import Captured
 from rankrl.onnx.graph.file import quantise_lstms

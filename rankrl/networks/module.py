@@ -32,9 +32,9 @@ from decomposition.choose.listing import CandidateLister, Removal
 from decomposition.fit.fit_options import CHOOSING
 from decomposition.network.inputs import InputShape, example_tensor
 from decomposition.network.layers import FLOAT_BYTES
-from decomposition.network.rewriting import Rewrite, rewrites_of
-from decomposition.operations.quantise import computes_in_integers
+from decomposition.operations import computes_in_integers
 from decomposition.progress import Progress
+from decomposition.rewrites import Rewrite, rewrites_of
 from pruning import PruningError, channel_groups, residual_blocks
 from rankrl.data import ImageData, Preprocessing
 from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images

@@ -12,7 +12,7 @@ import numpy as np
 from decomposition import CompressionPlan, FitLibrary, LayerSpec
 from decomposition.choose.listing import CandidateLister
 from decomposition.network.inputs import InputShape
-from decomposition.network.rewriting import Rewrite
+from decomposition.rewrites import Rewrite
 from rankrl.onnx.export.static_quantiser import runnable
 from rankrl.options.decomposition import (
     DecompositionOptions,

@@ -16,7 +16,7 @@ AUTO_FORMATS = ("cp", "tucker", "tensor_ring", "pifa")
 FILE_FORMATS = ("cp", "pifa", "spatial_svd", "tucker")
 """The same for nodes of an ONNX file: those that become plain nodes, one behind the other."""
 PRECISIONS = ("float32", "int8", "int7", "int8_weights", "int4_weights")
-"""Names of what layers may compute with or be stored in (`decomposition.operations.quantise`)."""
+"""Names of what layers may compute with or be stored in (`decomposition.operations`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

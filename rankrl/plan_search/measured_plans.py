@@ -13,7 +13,7 @@ import numpy as np
 from decomposition import CandidateSet, CompressionPlan, get_format, list_formats
 from decomposition.cache import Cache, digest
 from decomposition.choose.candidates import Candidate
-from decomposition.network.modes import plain_modes
+from decomposition.network.geometry import plain_modes
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.timing.latency import RelativeTime
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from decomposition import CandidateSet, CompressionPlan, FitLibrary, list_heuristics
 from decomposition.errors import DecompositionError
-from decomposition.operations.quantise import computes_in_integers
+from decomposition.operations import computes_in_integers
 from decomposition.plan.plan import LayerPlan
 from decomposition.progress import Progress, progress_bar
 from rankrl.errors import ConfigError, counted

@@ -30,8 +30,8 @@ from decomposition import (
 from decomposition.cache import digest
 from decomposition.formats.layers import FactorisedLayer, plain_layers
 from decomposition.memory import free_memory
+from decomposition.network.geometry import Geometry
 from decomposition.network.layers import DecomposableModule, LayerSpec, is_decomposable_module
-from decomposition.network.patches import Geometry
 from decomposition.network.surgery import copied
 from decomposition.operations import Operation
 from rankrl.kits.kit import Contents, FileGroup, Stopwatch

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from decomposition.formats import Ranks, TensorFormat
-from decomposition.network.modes import WeightModes
+from decomposition.network.geometry import WeightModes
 
 RandomWeight = Callable[[TensorFormat, WeightModes, Ranks, int], torch.Tensor]
 

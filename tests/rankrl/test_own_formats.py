@@ -19,7 +19,7 @@ import rankrl
 from decomposition import DecompositionError, TensorFormat, inspect_layers, register_format
 from decomposition.formats.layers import FactorisedLayer
 from decomposition.formats.tensor_format import _FORMATS
-from decomposition.operations.quantise import Quantise
+from decomposition.operations import Quantise
 from decomposition.testing import FormatContract
 from rankrl.errors import ConfigError
 from rankrl.onnx.export.network_file import export_network

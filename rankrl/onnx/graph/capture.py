@@ -18,8 +18,8 @@ from decomposition.calibration.moments import (
     check_memory,
 )
 from decomposition.errors import DecompositionError
+from decomposition.network.geometry import labels_of_batch, sample_labelled_patches
 from decomposition.network.layers import DecomposableModule
-from decomposition.network.patches import labels_of_batch, sample_labelled_patches
 from rankrl.errors import OnnxGraphError
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork

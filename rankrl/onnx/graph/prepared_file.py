@@ -15,7 +15,7 @@ from onnx_ir.passes import common as passes
 
 from decomposition import CompressionPlan
 from decomposition.network.layers import skipping
-from decomposition.operations.operation import dense_cost
+from decomposition.operations import dense_cost
 from decomposition.plan.plan import without_growth
 from rankrl.errors import DefectError, ExportError, OnnxGraphError, counted
 from rankrl.onnx.export.int8 import choose_ranges, quantise_onnx

@@ -29,7 +29,7 @@ from decomposition.fit.refit import Refit, RefitProblem, Solved, refit_to_patche
 from decomposition.formats.layers import FactorisedLayer
 from decomposition.network.layers import DecomposableModule, weight_of
 from decomposition.network.rounding import REDUCED_BITS
-from decomposition.operations.operation import FINAL
+from decomposition.operations import FINAL
 from decomposition.plan.apply import fitted_layer
 from decomposition.plan.plan import without_growth
 from rankrl.onnx.graph.batch_axes import BatchAxes

@@ -18,9 +18,9 @@ from decomposition.choose.library import FitLibrary
 from decomposition.network.cost import count_macs, count_parameters
 from decomposition.network.inputs import ExampleInputs, InputShape, input_shape_of, shape_to_json
 from decomposition.network.layers import FLOAT_BYTES, LayerSpec, inspect_layers
-from decomposition.network.rewriting import Rewrite, rewrites_of
 from decomposition.operations import Cost
 from decomposition.plan.plan import CompressionPlan, fingerprint
+from decomposition.rewrites import Rewrite, rewrites_of
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels
 from rankrl.options.search import check_number_of_budgets

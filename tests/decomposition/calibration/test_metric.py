@@ -39,7 +39,7 @@ from decomposition.calibration.metric import (
 )
 from decomposition.errors import DecompositionError
 from decomposition.fit import refit
-from decomposition.network.modes import WeightModes
+from decomposition.network.geometry import WeightModes
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

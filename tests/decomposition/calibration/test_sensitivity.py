@@ -23,7 +23,7 @@ from decomposition import (
 )
 from decomposition.calibration.metric import floored
 from decomposition.errors import DecompositionError
-from decomposition.network.modes import WeightModes
+from decomposition.network.geometry import WeightModes
 
 MODES = WeightModes((8,), (6,), 9)
 TENSORISED = WeightModes((4, 2), (3, 2), 9)

@@ -18,10 +18,9 @@ from decomposition.choose.listing import candidate_ranks
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FitOptions
 from decomposition.formats import get_format, list_formats
+from decomposition.network.geometry import plain_modes
 from decomposition.network.layers import compressible_layers, inspect_layers
-from decomposition.network.modes import plain_modes
-from decomposition.operations import ChannelFactors, Factorise, dense_cost
-from decomposition.operations.factorise import factors_of
+from decomposition.operations import ChannelFactors, Factorise, dense_cost, factors_of
 from decomposition.plan.apply import apply_plan
 from decomposition.plan.plan import LayerPlan
 

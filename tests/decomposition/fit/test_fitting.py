@@ -23,7 +23,7 @@ from decomposition.fit.fit_options import CHOOSING, FAST, THOROUGH, FitOptions
 from decomposition.fit.fitting import LARGEST_AMPLIFICATION, Fit, fit_weight
 from decomposition.fit.least_squares import LeastSquares
 from decomposition.formats import Cores, Ranks, TensorFormat, get_format, list_formats
-from decomposition.network.modes import WeightModes
+from decomposition.network.geometry import WeightModes
 from decomposition.testing import random_cores
 
 SMALL = WeightModes((8,), (6,), 9)

@@ -18,7 +18,7 @@ from decomposition.calibration.metric import (
 )
 from decomposition.fit.fitting import LARGEST_AMPLIFICATION, Fitter, LowRank, fit_weight
 from decomposition.formats import get_format, list_formats
-from decomposition.network.modes import WeightModes
+from decomposition.network.geometry import WeightModes
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

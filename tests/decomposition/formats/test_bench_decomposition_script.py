@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from decomposition.formats import get_format
-from decomposition.network.modes import WeightModes
+from decomposition.network.geometry import WeightModes
 
 pytestmark = pytest.mark.slow
 

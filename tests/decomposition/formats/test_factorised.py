@@ -12,8 +12,8 @@ from torch import nn
 
 from decomposition import DecompositionError, get_format, list_formats
 from decomposition.formats.layers import ContractedLayer, FactorisedLayer
+from decomposition.network.geometry import WeightModes
 from decomposition.network.layers import LayerSpec, inspect_layers
-from decomposition.network.modes import WeightModes
 
 FORMATS = [(name, False) for name in list_formats()]
 FORMATS += [(name, True) for name in list_formats() if get_format(name).tensorisable]

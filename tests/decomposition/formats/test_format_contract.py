@@ -9,7 +9,7 @@ import torch
 from two_matrices import TwoMatrices
 
 from decomposition import DecompositionError, TensorFormat, fit_weight, register_format
-from decomposition.network.modes import WeightModes
+from decomposition.network.geometry import WeightModes
 from decomposition.testing import FormatContract, normal, relative_error
 
 MATRIX = WeightModes((6,), (5,), 1)

@@ -18,8 +18,8 @@ from torch import nn
 from decomposition.errors import DecompositionError
 from decomposition.formats import Cores, Ranks, get_format, list_formats, register_format
 from decomposition.network.cost import count_macs
+from decomposition.network.geometry import WeightModes
 from decomposition.network.layers import LayerSpec, compressible_layers
-from decomposition.network.modes import WeightModes
 from decomposition.testing import MODES, FormatContract, modes_name, random_cores, unequal_ranks
 
 

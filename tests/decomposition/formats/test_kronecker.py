@@ -8,8 +8,8 @@ from torch import nn
 
 from decomposition.formats import get_format
 from decomposition.network.cost import count_macs
+from decomposition.network.geometry import WeightModes
 from decomposition.network.layers import inspect_layers
-from decomposition.network.modes import WeightModes
 from decomposition.testing import MODES, modes_name, normal, random_cores
 
 KRONECKER = get_format("kronecker")

@@ -21,8 +21,8 @@ from decomposition.choose.listing import CandidateLister
 from decomposition.errors import DecompositionError
 from decomposition.fit.fitting import LowRank, fit_weight
 from decomposition.formats import get_format
+from decomposition.network.geometry import WeightModes
 from decomposition.network.layers import compressible_layers
-from decomposition.network.modes import WeightModes
 from decomposition.testing import normal
 from rankrl.onnx.export import export_onnx
 

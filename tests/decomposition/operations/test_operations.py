@@ -38,8 +38,7 @@ from decomposition import (
 )
 from decomposition.fit.refit import RefitProblem
 from decomposition.network.layers import weight_of
-from decomposition.operations import FittedLayer, dense_cost, operation_kind
-from decomposition.operations.operation import _OPERATIONS
+from decomposition.operations import _OPERATIONS, FittedLayer, dense_cost, operation_kind
 
 SHAPE = (3, 10, 10)
 QUICK = FitOptions(iterations=5)

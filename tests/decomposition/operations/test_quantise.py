@@ -34,8 +34,7 @@ from decomposition import (
 )
 from decomposition.fit.refit import RefitProblem
 from decomposition.network.layers import weight_of
-from decomposition.operations import dense_cost
-from decomposition.operations.quantise import PRECISIONS
+from decomposition.operations import PRECISIONS, dense_cost
 
 SHAPE = (3, 10, 10)
 WEIGHTS = Quantise(8, "float32")

@@ -385,7 +385,7 @@ def test_cores_that_overflow_the_models_type_are_named(
         fit = fit_weight(*args, **options)
         return replace(fit, cores=[1e30 * core for core in fit.cores])
 
-    monkeypatch.setattr("decomposition.operations.factorise.fit_weight", fit_hugely)
+    monkeypatch.setattr("decomposition.operations.fit_weight", fit_hugely)
     plan = make_plan(model, (3, 10, 10), "cp", 2)
     with pytest.raises(DecompositionError, match=r"'stem\.0': its cores are not finite in torch\.float16"):
         apply_plan(model.half(), plan, options=QUICK)

@@ -36,8 +36,8 @@ from decomposition import (
     load_compressed,
     save_compressed,
 )
+from decomposition.network.geometry import WeightModes
 from decomposition.network.layers import DecomposableModule
-from decomposition.network.modes import WeightModes
 from decomposition.plan.save import as_operation
 
 KNOWN = ["cp", "tensor_ring", "tensor_train", "tucker"]

@@ -19,8 +19,7 @@ from omegaconf import OmegaConf
 
 import rankrl
 from decomposition import CompressionPlan, FitOptions, apply_plan
-from decomposition.operations.operation import FINAL
-from decomposition.operations.quantise import PRECISIONS
+from decomposition.operations import FINAL, PRECISIONS
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig, config_folder
 from rankrl.data import load_dataset
