@@ -240,18 +240,7 @@ class GroupOperation(Operation):
         images: Inputs | None,
         options: ApplyOptions,
     ) -> nn.Module:
-        """Return a copy of `model` with the operations applied.
-
-        Args:
-            model: The network; left untouched.
-            operations: The operation of each layer that has one, by name.
-            input_shape: Shape of one input without the batch axis, or what else is known of the inputs.
-            images: Calibration inputs as one batch, or `None`.
-            options: How the plan is applied.
-
-        Raises:
-            PlanError: If the operations do not fit the network or one another.
-        """
+        """Return a copy of `model` with the operations applied; arguments are as of `group_structure`."""
 
 
 _OPERATIONS: Registry[type[Operation]] = Registry("operation", PlanError)

@@ -62,11 +62,7 @@ def listening(listener: Callable[[str, int, int], None]) -> Iterator[None]:
 def progress_bar(
     description: str, total: int, *, progress: Progress = None, console: Console | None = None
 ) -> Iterator[ProgressBar]:
-    """Show progress while the block runs.
-
-    On a terminal it draws a bar; otherwise the log estimates, after the first steps, the time left if that is
-    more than a minute. A bar nested in another one's block is not drawn.
-    """
+    """Show progress while the block runs: a bar on a terminal, unless nested, else estimates in the log."""
     global _drawing
     if progress is not None:
         tell = progress or (lambda *_: None)

@@ -51,10 +51,15 @@ def plain_weights(model: Module) -> Module:
     Args:
         model: Any module; left untouched.
     """
+    return _rewritten_wherever(model, "plain_weights")
+
+
+def _rewritten_wherever(model: Module, kind: str) -> Module:
+    """Return a copy of a model with one rewrite applied to every layer that has its form."""
     network = copied(unwrapped(model))
-    forms = {name: plain_form(module) for name, module in network.named_modules()}
+    forms = {name: REWRITERS[kind](module) for name, module in network.named_modules()}
     layers = {name: layer for name, layer in forms.items() if layer is not None}
-    return cast(Module, rewritten(network, "plain_weights", layers))
+    return cast(Module, rewritten(network, kind, layers))
 
 
 def plain_form(module: nn.Module) -> nn.Module | None:
@@ -105,7 +110,9 @@ class Rewrite:
             PlanError: It is something else, or of a kind that is unknown here.
         """
         known = isinstance(entry, dict) and set(entry) == {"rewrite", "layers"}
-        if not known or entry["rewrite"] not in kinds or not _are_names(entry["layers"]):
+        layers = entry["layers"] if known and isinstance(entry["layers"], list) else []
+        named = bool(layers) and all(isinstance(name, str) for name in layers)
+        if not known or entry["rewrite"] not in kinds or not named:
             raise PlanError(
                 f"{source}: an entry of preparation must have rewrite (one of {', '.join(sorted(kinds))}) "
                 f"and layers (a list of names), got {entry!r}"
@@ -136,10 +143,6 @@ def rewrites_of(model: nn.Module) -> tuple[Rewrite, ...]:
         for name, module in model.named_modules()
         for rewrite in vars(module).get(_MARK, ())
     )
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 class PlainAttention(nn.Module):
@@ -548,10 +551,7 @@ def plain_transposed(model: Module) -> Module:
     Args:
         model: Any module; left untouched.
     """
-    network = copied(unwrapped(model))
-    forms = {name: transposed_form(module) for name, module in network.named_modules()}
-    layers = {name: layer for name, layer in forms.items() if layer is not None}
-    return cast(Module, rewritten(network, "plain_transposed", layers))
+    return _rewritten_wherever(model, "plain_transposed")
 
 
 def transposed_form(module: nn.Module) -> PlainTransposed | None:

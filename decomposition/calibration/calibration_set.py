@@ -289,11 +289,7 @@ def gaps(inputs: Inputs) -> torch.Tensor:
     has_gap = torch.zeros(count_inputs(inputs), dtype=torch.bool)
     for tensor in tensors_of(inputs):
         if tensor.is_floating_point() or tensor.is_complex():
-            has_gap |= (
-                ~torch.isfinite(tensor).flatten(1).all(1).cpu()
-                if tensor.ndim > 1
-                else ~torch.isfinite(tensor).cpu()
-            )
+            has_gap |= ~torch.isfinite(tensor).unsqueeze(-1).flatten(1).all(1).cpu()
     return has_gap.nonzero().flatten()
 
 
@@ -370,7 +366,7 @@ def _remedy(model: nn.Module, inputs: Inputs) -> str:
     def runs(change: Callable[[torch.Tensor], torch.Tensor], of: Inputs) -> bool:
         return _failure(model, mapped(change, of)) is None
 
-    if whole and runs(_as_float, few):
+    if whole and runs(lambda x: x if x.is_floating_point() else x.float(), few):
         scale = " / 255" if all(x.dtype == torch.uint8 for x in whole) else ""
         return f"give numbers in floating point, x.float(){scale}, normalised as the model was trained"
     if runs(lambda x: x[None], inputs):
@@ -383,10 +379,6 @@ def _remedy(model: nn.Module, inputs: Inputs) -> str:
 def _in_order(x: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy; with a single channel, strides alone do not tell the memory format."""
     return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
-
-
-def _as_float(x: torch.Tensor) -> torch.Tensor:
-    return x if x.is_floating_point() else x.float()
 
 
 def _failing_layer(model: nn.Module, inputs: Inputs) -> str:

@@ -174,22 +174,14 @@ def get_heuristic(name: str) -> Heuristic:
 
 @register_heuristic("uniform", "the same kept share in every layer")
 def uniform(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
-    """Keep the same share of every layer's own cost, the largest that meets the budget.
-
-    Equal ranks, or equal fractions of the largest rank, would starve a ring's small layers: a ring's
-    parameters grow with the square of its rank.
-    """
+    """Keep the same share of every layer's own cost, the largest that meets the budget."""
     costs = [site.cost(budget.measure).astype(float) for site in sites]
     return _climb(sites, budget, [cost / cost[-1] for cost in costs])
 
 
 @register_heuristic("energy", "the same share of output energy in every layer")
 def energy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
-    """Give every layer the smallest rank that retains a common share of its energy, the largest that fits.
-
-    The share that a candidate retains is 1 - error^2 of its fit: the classical spectral energy where the fit
-    is a truncated SVD, and that of the layer's real outputs where the library knows the data.
-    """
+    """Give every layer the smallest rank that retains a common share 1 - error^2 of its energy."""
     # A candidate is needed from the first share that the candidate before it cannot retain.
     levels = [np.array([0.0, *np.maximum.accumulate(1 - site.errors[:-1] ** 2)]) for site in sites]
     return _climb(sites, budget, levels)
@@ -197,12 +189,7 @@ def energy(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -
 
 @register_heuristic("vbmf", "ranks in proportion to what variational Bayes finds above the noise")
 def vbmf(library: FitLibrary, sites: Sequence[CandidateSet], budget: Budget) -> np.ndarray:
-    """Give every layer the same multiple of its analytic VBMF rank, the largest that meets the budget.
-
-    A layer's VBMF rank is the larger rank of its weight's output and input unfoldings (as Kim et al., ICLR
-    2016, choose Tucker ranks), at least 1. A candidate's rank is the number of features between the two
-    halves of the format, which bounds the rank of the output unfolding; in a ring it is a product of bonds.
-    """
+    """Give every layer the same multiple of its analytic VBMF rank, the largest that meets the budget."""
     levels = []
     for site in sites:
         weight = library.weights[site.spec.name]

@@ -41,11 +41,7 @@ class _Worker(Generic[_Job]):
 def in_processes(
     function: Callable[[_Job], _Result], jobs: Iterable[_Job], workers: int, work: str, *, threads: int = 1
 ) -> Iterator[_Result]:
-    """Yield the results of a function on jobs, in the order of completion.
-
-    A job is made when a worker is free for it, so memory holds no more jobs than workers. A new worker takes
-    over the job of a worker that dies. All workers end with the iteration, also if an exception ends it.
-    """
+    """Yield a function's results on jobs as they come; jobs of workers that die are redone."""
     if workers < 1:
         raise DecompositionError(f"{work} take 1 worker or more, got workers={workers}")
     rest = iter(jobs)

@@ -341,16 +341,12 @@ class Fitter:
     ) -> Fit:
         """Fit the format at some ranks."""
         with _few_threads(self.modes.columns):
-            if self._vanishes:
+            if self._matrices.vanish if self._direct else self._problem.vanishes:
                 cores, error = self._unseen(ranks, options), 0.0
             else:
                 cores, error = self._low_rank(ranks) if self._direct else self._search(ranks, options, start)
                 cores = self.tensor_format.balanced(cores)
         return Fit(cores, error, self.tensor_format, self.modes, ranks)
-
-    @property
-    def _vanishes(self) -> bool:
-        return self._matrices.vanish if self._direct else self._problem.vanishes
 
     def _unseen(self, ranks: Ranks, options: FitOptions) -> Cores:
         """Return the cores nearest to a weight whose outputs all vanish on the data, where all err alike."""

@@ -371,11 +371,7 @@ class LeastSquares:
 
 @cache
 def _numpy_blas() -> ThreadpoolController:
-    """Return the controller of the BLAS in which SciPy's minimiser works; torch has its own.
-
-    From 10,000 numbers on OpenBLAS adds and multiplies vectors in several threads, which wait for one another
-    in busy loops: a step of 16 ms took 270 ms of two cores.
-    """
+    """Return the controller of SciPy's BLAS, whose threads wait in busy loops: 270 ms for a step of 16 ms."""
     return ThreadpoolController()
 
 

@@ -135,10 +135,7 @@ def target_and_metric(
     *,
     centred: bool,
 ) -> tuple[torch.Tensor, Metric]:
-    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and the metric C_yy, `centred` or not.
-
-    `outputs` are W x (n, out), `moments` C_yy around the mean; `share` shrinks both.
-    """
+    """Return the target (W C_xy + r W) (C_yy + r I)^-1 and C_yy, from outputs W x and `moments` C_yy."""
     if isinstance(moments, RowFactor):
         return _from_rows(weight, outputs, moments, outputs_mean, mean, share, centred=centred)
     metric = shrunk_matrix(moments, share)

@@ -31,11 +31,10 @@ _BLOCK = 128
 
 
 def compensated_weight(weight: torch.Tensor, moments: Metric | None, bits: int) -> torch.Tensor:
-    """Round a weight to signed integers, one scale for each row, with the least change of its outputs.
+    """Round a weight to signed integers, one scale a row, with the least change of its outputs.
 
-    The scale is the one that plain rounding takes, and a row's largest entry stays as it is: rounding the
-    result once more (`decomposition.network.rounding`, or a runtime's quantiser) finds the same
-    integers. Columns of zeros stay zero. No row changes its outputs more than plain rounding does.
+    A row's largest entry stays, so that rounding again finds the same integers; columns of zeros stay zero,
+    and no row changes its outputs more than plain rounding does.
     """
     weight = weight.double().cpu()  # where the moments are; a GPU would synchronise at every column
     used = weight.abs().sum(0) > 0
@@ -96,12 +95,7 @@ _SMALLEST_POWER = 1e-6
 
 
 def equalise(layer: StagedLayer, metric: Metric | None) -> None:
-    """Give all channels between two stages the same power, so that one range per tensor suits them all.
-
-    Nothing but the scale of weights changes: a stage's output channels are divided by a factor that
-    multiplies the next stage's inputs (cross-layer equalisation, Nagel et al., ICCV 2019, with the data's own
-    second moments in place of the weights' ranges).
-    """
+    """Give all channels between two stages the same power (equalisation, Nagel et al., ICCV 2019)."""
     if layer.kernel is not None and layer.kernel.in_channels != len(layer.reduce.weight):  # type: ignore[arg-type]
         return  # a bond travels in the batch axis: the kernel applies to fewer channels than there are
     cores = [core.detach().double().cpu() for core in layer.cores()]

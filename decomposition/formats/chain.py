@@ -176,11 +176,7 @@ def _channels(cores: Cores, modes: WeightModes) -> tuple[torch.Tensor, torch.Ten
 
 
 class _ChainLayer(StagedLayer):
-    """The input core, the kernel core and the output core as layers.
-
-    The kernel core acts on one bond of the input core only, the same for each value of the other bond, which
-    therefore travels in the batch axis.
-    """
+    """Input, kernel and output core as layers; the bond that the kernel leaves alone is in the batch axis."""
 
     def _bonds(self) -> tuple[int, int, int]:
         shapes = self.tensor_format.core_shapes(self.modes, self.ranks)

@@ -124,11 +124,7 @@ class CP(TensorFormat):
         return [output, features.T]
 
     def conditioned(self, cores: Cores) -> Cores:
-        """Scale the columns of B and C to the terms' sizes, at least a hundredth of the largest.
-
-        The curvature over a column of B is |A[:, r]|^2 |C[:, r]|^2: it is the same for all terms when both
-        inner factors are as long as the term, while A, which is eliminated, takes what is left.
-        """
+        """Scale the columns of B and C to the terms' sizes: then all terms have the same curvature."""
         if len(cores) < 3:
             return cores
         output, inner, kernel = self.normalised(cores)

@@ -225,10 +225,7 @@ class FactorisedLayer(nn.Module):
 
 
 class Reshape(nn.Module):
-    """Reshapes between stages, one after the other, and a bias behind them.
-
-    In a shape, as in ONNX's, 0 keeps an axis and -1 takes what is left.
-    """
+    """Reshapes between stages (0 keeps an axis, -1 takes the rest, as in ONNX), and a bias behind them."""
 
     def __init__(self, *shapes: tuple[int, ...], bias: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -380,10 +377,7 @@ class StagedLayer(FactorisedLayer):
 
     @cached_property
     def trains_contracted(self) -> bool:
-        """Whether a training step takes less time with the cores contracted to the dense weight.
-
-        It depends on shapes alone, so that a run is the same on every machine.
-        """
+        """Whether a training step is faster contracted to the dense weight, by shapes alone."""
         if self.kernel is None:
             return False
         entering = math.prod(self.geometry.stride)  # input positions per output position

@@ -169,11 +169,7 @@ class PivotedLayer(FactorisedLayer):
         return [self.output_half(), weight.flatten(1)]
 
     def set_cores(self, cores: Cores) -> None:
-        """Set the layer to the product of two cores.
-
-        Gaussian elimination of the product's rows chooses those of the identity, so that no row of A outgrows
-        them much, and needs no inverse where the product's rank is less than r.
-        """
+        """Set the layer to the product of two cores; Gaussian elimination chooses the identity's rows."""
         output, features = (core.double() for core in cores)
         rank = self.ranks[0]
         with full_precision(output):

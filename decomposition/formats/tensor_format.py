@@ -21,12 +21,7 @@ from decomposition.registry import Registry
 
 
 def leading_left_vectors(matrix: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the `count` leading left singular vectors of `matrix`, as columns.
-
-    They come from the eigenvectors of the smaller Gram matrix, much cheaper than an SVD of the wide
-    unfoldings met here; directions lost to rounding belong to singular values below 1e-8 of the largest.
-    Where `matrix` has fewer rows than `count`, the columns beyond are zero.
-    """
+    """Return the leading left singular vectors as columns, from the smaller Gram matrix, zeros last."""
     rows, columns = matrix.shape
     if rows <= columns:
         vectors = torch.linalg.eigh(matrix @ matrix.T).eigenvectors.flip(1)[:, :count]

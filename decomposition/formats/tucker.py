@@ -196,11 +196,10 @@ class Tucker(TensorFormat):
 
 
 class _InMetric:
-    """Starting points of a weight in the metric of its inputs, all ranks from one decomposition.
+    """Starting points in the metric of the inputs, all ranks from one decomposition.
 
-    V spans the leading row space of the weight's input unfolding in the channels' second moments, averaged
-    over the kernel. For a given V, U and C are the best there are: a regression of reduced rank on the inputs
-    that V lets through (Izenman 1975).
+    V spans the leading row space of the input unfolding in the channels' second moments; for a given V, U and
+    C are a regression of reduced rank on the inputs that V lets through (Izenman 1975).
     """
 
     def __init__(self, weight: torch.Tensor, modes: WeightModes, metric: Metric) -> None:

@@ -221,11 +221,7 @@ def example_batch(model: nn.Module, example: ExampleInputs, batch_size: int = 1)
 
 
 def _reference(model: nn.Module) -> torch.Tensor:
-    """Return a tensor of the type and device that a model's inputs have.
-
-    The first of torch's own layers decides: it takes the type of its own parameters. Parameters of a user's
-    modules (position embeddings, say) may be of another type.
-    """
+    """Return a tensor of the inputs' type and device, those of the first of torch's own layers."""
     layers = [module for module in model.modules() if type(module).__module__.startswith("torch.nn.modules")]
     owned = (
         parameter for layer in layers for parameter in layer._parameters.values() if parameter is not None

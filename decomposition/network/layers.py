@@ -43,49 +43,6 @@ OPAQUE = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 OpaqueModule = nn.RNNBase | nn.RNNCellBase | nn.MultiheadAttention
 
 
-@dataclass(frozen=True)
-class Opaque:
-    """A module whose weights no format can replace."""
-
-    kind: OpaqueKind
-    out_features: int
-    in_features: int
-    bias: bool
-    params: int
-    refusal: str
-
-
-def opaque(module: OpaqueModule) -> Opaque:
-    """Describe an opaque module: recurrent or attention."""
-    params = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    name = type(module).__name__
-    if isinstance(module, nn.MultiheadAttention):
-        packed = module.in_proj_weight is not None
-        rows = (3 if packed else 1) * module.embed_dim
-        return Opaque(
-            "attention",
-            rows,
-            module.embed_dim,
-            module.in_proj_bias is not None,
-            params,
-            "its projections are parameters of one function; decomposition.plain_attention(model) makes "
-            "linear layers of them, which can be decomposed"
-            if type(module) is nn.MultiheadAttention
-            else f"a {name}, which may compute something else than the MultiheadAttention that it extends",
-        )
-    kind: OpaqueKind = next((prefix for prefix in OPAQUE_KINDS if name.lower().startswith(prefix)), "rnn")
-    weights = [parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 2]
-    return Opaque(
-        kind,
-        weights[0].shape[0],
-        weights[0].shape[1],
-        bool(module.bias),
-        params,
-        f"its weights are applied anew at every step of a sequence inside one function ({name}): an error "
-        "would feed back on itself, which no fit accounts for",
-    )
-
-
 def macs_of_call(module: OpaqueModule, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[int, int]:
     """Return the positions at which a call multiplies with the weights, and its multiply-accumulates."""
     if isinstance(module, nn.MultiheadAttention):
@@ -453,23 +410,42 @@ def _spec(trace: LayerTrace, module: ListedModule, index: int, *, shared: bool) 
 
 
 def _opaque_spec(trace: LayerTrace, module: OpaqueModule, index: int) -> LayerSpec:
-    description, calls = opaque(module), trace.opaque_calls.get(module, [])
+    """Describe a module whose weights no format can replace: recurrent or attention."""
+    calls, name = trace.opaque_calls.get(module, []), type(module).__name__
     sizes = tuple((positions,) for positions, _ in calls)
+    kind: OpaqueKind
+    if isinstance(module, nn.MultiheadAttention):
+        kind, bias, columns = "attention", module.in_proj_bias is not None, module.embed_dim
+        rows = (3 if module.in_proj_weight is not None else 1) * module.embed_dim
+        refusal = f"a {name}, which may compute something else than the MultiheadAttention that it extends"
+        if type(module) is nn.MultiheadAttention:
+            refusal = (
+                "its projections are parameters of one function; decomposition.plain_attention(model) makes "
+                "linear layers of them, which can be decomposed"
+            )
+    else:
+        kind = next((prefix for prefix in OPAQUE_KINDS if name.lower().startswith(prefix)), "rnn")
+        first = next(parameter for parameter in module.parameters(recurse=False) if parameter.ndim == 2)
+        (rows, columns), bias = first.shape, bool(module.bias)
+        refusal = (
+            "its weights are applied anew at every step of a sequence inside one function "
+            f"({name}): an error would feed back on itself, which no fit accounts for"
+        )
     return LayerSpec(
         name=trace.names[module],
         index=index,
-        kind=description.kind,
-        out_channels=description.out_features,
-        in_channels=description.in_features,
+        kind=kind,
+        out_channels=rows,
+        in_channels=columns,
         kernel_size=(),
         stride=(),
         groups=1,
-        bias=description.bias,
+        bias=bias,
         input_sizes=sizes,
         output_sizes=sizes,
-        params=description.params,
+        params=sum(parameter.numel() for parameter in module.parameters(recurse=False)),
         macs=sum(macs for _, macs in calls),
-        refusal=description.refusal,
+        refusal=refusal,
     )
 
 

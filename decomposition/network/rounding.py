@@ -39,10 +39,7 @@ _SUMS = {
 
 
 class _Unrounded(torch.Tensor):
-    """A tensor that is yet to be rounded to integers: the output of an integer layer, or a sum of such.
-
-    Batch norm and ReLU keep it unrounded, an addition rounds both summands, all else rounds it.
-    """
+    """A tensor yet to be rounded: batch norm and ReLU keep it so, sums round both summands, others it."""
 
     numbers: torch.Tensor
     range: Range | None
@@ -206,19 +203,12 @@ REDUCED_BITS = 7
 
 
 def largest_integer(bits: int) -> int:
-    """Return the largest integer of weights with this many bits: 2^(bits-1) - 1, but 64 for 7 bits.
-
-    64 is what onnxruntime's `reduce_range` gives: two products of 255 and 64 still add up in 16 bits.
-    """
+    """Return 2^(bits-1) - 1, but 64 for 7 bits, onnxruntime's `reduce_range`: 2 x 255 x 64 fits 16 bits."""
     return 64 if bits == REDUCED_BITS else 2 ** (bits - 1) - 1
 
 
 def rounded_weight(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Round a weight (out, ...) to signed integers with one scale for each output channel.
-
-    The scale takes a channel's largest magnitude to `largest_integer(bits)`; the result is in the weight's
-    own units, and gradients pass as if nothing were rounded.
-    """
+    """Round a weight (out, ...) to signed integers, one scale a channel, in its own units; gradients pass."""
     scale = weight.detach().abs().flatten(1).amax(1) / largest_integer(bits)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale)).reshape(-1, *[1] * (weight.ndim - 1))
     return weight + (torch.round(weight.detach() / scale) * scale - weight.detach())
@@ -263,10 +253,7 @@ class _RoundToUint8(torch.autograd.Function):
 
 
 class ActivationRange(nn.Module):
-    """The static range of one tensor for each use of a layer, in which it rounds the tensor to uint8.
-
-    In training mode the range is a moving average of each batch's least and largest values.
-    """
+    """The range of a tensor for each use of a layer, in which it rounds; in training a moving average."""
 
     low: torch.Tensor
     high: torch.Tensor

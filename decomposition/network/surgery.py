@@ -158,11 +158,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class _ComputedByValue(TorchFunctionMode):
-    """Copies tensors that a forward computed by value, detached from their graph.
-
-    torch copies parameters and other leaves alone. Wherever `copy.deepcopy` meets a tensor, in lists,
-    dataclasses or objects that are hooks, it calls `Tensor.__deepcopy__`.
-    """
+    """Copies tensors that a forward computed by value, wherever deepcopy meets one: torch copies leaves."""
 
     def __torch_function__(
         self,
@@ -179,12 +175,7 @@ class _ComputedByValue(TorchFunctionMode):
 
 
 def copied(model: Module) -> Module:
-    """Return a deep copy of a module.
-
-    Tensors that its forward computed and kept anywhere among its attributes, which torch refuses to copy
-    (features in a list, the weight of `torch.nn.utils.weight_norm`), are copied by value. Functions are not
-    copied: a hook that writes into a list outside writes there for the copy, too.
-    """
+    """Return a deep copy of a module, computed tensors by value; functions, such as hooks, are not copied."""
     try:
         with _ComputedByValue():
             return copy.deepcopy(model)
@@ -212,10 +203,7 @@ def _uncopyable(model: nn.Module) -> str:
 
 
 def remove_parametrizations(module: nn.Module) -> None:
-    """Make parametrised tensors of a module plain parameters of their present values, in place.
-
-    torch's own function does not serve: it changes the class, which copies of the module share.
-    """
+    """Make parametrised tensors plain parameters; torch's own function changes copies, too."""
     training = module.training
     module.eval()  # in training every call would advance spectral norm's power iteration
     values = {

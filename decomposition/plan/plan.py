@@ -285,7 +285,10 @@ class CompressionPlan:
         if twice:
             raise PlanError(f"{source} names layers twice: {', '.join(twice)}; keep one entry each")
         metadata = checked_metadata(content.get("metadata", {}), source)
-        preparation = _preparation(content.get("preparation", []), source)
+        entries = content.get("preparation", [])
+        if not isinstance(entries, list):
+            raise PlanError(f"{source}: preparation must be a list, got {entries!r}")
+        preparation = tuple(Rewrite.from_dict(entry, REWRITERS, source) for entry in entries)
         return cls(layers, content["fingerprint"], shape, content["chosen_by"], metadata, preparation)
 
     def save(self, path: str | Path) -> None:
@@ -406,13 +409,11 @@ class CompressionPlan:
         specs = {spec.name: spec for spec in inspect_layers(model, self.input_shape)}
         layers = {layer.name: layer for layer in self}
         # Layers that the operations remove are not in this plan.
-        layers.update(
-            {
-                n: LayerPlan(n)
-                for n, operation in operations.items()
-                if n not in layers and _removes(operation)
-            }
-        )
+        layers |= {
+            name: LayerPlan(name)
+            for name, operation in operations.items()
+            if name not in layers and operation.removes
+        }
         unknown = [name for name in operations if name not in specs or name not in layers]
         if unknown:
             raise PlanError(f"operations are given for {', '.join(unknown)}, but the plan has no such layer")
@@ -422,10 +423,6 @@ class CompressionPlan:
         return replace(
             self, layers=tuple(layers[name] for name in order), fingerprint=fingerprint(specs.values())
         )
-
-
-def _removes(operation: Operation) -> bool:
-    return isinstance(operation, GroupOperation) and operation.removes
 
 
 def fingerprint(specs: Any) -> str:
@@ -441,13 +438,6 @@ def fingerprint(specs: Any) -> str:
         sorted([s.name, s.kind, list(s.weight_shape), list(s.stride), s.groups, s.bias] for s in specs)
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _preparation(entries: Any, source: str) -> tuple[Rewrite, ...]:
-    """Read the rewrites before a plan."""
-    if not isinstance(entries, list):
-        raise PlanError(f"{source}: preparation must be a list, got {entries!r}")
-    return tuple(Rewrite.from_dict(entry, REWRITERS, source) for entry in entries)
 
 
 def _shape_from_json(content: Any, source: str) -> InputShape:
