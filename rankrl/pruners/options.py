@@ -25,20 +25,7 @@ _NO_OPTIONS = ("units", "temperature")
 class PruningOptions:
     """Choice of the channels or blocks to remove, and the target.
 
-    Attributes:
-        pruner: A registered name.
-        measure: What the target counts.
-        kept: The target: the fraction of the dense network's cost to keep at most, in (0, 1).
-        layers: Names of the layers whose channels, or blocks, may go; None for all that can be pruned.
-        scope: Criteria only: how scores are compared (see `pruning.keep_within`).
-        multiple: Criteria only: channels are kept in multiples of it; processors compute several at a time.
-        mask: Masks only: keyword arguments of the mask.
-        training: Masks only: their training.
-        steps: Masks only: how the network learns meanwhile.
-        rewind: Masks only: see `MaskOptions`.
-        sequential: Where the weights are the dense network's: let what stays make up for what goes (see
-            `decomposition.apply_plan`).
-        seed: Seed of everything random.
+    The options are those of `CriterionOptions`, `MaskOptions` and `BlockOptions`.
     """
 
     pruner: str
@@ -61,37 +48,11 @@ class PruningOptions:
 
 
 def options_class(name: str) -> type[BlockOptions]:
-    """Return the dataclass of a pruner's options.
-
-    Raises:
-        ConfigError: There is no pruner of that name.
-    """
+    """Return the dataclass of a pruner's options."""
     pruner = _pruner(name)
     if pruner.unit == "blocks":
         return BlockOptions
     return MaskOptions if pruner.is_mask else CriterionOptions
-
-
-def pruner_defaults(name: str) -> dict[str, Any]:
-    """Return a pruner's options, by name, with their defaults.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
-    options: Any = options_class(name)()
-    common = {each.name: getattr(options, each.name) for each in option_fields(options)}
-    return {**common, **{key: default for key, (_, default) in _mask_parameters(name).items()}}
-
-
-def pruner_option_types(name: str) -> dict[str, Any]:
-    """Return the types of a pruner's options, by name.
-
-    Raises:
-        ConfigError: There is none of that name.
-    """
-    options = options_class(name)
-    common = {each.name: parameter_types(options)[each.name] for each in option_fields(options)}
-    return {**common, **{key: kind for key, (kind, _) in _mask_parameters(name).items()}}
 
 
 def pruning_options(
@@ -102,24 +63,14 @@ def pruning_options(
     macs: float | None,
     seed: int = 0,
 ) -> PruningOptions:
-    """Check a pruner's options and the target.
-
-    Args:
-        name: A registered pruner.
-        options: Some or all of `pruner_defaults`.
-        params: Fraction of the parameters to keep, or None.
-        macs: Fraction of the multiply-accumulates to keep; with neither, `DEFAULT_KEPT_MACS`.
-        seed: Seed of everything random.
-
-    Raises:
-        ConfigError: If the name or an option is unknown or out of its range, or there are two targets.
-    """
-    check_options(f"pruner {name!r}", "pruner", options, pruner_option_types(name))
+    """Check a pruner's options and the target, a fraction to keep (`DEFAULT_KEPT_MACS` with neither)."""
+    pruner, of_class = _pruner(name), options_class(name)
+    own, types = _mask_parameters(pruner), parameter_types(of_class)
+    common = {each.name: types[each.name] for each in option_fields(of_class)}
+    check_options(f"pruner {name!r}", "pruner", options, {**common, **own})
     measure, kept = _target(params, macs)
-    pruner = _pruner(name)
-    own = _mask_parameters(name)
     mask = {key: value for key, value in options.items() if key in own}
-    checked = options_class(name)(**{key: value for key, value in options.items() if key not in own})
+    checked = of_class(**{key: value for key, value in options.items() if key not in own})
     values = {each.name: getattr(checked, each.name) for each in dataclasses.fields(checked)}
     if checked.layers is not None:
         values["layers"] = tuple(checked.layers)
@@ -145,14 +96,12 @@ def _pruner(name: str) -> Pruner:
     return get_pruner(name)
 
 
-def _mask_parameters(name: str) -> dict[str, tuple[Any, Any]]:
-    """Return types and defaults of a user's mask's parameters; none for the built-in masks."""
-    pruner = get_pruner(name)
-    if name in PRUNERS or not pruner.is_mask:
+def _mask_parameters(pruner: Pruner) -> dict[str, Any]:
+    """Return the types of the parameters of a user's mask; none for the built-in masks."""
+    if pruner.name in PRUNERS or not pruner.is_mask:
         return {}
-    defaults = parameter_defaults(pruner.definition, without=_NO_OPTIONS)
     types = parameter_types(pruner.definition)
-    return {key: (types[key], default) for key, default in defaults.items()}
+    return {key: types[key] for key in parameter_defaults(pruner.definition, without=_NO_OPTIONS)}
 
 
 def _target(params: float | None, macs: float | None) -> tuple[Measure, float]:

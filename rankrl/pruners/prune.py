@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,14 +47,16 @@ from pruning import (
 )
 from pruning.selection import Cost, require_reachable
 from pruning.training import adam
-from rankrl.data import ImageData, batches
+from rankrl.data import ImageData
 from rankrl.data.calibration import calibration_images
-from rankrl.device import in_layout, inference_precision, to_fastest_layout
+from rankrl.device import inference_precision, to_fastest_layout
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels, RemoveBlock
 from rankrl.pruners.options import Measure, PruningOptions
 from rankrl.state_file import check_setup, read_state, write_state
 from rankrl.training import accuracy
+from rankrl.training.loop import steps_per_epoch, training_batches
+from rankrl.training.networks import heldout_accuracy
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def train_channel_masks(
     def evaluate(network: nn.Module) -> float:
         return accuracy(network, data.heldout, mean=data.mean, std=data.std, precision=precision)
 
-    setup = pruning_setup(data, options)
+    setup = _setup(data, options)
 
     def save(state: MaskTrainingState) -> None:
         if state_file is not None:
@@ -83,10 +84,10 @@ def train_channel_masks(
 
     start = None
     if state_file is not None and state_file.exists():
-        tensors, content = read_pruning_state(state_file, "mask training", setup)
+        tensors, content = _read(state_file, "mask training", setup)
         start = MaskTrainingState(tensors, content["values"])
     finished = 0 if start is None else len(start.epochs)
-    epoch_steps = _steps_per_epoch(data, steps.batch_size)
+    epoch_steps = steps_per_epoch(data, steps.batch_size)
     total = (training.epochs + training.settling_epochs) * epoch_steps
     with torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else []):
         torch.manual_seed(options.seed)
@@ -119,15 +120,12 @@ def target_cost(measure: Measure, input_shape: Sequence[int]) -> Cost:
     return count_parameters if measure == "params" else lambda network: count_macs(network, input_shape)
 
 
-def pruning_setup(data: ImageData, options: PruningOptions) -> dict[str, Any]:
+def _setup(data: ImageData, options: PruningOptions) -> dict[str, Any]:
     """Return everything that must be equal for a pruning to be resumed."""
-    values: dict[str, Any] = json.loads(json.dumps(asdict(options)))
-    return {"dataset": data.name, "training images": len(data.train), **values}
+    return {"dataset": data.name, "training images": len(data.train), **asdict(options)}
 
 
-def read_pruning_state(
-    path: Path, what: str, setup: Mapping[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(path: Path, what: str, setup: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a state file; refuse one of another pruning."""
     tensors, content = read_state(path, STATE_VERSION, what)
     check_setup(path, "pruning", content["setup"], setup)
@@ -151,30 +149,23 @@ class _Epochs:
         self.epoch = finished
 
     def __len__(self) -> int:
-        return _steps_per_epoch(self.data, self.batch_size)
+        return steps_per_epoch(self.data, self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.epoch += 1
         seed = int(np.random.SeedSequence((self.options.seed, self.epoch)).generate_state(1)[0])
         torch.manual_seed(seed)  # for dropout and sampled gates
-        walk = batches(
+        for batch in training_batches(
+            self.data,
             self.data.train,
             self.batch_size,
-            mean=self.data.mean,
-            std=self.data.std,
+            seed,
             device=self.device,
-            augmentation=self.data.augmentation if self.options.steps.augment else None,
-            generator=torch.Generator().manual_seed(seed),
-            shuffle=True,
-            drop_last=True,
-        )
-        for x, y in walk:
-            yield in_layout(x, self.layout), y
+            layout=self.layout,
+            augment=self.options.steps.augment,
+        ):
+            yield batch
             self.bar.advance()
-
-
-def _steps_per_epoch(data: ImageData, batch_size: int) -> int:
-    return len(data.train) // min(batch_size, len(data.train))
 
 
 def _log_epoch(epoch: MaskEpoch) -> None:
@@ -240,7 +231,7 @@ def prune_network(
     The weights that a criterion leaves are solved for anew, to compensate for the removed ones. A mask's
     training changes the weights; held-out images decide between these and the refitted dense ones.
     """
-    setup = pruning_setup(data, options)
+    setup = _setup(data, options)
     if state_file is not None and state_file.exists():
         return _restore(state_file, model, setup)
     started = time.perf_counter()
@@ -359,17 +350,11 @@ def _rewound(
         log.info("the dense weights cannot be gone back to: %s", error)
         return trained, False
     if options.rewind is None:
-        kept, back = (_heldout_accuracy(network, data) for network in (trained, rewound))
+        kept, back = (heldout_accuracy(network, data) for network in (trained, rewound))
         log.info("held-out accuracy %.4f with the trained weights, %.4f with the dense ones", kept, back)
         if kept >= back:
             return trained, False
     return rewound, True
-
-
-def _heldout_accuracy(network: nn.Module, data: ImageData) -> float:
-    precision = inference_precision()
-    tested = copied(network).to(precision.device)
-    return accuracy(tested, data.heldout, mean=data.mean, std=data.std, precision=precision)
 
 
 def _applied(
@@ -387,7 +372,7 @@ def _applied(
 
 
 def _restore(path: Path, model: nn.Module, setup: Mapping[str, Any]) -> PrunedNetwork:
-    tensors, content = read_pruning_state(path, "pruned network", setup)
+    tensors, content = _read(path, "pruned network", setup)
     plan = CompressionPlan.from_json(content["plan"], source=f"the plan in {path}")
     network = build_structure(model, plan)
     network.load_state_dict(tensors)

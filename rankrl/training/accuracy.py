@@ -23,27 +23,21 @@ from rankrl.device import (
     to_fastest_layout,
 )
 from rankrl.errors import DataError, NonFiniteError
+from rankrl.options.training import RecipeOptions
 
+_BATCH = 500
 _STANDARD_ERRORS = 3.0
 _LOSS_FRACTION = 0.98  # of guessing's loss: below it, the scores depend on the image
 _WORSE = 1.005  # of guessing's loss: a network on the plateau of guessing fluctuates around it
 
 
 def guessing_share(labels: Tensor) -> float:
-    """Return the accuracy of always answering the commonest class: its share of the labels, in (0, 1].
-
-    Shapes: labels (N,).
-    """
+    """Return the accuracy of always answering the commonest class of labels (N,), in (0, 1]."""
     return int(torch.bincount(labels).max()) / len(labels)
 
 
 def guessing_loss(labels: Tensor) -> float:
-    """Return the least cross-entropy of scores that do not depend on the image, in nats.
-
-    This is the entropy of the classes' shares, log(classes) where all are equal.
-
-    Shapes: labels (N,).
-    """
+    """Return the entropy of the classes' shares in nats: the least loss without looking at the images."""
     shares = torch.bincount(labels).double() / len(labels)
     return float(torch.special.entr(shares).sum())
 
@@ -59,26 +53,18 @@ def near_guessing(accuracy: float, share: float, images: int) -> bool:
 
 
 def is_guessing(accuracy: float, loss: float, labels: Tensor, images: int) -> bool:
-    """Whether an epoch's accuracy and loss are no better than those of guessing.
-
-    Both criteria are needed. While a network learns slowly, its accuracy leaves that of guessing before its
-    loss does; where one class is far commoner than the others, the loss falls before any other class is
-    answered. With labels of one class there is nothing to guess.
-    """
+    """Whether an epoch's accuracy and loss are no better than those of guessing."""
     share = guessing_share(labels)
-    if share == 1:
+    if share == 1:  # there is nothing to guess
         return False
-    return accuracy <= share + guessing_noise(share, images) and loss >= _LOSS_FRACTION * guessing_loss(
-        labels
-    )
+    # While a network learns slowly, its accuracy leaves that of guessing before its loss does; where one
+    # class is far commoner than the others, the loss falls before any other class is answered.
+    large = loss >= _LOSS_FRACTION * guessing_loss(labels)
+    return large and accuracy <= share + guessing_noise(share, images)
 
 
 def worse_than_guessing(loss: float, labels: Tensor) -> bool:
-    """Whether scores that do not depend on the image would have a smaller loss.
-
-    A network that learns slowly stays near that loss for long: larger steps may free it, smaller ones do
-    not. A network whose steps are too large lies above it.
-    """
+    """Whether scores that do not depend on the image would have a smaller loss: steps are too large."""
     return loss > _WORSE * guessing_loss(labels)
 
 
@@ -88,12 +74,7 @@ def guessing_noise(share: float, images: int) -> float:
 
 
 def distillation_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return T^2 * KL(teacher || student) of the softened probabilities (Hinton et al. 2015, section 2).
-
-    The factor T^2 keeps the gradient's size independent of the temperature.
-
-    Shapes: student (N, classes), teacher (N, classes).
-    """
+    """Return T^2 * KL(teacher || student) of the softened probabilities (Hinton et al. 2015, section 2)."""
     divergence = F.kl_div(
         F.log_softmax(student.float() / temperature, dim=1),
         F.log_softmax(teacher.float() / temperature, dim=1),
@@ -103,23 +84,13 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float) -> T
     return divergence * temperature**2
 
 
-def training_loss(
-    student: Tensor,
-    labels: Tensor,
-    teacher: Tensor | None,
-    *,
-    label_smoothing: float,
-    distillation: float,
-    temperature: float,
-) -> Tensor:
-    """Return (1 - m) * cross-entropy + m * distillation, with m = `distillation`.
-
-    Shapes: student (N, classes), labels (N,), teacher (N, classes).
-    """
-    loss = F.cross_entropy(student.float(), labels, label_smoothing=label_smoothing)
+def training_loss(student: Tensor, labels: Tensor, teacher: Tensor | None, recipe: RecipeOptions) -> Tensor:
+    """Return (1 - m) * cross-entropy + m * distillation of class scores, with m = `recipe.distillation`."""
+    loss = F.cross_entropy(student.float(), labels.long(), label_smoothing=recipe.label_smoothing)
     if teacher is None:
         return loss
-    return (1 - distillation) * loss + distillation * distillation_loss(student, teacher, temperature)
+    taught = distillation_loss(student, teacher, recipe.temperature)
+    return (1 - recipe.distillation) * loss + recipe.distillation * taught
 
 
 def predict_logits(
@@ -129,19 +100,13 @@ def predict_logits(
     mean: Sequence[float],
     std: Sequence[float],
     precision: Precision | None = None,
-    batch_size: int = 500,
 ) -> Tensor:
-    """Return the class scores of a network in evaluation mode.
-
-    Decomposed layers are contracted to dense weights: the same function, faster over whole datasets.
-
-    Shapes: returns (N, classes).
-    """
+    """Return the class scores (N, classes) of a network in evaluation mode."""
     precision = inference_precision(model_device(model)) if precision is None else precision
-    walk = batches(images, batch_size, mean=mean, std=std, device=precision.device)
+    walk = batches(images, _BATCH, mean=mean, std=std, device=precision.device)
     two = images.first(2)
     example = next(batches(two, 2, mean=mean, std=std, device=precision.device))[0]
-    if factorised_layers(model):
+    if factorised_layers(model):  # as dense weights they compute the same, faster over whole datasets
         model = contracted(model)
         layout = to_fastest_layout(model, example)
     else:
@@ -158,15 +123,11 @@ def correct_images(
     mean: Sequence[float],
     std: Sequence[float],
     precision: Precision | None = None,
-    batch_size: int = 500,
 ) -> Tensor:
-    """Return, for every image, whether its highest class score is that of its label, shape (N,), bool.
-
-    The arguments are those of `predict_logits`.
-    """
+    """Return, for every image, whether its highest class score is that of its label, shape (N,), bool."""
     if isinstance(images, Images) and len(images) == 0:
         raise DataError("cannot measure an accuracy on no images")
-    logits = predict_logits(model, images, mean=mean, std=std, precision=precision, batch_size=batch_size)
+    logits = predict_logits(model, images, mean=mean, std=std, precision=precision)
     finite = torch.isfinite(logits).all(dim=1)
     if not finite.all():
         raise NonFiniteError(
@@ -184,15 +145,9 @@ def accuracy(
     mean: Sequence[float],
     std: Sequence[float],
     precision: Precision | None = None,
-    batch_size: int = 500,
 ) -> float:
-    """Return the fraction of images whose highest class score is that of their label, 0 to 1.
-
-    The arguments and errors are those of `correct_images`.
-    """
-    return share(
-        correct_images(model, images, mean=mean, std=std, precision=precision, batch_size=batch_size)
-    )
+    """Return the fraction of images whose highest class score is that of their label, 0 to 1."""
+    return share(correct_images(model, images, mean=mean, std=std, precision=precision))
 
 
 def share(correct: Tensor) -> float:
@@ -206,19 +161,11 @@ def correct_test_images(
     *,
     mean: Sequence[float],
     std: Sequence[float],
-    batch_size: int = 500,
 ) -> Tensor:
-    """Return, for every test image, whether it is classified correctly in full float32, for a report.
-
-    Nothing may be chosen by it: choose by `accuracy` on held-out images.
-
-    Shapes: returns (N,).
-    """
+    """Return, for every test image, whether it is classified correctly in full float32, for a report."""
     precision = Precision(model_device(model), torch.float32)
     with exact_float32():
-        return correct_images(
-            model, test.for_report(), mean=mean, std=std, precision=precision, batch_size=batch_size
-        )
+        return correct_images(model, test.for_report(), mean=mean, std=std, precision=precision)
 
 
 def report_accuracy(
@@ -227,7 +174,6 @@ def report_accuracy(
     *,
     mean: Sequence[float],
     std: Sequence[float],
-    batch_size: int = 500,
 ) -> float:
     """Return the accuracy on the test set, 0 to 1; see `correct_test_images`."""
-    return share(correct_test_images(model, test, mean=mean, std=std, batch_size=batch_size))
+    return share(correct_test_images(model, test, mean=mean, std=std))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,38 +188,32 @@ class DivergedError(Exception):
     """The training diverged; the message says where and at which rate."""
 
 
-class Epochs(ABC):
-    """Runs epochs on a `TrainingState`; holds everything that does not change between them."""
+@dataclass(kw_only=True)
+class Epochs:
+    """Runs epochs on a `TrainingState`; holds everything that does not change between them.
 
-    def __init__(
-        self,
-        recipe: TrainingRecipe,
-        precision: Precision,
-        *,
-        teacher: nn.Module | None,
-        products: Sequence[FactorisedLayer],
-        batch_size: int,
-        steps: int,
-        on_step: Callable[[TrainingProgress], None] | None,
-    ) -> None:
-        self.recipe, self.precision, self.products = recipe, precision, products
-        self.teacher = None if teacher is None else teacher.eval()
-        self.batch_size, self.steps, self.on_step = batch_size, steps, on_step
+    Attributes:
+        batches: From a seed to the batches of inputs and labels of an epoch, in an order that it gives.
+        loss: From outputs, labels and the teacher's outputs, or None, to the loss of a step.
+        score: The score of a network on the held-out inputs; higher is better.
+    """
 
-    @abstractmethod
-    def batches(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
-        """Yield the batches of inputs and labels of an epoch, in an order given by the seed."""
+    recipe: TrainingRecipe
+    precision: Precision
+    batches: Callable[[int], Iterator[tuple[Inputs, Any]]]
+    loss: Callable[[Any, Any, Any], Tensor]
+    score: Callable[[nn.Module], float]
+    steps: int
+    teacher: nn.Module | None
+    products: Sequence[FactorisedLayer]
+    on_step: Callable[[TrainingProgress], None] | None
 
-    @abstractmethod
-    def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
-        """Return the loss of a step; `taught` are the teacher's outputs, or None."""
+    def __post_init__(self) -> None:
+        if self.teacher is not None:
+            self.teacher.eval()
 
-    def watch(self, outputs: Any, labels: Any) -> None:  # noqa: B027 - nothing unless overridden
+    def watch(self, outputs: Any, labels: Any) -> None:
         """Record statistics of a batch's outputs, before the optimizer's step."""
-
-    @abstractmethod
-    def score(self, model: nn.Module) -> float:
-        """Return a network's score on the held-out inputs; higher is better."""
 
     def judge(self, state: TrainingState, epoch: int, loss: float) -> None:
         """Raise `DivergedError` if an epoch with this mean loss has led nowhere."""
@@ -329,25 +322,15 @@ class Epochs(ABC):
 
 
 @subnormals_as_zero()
-def follow(state: TrainingState, epochs: Epochs, recipe: TrainingRecipe, path: Path | None) -> TrainingResult:
+def follow(state: TrainingState, epochs: Epochs, path: Path | None = None) -> TrainingResult:
     """Train to the last epoch, or until patience ends, and load the weights that the recipe returns."""
-    start = state.begin(epochs.score(state.model)) if state.start is None else state.start
-    while len(state.history) < recipe.epochs and not _out_of_patience(state, recipe):
-        try:
-            epochs.run(state)
-        except DivergedError as error:
-            if state.halvings == recipe.halvings:
-                raise NonFiniteError(f"{error}. {_ADVICE}") from error
-            state.start_again()
-            log.warning(
-                "%s; the training starts again with half the highest rate, %.3g (halving %d of %d)",
-                error,
-                state.lr,
-                state.halvings,
-                recipe.halvings,
-            )
-        if path is not None:
-            state.save(path)
+    recipe, device = epochs.recipe, epochs.precision.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        start = state.begin(epochs.score(state.model)) if state.start is None else state.start
+        while len(state.history) < recipe.epochs and not _out_of_patience(state, recipe):
+            _run_or_halve(state, epochs)
+            if path is not None:
+                state.save(path)
     row = state.history[-1]
     weights = state.scored_model.state_dict()
     if recipe.restore_best and state.best is not None and state.best_row is not None:
@@ -362,6 +345,23 @@ def follow(state: TrainingState, epochs: Epochs, recipe: TrainingRecipe, path: P
         state.lr,
         state.halvings,
     )
+
+
+def _run_or_halve(state: TrainingState, epochs: Epochs) -> None:
+    """Run an epoch; start again with half the rate where it diverges."""
+    try:
+        epochs.run(state)
+    except DivergedError as error:
+        if state.halvings == epochs.recipe.halvings:
+            raise NonFiniteError(f"{error}. {_ADVICE}") from error
+        state.start_again()
+        log.warning(
+            "%s; the training starts again with half the highest rate, %.3g (halving %d of %d)",
+            error,
+            state.lr,
+            state.halvings,
+            epochs.recipe.halvings,
+        )
 
 
 def decayed_products(model: nn.Module, recipe: TrainingRecipe) -> list[FactorisedLayer]:

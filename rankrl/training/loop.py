@@ -1,4 +1,4 @@
-"""Train classifiers of images, from scratch or to fine-tune, and recover from divergence."""
+"""Train classifiers of images and networks of any kind, from scratch or to fine-tune."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from decomposition import FactorisedLayer, Inputs, evaluation_mode, run_model
+from decomposition import Inputs, evaluation_mode, run_model
 from decomposition.calibration.units import find_units, known_answers
 from decomposition.network.inputs import count_inputs, mapped, rows, tensors_in
 from rankrl.data.images import ImageData, Images
@@ -89,80 +89,95 @@ def train(
         layouts.add(to_fastest_layout(network, example))
     layout = torch.contiguous_format if torch.contiguous_format in layouts else torch.channels_last
 
-    products = decayed_products(model, recipe)
+    teacher = networks[1] if len(networks) == 2 else None
+    images, heldout = (_near(some, precision.device) for some in (data.train, data.heldout))
+    size, steps = min(recipe.batch_size, len(images)), steps_per_epoch(data, recipe.batch_size)
+    epochs = _ImageEpochs(
+        recipe=recipe,
+        precision=precision,
+        batches=partial(
+            training_batches,
+            data,
+            images,
+            size,
+            device=precision.device,
+            layout=layout,
+            augment=recipe.augment,
+        ),
+        loss=partial(_loss, recipe),
+        score=partial(accuracy, images=heldout, mean=data.mean, std=data.std, precision=precision),
+        steps=steps,
+        teacher=teacher,
+        products=decayed_products(model, recipe),
+        on_step=on_step,
+        labels=images.y,
+        images=steps * size,
+    )
     state = TrainingState(model, recipe, setup)
     if resume and path is not None:
         state.restore(path)
-
-    fork = torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else [])
-    with fork, deterministic_kernels() if precision.device.type == "cuda" else nullcontext():
-        teacher = networks[1] if len(networks) == 2 else None
-        epochs = _ImageEpochs(data, recipe, precision, layout, teacher, products, on_step)
-        result = follow(state, epochs, recipe, path)
+    with deterministic_kernels() if precision.device.type == "cuda" else nullcontext():
+        result = follow(state, epochs, path)
     for network in networks:
         network.to(memory_format=torch.contiguous_format)
         network.eval()
     return result
 
 
-class _ImageEpochs(Epochs):
-    """Epochs of a classifier of images."""
+def steps_per_epoch(data: ImageData, batch_size: int) -> int:
+    """Return the number of whole batches of the training images; a smaller set makes one."""
+    return len(data.train) // min(batch_size, len(data.train))
 
-    def __init__(
-        self,
-        data: ImageData,
-        recipe: TrainingRecipe,
-        precision: Precision,
-        layout: torch.memory_format,
-        teacher: nn.Module | None,
-        products: Sequence[FactorisedLayer],
-        on_step: Callable[[TrainingProgress], None] | None,
-    ) -> None:
-        size = min(recipe.batch_size, len(data.train))
-        super().__init__(
-            recipe,
-            precision,
-            teacher=teacher,
-            products=products,
-            batch_size=size,
-            steps=len(data.train) // size,
-            on_step=on_step,
-        )
-        self.data, self.layout = data, layout
-        self.train_images = _near(data.train, precision.device)
-        self.heldout = _near(data.heldout, precision.device)
+
+def training_batches(
+    data: ImageData,
+    images: Images,
+    batch_size: int,
+    seed: int,
+    *,
+    device: torch.device,
+    layout: torch.memory_format,
+    augment: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of training images of an epoch, in a random order."""
+    walk = batches(
+        images,
+        batch_size,
+        mean=data.mean,
+        std=data.std,
+        device=device,
+        augmentation=data.augmentation if augment else None,
+        generator=torch.Generator().manual_seed(seed),
+        shuffle=True,
+        drop_last=True,
+    )
+    return ((in_layout(x, layout), y) for x, y in walk)
+
+
+@dataclass(kw_only=True)
+class _ImageEpochs(Epochs):
+    """Epochs of a classifier, of which those no better than guessing are noticed.
+
+    Attributes:
+        labels: Labels of all training images.
+        images: Number of images in an epoch.
+    """
+
+    labels: Tensor
+    images: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._graph: GraphedPass | None = None
         self._tried_graph = False
         self._entropies: list[Tensor] = []
-        self._right = torch.zeros((), dtype=torch.int64, device=precision.device)
+        self._right = torch.zeros((), dtype=torch.int64, device=self.precision.device)
 
-    def batches(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
-        """Yield batches of training images, augmented if the recipe says so; reset the epoch's counts."""
+    def run(self, state: TrainingState) -> None:
+        """Train for one epoch; one that diverged may have left counts."""
         self._entropies = []
         self._right.zero_()
-        walk = batches(
-            self.train_images,
-            self.batch_size,
-            mean=self.data.mean,
-            std=self.data.std,
-            device=self.precision.device,
-            augmentation=self.data.augmentation if self.recipe.augment else None,
-            generator=torch.Generator().manual_seed(seed),
-            shuffle=True,
-            drop_last=True,
-        )
-        return ((in_layout(x, self.layout), y) for x, y in walk)
-
-    def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
-        """Return cross-entropy mixed with distillation."""
-        return training_loss(
-            outputs,
-            labels,
-            taught,
-            label_smoothing=self.recipe.label_smoothing,
-            distillation=self.recipe.distillation,
-            temperature=self.recipe.temperature,
-        )
+        super().run(state)
 
     def watch(self, outputs: Any, labels: Any) -> None:
         """Count the correct answers and record the cross-entropy."""
@@ -182,21 +197,15 @@ class _ImageEpochs(Epochs):
                 log.info("the network is trained without a CUDA graph, which takes longer: %s", error)
         return super().passes(model, x, y) if self._graph is None else self._graph(x, y)
 
-    def score(self, model: nn.Module) -> float:
-        """Return a network's accuracy on the held-out images."""
-        mean, std = self.data.mean, self.data.std
-        return accuracy(model, self.heldout, mean=mean, std=std, precision=self.precision)
-
     def judge(self, state: TrainingState, epoch: int, loss: float) -> None:
         """Raise `DivergedError` for an epoch no better than guessing while the rate can still be halved."""
-        images, labels = self.steps * self.batch_size, self.train_images.y
-        entropy = float(torch.stack(self._entropies).mean())
-        if not is_guessing(int(self._right) / images, entropy, labels, images):
+        entropy, right = float(torch.stack(self._entropies).mean()), int(self._right)
+        if not is_guessing(right / self.images, entropy, self.labels, self.images):
             state.learned = True
             return
         recipe, done = self.recipe, epoch * self.steps
         over = done >= max(recipe.warmup * recipe.epochs * self.steps, _FEWEST_STEPS_JUDGED)
-        worse = worse_than_guessing(entropy, labels)
+        worse = worse_than_guessing(entropy, self.labels)
         if state.halvings < recipe.halvings and (state.learned or (over and worse)):
             what = "fell back to guessing" if state.learned else "had learned nothing"
             raise DivergedError(
@@ -215,15 +224,14 @@ def _near(images: Images, device: torch.device) -> Images:
 
 def _setup(data: ImageData, recipe: TrainingRecipe, teacher: nn.Module | None = None) -> dict[str, object]:
     """Return everything that must be equal for a training to be resumed."""
-    recipe_values = asdict(recipe)
-    recipe_values["optimizer_options"] = dict(recipe.optimizer_options)
     return {
         "dataset": data.name,
         "training images": len(data.train),
         "held-out images": len(data.heldout),
         "classes": data.classes,
         "teacher": None if teacher is None else network_digest(teacher),
-        **recipe_values,
+        **asdict(recipe),
+        "optimizer_options": dict(recipe.optimizer_options),
     }
 
 
@@ -249,14 +257,61 @@ def train_on(
     check_loss(labels, loss)
     if labels is None and teacher is None:
         raise ConfigError("there are neither labels nor a teacher to learn from")
-    products = decayed_products(model, recipe)
-    precision = Precision(model_device(model), torch.float32)
     taught = teacher if labels is None or recipe.distillation > 0 else None
-    epochs = _GeneralEpochs(inputs, labels, recipe, precision, score, loss, taught, products, on_step)
-    with torch.random.fork_rng([precision.device] if precision.device.type == "cuda" else []):
-        result = follow(TrainingState(model, recipe, {}), epochs, recipe, None)
+    count, size = count_inputs(inputs), min(recipe.batch_size, count_inputs(inputs))
+    steps, device = steps_of_an_epoch(count, recipe.batch_size), model_device(model)
+
+    def walk(seed: int) -> Iterator[tuple[Inputs, Any]]:
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        for indices in order.split(size)[:steps]:
+            some = tree_map_only(Tensor, lambda y, index=indices: y[index].to(device), labels)
+            yield mapped(lambda x: x.to(device), rows(inputs, indices)), some
+
+    weights = None if taught is None else quantity_weights(taught, inputs)
+    epochs = Epochs(
+        recipe=recipe,
+        precision=Precision(device, torch.float32),
+        batches=walk,
+        loss=partial(_loss, recipe, own=loss, weights=weights),
+        score=partial(_finite_score, score),
+        steps=steps,
+        teacher=taught,
+        products=decayed_products(model, recipe),
+        on_step=on_step,
+    )
+    result = follow(TrainingState(model, recipe, {}), epochs)
     model.eval()
     return result
+
+
+def _loss(
+    recipe: TrainingRecipe,
+    outputs: Any,
+    labels: Any,
+    taught: Any,
+    own: Loss | None = None,
+    weights: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """Return cross-entropy mixed with distillation, or the user's loss mixed with `imitation_loss`."""
+    if labels is None:
+        return imitation_loss(outputs, taught, weights)
+    if own is None:
+        return training_loss(outputs, labels, taught, recipe)
+    loss = own(outputs, labels)
+    if taught is None:
+        return loss
+    imitation = imitation_loss(outputs, taught, weights)
+    return (1 - recipe.distillation) * loss + recipe.distillation * imitation
+
+
+def _finite_score(score: Callable[[nn.Module], float], model: nn.Module) -> float:
+    """Return the user's score as a float; it may come as a tensor of one element."""
+    model.eval()
+    with torch.no_grad():
+        found = float(score(model))
+    if not math.isfinite(found):
+        raise NonFiniteError(f"score returned {found}; it must return a finite number")
+    return found
 
 
 def check_loss(labels: Any, loss: Loss | None) -> None:
@@ -336,75 +391,3 @@ def steps_of_an_epoch(count: int, batch_size: int) -> int:
     """
     size = min(batch_size, count)
     return count // size + (count % size > 1)
-
-
-class _GeneralEpochs(Epochs):
-    """Epochs over tensors in memory."""
-
-    def __init__(
-        self,
-        inputs: Inputs,
-        labels: Any,
-        recipe: TrainingRecipe,
-        precision: Precision,
-        score: Callable[[nn.Module], float],
-        loss: Loss | None,
-        teacher: nn.Module | None,
-        products: Sequence[FactorisedLayer],
-        on_step: Callable[[TrainingProgress], None] | None,
-    ) -> None:
-        count = count_inputs(inputs)
-        size = min(recipe.batch_size, count)
-        super().__init__(
-            recipe,
-            precision,
-            teacher=teacher,
-            products=products,
-            batch_size=size,
-            steps=steps_of_an_epoch(count, recipe.batch_size),
-            on_step=on_step,
-        )
-        self.inputs, self.labels = inputs, labels
-        self._score, self._loss = score, loss
-        self._weights = None if teacher is None else quantity_weights(teacher, inputs)
-
-    def batches(self, seed: int) -> Iterator[tuple[Inputs, Any]]:
-        """Yield batches of all inputs in random order; a last batch of a single input is left out."""
-        order = torch.randperm(count_inputs(self.inputs), generator=torch.Generator().manual_seed(seed))
-        device = self.precision.device
-        for indices in order.split(self.batch_size)[: self.steps]:
-            labels = tree_map_only(Tensor, partial(_rows_on, index=indices, device=device), self.labels)
-            yield mapped(lambda x: x.to(device), rows(self.inputs, indices)), labels
-
-    def loss(self, outputs: Any, labels: Any, taught: Any) -> Tensor:
-        """Return the user's loss or cross-entropy, mixed with `imitation_loss`."""
-        recipe = self.recipe
-        if labels is None:
-            return imitation_loss(outputs, taught, self._weights)
-        if self._loss is None:
-            return training_loss(
-                outputs.float(),
-                labels.long(),
-                taught,
-                label_smoothing=recipe.label_smoothing,
-                distillation=recipe.distillation,
-                temperature=recipe.temperature,
-            )
-        loss = self._loss(outputs, labels)
-        if taught is None:
-            return loss
-        imitation = imitation_loss(outputs, taught, self._weights)
-        return (1 - recipe.distillation) * loss + recipe.distillation * imitation
-
-    def score(self, model: nn.Module) -> float:
-        """Return the user's score as a float; it may come as a tensor of one element."""
-        model.eval()
-        with torch.no_grad():
-            score = float(self._score(model))
-        if not math.isfinite(score):
-            raise NonFiniteError(f"score returned {score}; it must return a finite number")
-        return score
-
-
-def _rows_on(labels: Tensor, index: Tensor, device: torch.device) -> Tensor:
-    return labels[index].to(device)

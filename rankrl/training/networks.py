@@ -30,6 +30,7 @@ from rankrl.training import (
     near_guessing,
     train,
 )
+from rankrl.training.loop import steps_per_epoch
 from rankrl.training.recipe import build_optimizer
 
 log = logging.getLogger(__name__)
@@ -220,7 +221,7 @@ def run_training(
         recipe.optimizer,
         recipe.lr,
     )
-    steps = recipe.epochs * max(1, len(data.train) // min(recipe.batch_size, len(data.train)))
+    steps = recipe.epochs * steps_per_epoch(data, recipe.batch_size)
     with progress_bar(description, total=steps) as bar:
 
         def show(progress: TrainingProgress) -> None:

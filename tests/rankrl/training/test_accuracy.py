@@ -41,9 +41,10 @@ def constant_images(brightness: list[int], labels: list[int]) -> Images:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 100])
-def test_accuracy_is_the_share_of_right_answers(batch_size: int) -> None:
+def test_accuracy_is_the_share_of_right_answers(batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(predict_logits.__globals__, "_BATCH", batch_size)
     images = constant_images([0, 1, 2, 3, 4], [0, 1, 2, 0, 0])
-    assert accuracy(BrightnessIsClass(), images, mean=MEAN, std=STD, batch_size=batch_size) == 0.6
+    assert accuracy(BrightnessIsClass(), images, mean=MEAN, std=STD) == 0.6
 
 
 def test_scores_are_those_of_the_network_in_evaluation_mode_whose_mode_stays(

@@ -490,23 +490,16 @@ def test_a_student_that_equals_its_teacher_has_no_distillation_loss() -> None:
 
 @given(mixture=st.floats(0, 1), smoothing=st.floats(0, 0.5))
 def test_the_loss_mixes_both_parts(mixture: float, smoothing: float) -> None:
-    loss = training_loss(
-        STUDENT, LABELS, TEACHER, label_smoothing=smoothing, distillation=mixture, temperature=2.0
-    )
+    recipe = TrainingRecipe(label_smoothing=smoothing, distillation=mixture, temperature=2.0)
+    loss = training_loss(STUDENT, LABELS, TEACHER, recipe)
     hard = F.cross_entropy(STUDENT, LABELS, label_smoothing=smoothing)
     soft = distillation_loss(STUDENT, TEACHER, 2.0)
     assert loss.item() == pytest.approx(((1 - mixture) * hard + mixture * soft).item(), rel=1e-5)
 
 
 def test_half_precision_scores_are_summed_in_float32() -> None:
-    loss = training_loss(
-        STUDENT.bfloat16(),
-        LABELS,
-        TEACHER.bfloat16(),
-        label_smoothing=0.1,
-        distillation=0.5,
-        temperature=2.0,
-    )
+    recipe = TrainingRecipe(label_smoothing=0.1, distillation=0.5)
+    loss = training_loss(STUDENT.bfloat16(), LABELS, TEACHER.bfloat16(), recipe)
     assert loss.dtype == torch.float32
 
 
