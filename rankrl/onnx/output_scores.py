@@ -93,24 +93,16 @@ class OutputScore:
         return _by_input(np.moveaxis(lost, axis, 1), 2) / self.spread
 
     def numbers(self, answers: Array) -> Array:
-        """Return the numbers by which changes of answers are measured, float64.
-
-        Of scores of classes these are the logits, up to what no probability depends on: the logarithms of the
-        probabilities less their mean over the classes, (N, classes). Probabilities near 1 hide what moved
-        them. Of all others they are the answers.
-        """
+        """Return the numbers by which changes are measured: logits less their mean, or the answers."""
         if not self._of_classes:
             return answers.astype(np.float64)
         return _centred(log_probabilities(answers, self.probabilities))
 
     def loss(self, before: Array, after: Array) -> Array:
-        """Return the loss of every input, shape (N,), which few inputs determine and small errors change.
-
-        Of scores of classes it is the squared error of the logits relative to their variance: the divergence
-        of a few inputs is that of the one nearest to another class. Of all others it is 1 − the score.
-        """
+        """Return the loss (N,): squared errors of logits relative to their variance, or 1 − the score."""
         if not self._of_classes:
             return 1 - self(before, after)
+        # The divergence of a few inputs is that of the one nearest to another class.
         return _by_input(np.square(self.numbers(after) - self.numbers(before))) / self.log_spread
 
     @property

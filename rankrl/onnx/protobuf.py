@@ -22,10 +22,7 @@ _MOST_BYTES = 2**31 - 1
 
 
 def store_densely(model: onnx.ModelProto) -> dict[str, onnx.SparseTensorProto]:
-    """Turn sparse constants into dense ones, initializers and those of `Constant` nodes alike.
-
-    onnx_ir knows no sparse constants, so this precedes the conversion of a model to it.
-    """
+    """Turn sparse constants into dense ones, initializers and those of `Constant` nodes alike."""
     found: dict[str, onnx.SparseTensorProto] = {}
 
     def densely(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:
@@ -80,11 +77,7 @@ def sparse_bytes(constant: onnx.SparseTensorProto) -> int:
 
 
 def dense(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:
-    """Return a sparse tensor as a dense one of some name.
-
-    Follows the specification of `SparseTensorProto`: places are counted through the whole tensor, or given
-    along each axis.
-    """
+    """Return a sparse tensor, of places in the whole or along each axis, as a dense one of some name."""
     values = numpy_helper.to_array(sparse.values)
     places = numpy_helper.to_array(sparse.indices)
     if places.ndim == 2:
@@ -225,10 +218,7 @@ def _reads(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def load_model(path: str | Path) -> ir.Model:
-    """Return the model of a file, with the data that lie next to it.
-
-    Sparse constants are dense, and it ends at the tensors in front of outputs that are none.
-    """
+    """Return the model of a file and its external data, dense, without what is behind its tensors."""
     model = onnx.load(path)
     set_aside_outputs(model)
     store_densely(model)

@@ -226,11 +226,7 @@ def prune_network(
     *,
     state_file: Path | None = None,
 ) -> PrunedNetwork:
-    """Remove channels or blocks until the target is met, without fine-tuning.
-
-    The weights that a criterion leaves are solved for anew, to compensate for the removed ones. A mask's
-    training changes the weights; held-out images decide between these and the refitted dense ones.
-    """
+    """Remove channels or blocks until the target is met, without fine-tuning."""
     setup = _setup(data, options)
     if state_file is not None and state_file.exists():
         return _restore(state_file, model, setup)

@@ -48,11 +48,8 @@ def subnormals_as_zero() -> Iterator[None]:
 
 @torch.no_grad()
 def clear_negligible(model: nn.Module) -> None:
-    """Set weights to zero that are at most 1e-10 times the largest of their tensor, in place.
-
-    They change no output, but products with them may be subnormal and slow down other runtimes.
-    """
-    for weights in model.parameters():
+    """Set weights to zero, in place, that are at most 1e-10 times the largest of their tensor."""
+    for weights in model.parameters():  # products with them may be subnormal, which is slow
         if weights.is_floating_point() and weights.numel():
             size = weights.abs()
             weights.masked_fill_(size <= _NEGLIGIBLE * size.amax(), 0.0)

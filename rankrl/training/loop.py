@@ -385,9 +385,6 @@ def check_outputs(teacher: nn.Module, model: nn.Module, inputs: Inputs) -> None:
 
 
 def steps_of_an_epoch(count: int, batch_size: int) -> int:
-    """Return the number of batches of an epoch over `count` inputs; a last batch of one is left out.
-
-    Batch normalisation cannot train on a single input; each epoch's order leaves out another one.
-    """
-    size = min(batch_size, count)
+    """Return the number of batches of an epoch over `count` inputs; a last batch of one is left out."""
+    size = min(batch_size, count)  # batch normalisation cannot train on a single input
     return count // size + (count % size > 1)

@@ -113,11 +113,7 @@ def _check_normalisation(path: str, data: ImageData) -> None:
 
 
 def write_training_step(network: nn.Module, recipe: TrainingRecipe, path: Path) -> None:
-    """Write one step of the recipe's optimizer over the network's parameters, under their own names.
-
-    Inputs and outputs are those of `optim.build_step_model`: learning rate, update count, parameters,
-    gradients and accumulators in; parameters and accumulators out.
-    """
+    """Write one step of the recipe's optimizer over the network's parameters (`optim.build_step_model`)."""
     optimizer = build_optimizer(network, recipe)
     if not isinstance(optimizer, OnnxOptimizer):
         raise ConfigError(
@@ -150,11 +146,7 @@ def build_network(model: Mapping[str, Any], data: ImageData, *, seed: int) -> nn
 
 
 def model_title(model: Mapping[str, Any], network: nn.Module) -> str:
-    """Return a network's title: `resnet20`, `resnet10t (timm.create_model)`, `my_models.SmallNet`.
-
-    A custom network's title is the option that names it, else its class (unless torch's, such as
-    Sequential), with the function that built it.
-    """
+    """Return a network's title: `resnet20`, `resnet10t (timm.create_model)`, `my_models.SmallNet`."""
     named = next((str(model[option]) for option in _NAMING_OPTIONS if model.get(option)), None)
     target = model.get("_target_")
     if target is None:
@@ -210,10 +202,7 @@ def run_training(
     teacher: nn.Module | None = None,
     on_epoch: Callable[[EpochRow], None] | None = None,
 ) -> TrainingResult:
-    """Train a network in place with a progress bar, resuming from `state_file` if it exists.
-
-    The network is returned to the CPU; `on_epoch` is called with the row of every new epoch.
-    """
+    """Train a network in place with a progress bar, resuming from `state_file`; leave it on the CPU."""
     log.info(
         "%s: %s, %s, learning rate %.3g",
         description,

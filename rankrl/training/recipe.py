@@ -123,12 +123,7 @@ _DECAY_OPTIONS = ("weight_decay", "norm_coefficient", "norm_coefficient_post")
 
 
 def build_optimizer(model: nn.Module, recipe: TrainingRecipe) -> Optimizer:
-    """Build the recipe's optimizer with two groups: parameters with and without weight decay.
-
-    No decay applies to vectors, that is biases and the parameters of normalisation layers (everything of one
-    dimension or none), unless `recipe.decay_vectors`, nor to the cores of factorised layers where
-    `recipe.product_decay` is above 0.
-    """
+    """Build the recipe's optimizer with two groups: parameters with and without weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     layers = factorised_layers(model).values() if recipe.product_decay else ()
     cores = {id(parameter) for layer in layers for parameter in layer.parameters()}

@@ -36,10 +36,7 @@ class UnitAgreement:
 
 @dataclass(frozen=True)
 class OutputAgreement:
-    """Agreement of one output.
-
-    Shapes: values (N,).
-    """
+    """Agreement of one output; `values` (N,) are those of single inputs."""
 
     name: str
     error: float
@@ -175,12 +172,7 @@ def _classes(output: Array) -> Array | None:
 
 
 def constant_agreement(original: Answers, batches: Sequence[Any]) -> list[OutputAgreement]:
-    """Return the agreement of the best constant answer with a network.
-
-    Its numbers are the means of the outputs (over all positions, too, where their sizes differ), its class is
-    the commonest one. Squared errors on n inputs are multiplied by n / (n - 1), since the mean was fitted to
-    these inputs.
-    """
+    """Return the agreement of the best constant answer: means of the outputs, the commonest class."""
     answers = [original.run(feed) for feed in batches]
     return [
         _constant(name, [each[index] for each in answers]) for index, name in enumerate(original.output_names)
@@ -194,6 +186,7 @@ def _constant(name: str, values: Sequence[Array]) -> OutputAgreement:
     rows = [each if alike else each.reshape(-1) for each in values]
     count = sum(map(len, rows))
     mean = sum(each.sum(0, dtype=np.float64) for each in rows) / max(1, count)
+    # n / (n - 1), since the mean was fitted to these inputs
     spread = sum(float(np.square(each - mean).sum()) for each in rows) * count / max(1, count - 1)
     whole = sum(float(np.square(each, dtype=np.float64).sum()) for each in rows)
     classes = [_classes(each) for each in values]

@@ -99,13 +99,7 @@ _INPUTS = 4
 
 
 def check_as_read(prepared: PreparedFile) -> None:
-    """Refuse a file whose network was read or rewritten wrongly.
-
-    Held-out inputs are run through the file itself and through the network to be compressed: as it was read
-    and rewritten, with every node that can be compressed replaced by a dense one with the weight that was
-    read for it. The allowed difference is that of runs without onnxruntime's optimisations, and of runs on
-    slightly perturbed inputs. That costs three sessions and four passes of four inputs.
-    """
+    """Refuse a file whose network was read or rewritten wrongly."""
     source = prepared.original.source
     feed = next(prepared.network.axes.parts(prepared.split.heldout[0], _INPUTS))
     dense = _written_anew(prepared)
@@ -130,10 +124,7 @@ def check_as_read(prepared: PreparedFile) -> None:
 
 
 def _content(network: OnnxNetwork) -> ir.Model | str:
-    """Return the path of a file, or its changed content.
-
-    It is changed where sizes are 0, which onnxruntime obeys, and where outputs are no tensors.
-    """
+    """Return the path of a file, or its content without sizes of 0 and outputs that are no tensors."""
     model = load_model(network.source)
     return model if free_sizes(model.graph) or network.aside.outputs else network.source
 
@@ -173,11 +164,7 @@ def _first_departing(source: str, dense: ir.Model, feed: Feed, floor: float) -> 
 
 
 def check_rewritten(model: nn.Module, dense: nn.Module, inputs: Inputs) -> None:
-    """Refuse a network whose layers were rewritten wrongly.
-
-    Four inputs are run through the user's network and through the copy with rewritten layers. The allowed
-    difference is that of the user's network run in smaller batches, and on slightly perturbed inputs.
-    """
+    """Refuse a network whose layers were rewritten wrongly."""
     some = rows(inputs, slice(_INPUTS))
     known = network_outputs(model, some)
     halves = _joined(network_outputs(model, each) for each in split(some, _INPUTS // 2))

@@ -68,11 +68,7 @@ def allowed_error(simulated: float, file: float) -> float:
 
 
 def unlike_file(model: nn.Module, specs: Sequence[LayerSpec], baseline: Path, files: FileInputs) -> list[str]:
-    """Return the layers whose integers PyTorch does not simulate as the file has them.
-
-    The dense network in integers, with all of its layers or, where that fails, with as many as agree
-    together, is compared with its file on real inputs. A warning names every other layer, and the reason.
-    """
+    """Return the layers whose integers PyTorch does not simulate as the file has them."""
     usable = [spec.name for spec in specs if spec.refusal is None and spec.kind not in OPAQUE_KINDS]
     bits = REDUCED_BITS if reduces(files.options.reduce_range) else 8
     batch, feed = _first(next(iter(files.ranges()))), _first_arrays(files.feeds())
@@ -211,10 +207,7 @@ class FileInputs(ABC):
 
 
 def export_dense(dense: nn.Module, files: FileInputs, folder: Path, cache: Cache = NO_CACHE) -> Path:
-    """Export the dense network, compare the file with it, and return the file.
-
-    Before a search, this refuses early a network that cannot be exported.
-    """
+    """Export the dense network, compare the file with it, and return the file."""
     path, key = folder / "dense.onnx", ""
     if cache.folder is not None:
         key = digest(behaviour_digest(dense, random_batch(dense, files.shape, 2)), files.form, _METHOD)
@@ -256,10 +249,7 @@ def export_file(
     metadata: Mapping[str, str],
     scratch: Path,
 ) -> tuple[dict[str, Any], LatencyComparison]:
-    """Export a network, verify the file on real inputs, and time it along with the dense network.
-
-    The file takes its name only after it was verified.
-    """
+    """Export a network, verify the file on real inputs before it gets its name, and time it."""
     options, timing, form = files.options, files.options.timing, files.form
     calibrate_ranges(network, files.ranges())
     in_file = as_in_file(network, options.reduce_range, files.ranges())

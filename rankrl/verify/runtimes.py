@@ -49,11 +49,7 @@ def runtime_numbers(
     *,
     integers: bool = True,
 ) -> dict[str, dict[str, Any]] | None:
-    """Score and time the finished file and the original in every runtime, the latter in integers, too.
-
-    All are timed in the same turns. A file that a runtime cannot run, or runs with different outputs, causes
-    a warning and is not timed there.
-    """
+    """Score and time the finished file and the original in every runtime, the latter in integers, too."""
     options = files.options
     if len(options.compared_runtimes) == 1:
         return None

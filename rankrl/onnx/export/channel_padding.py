@@ -34,16 +34,7 @@ _JOINING = frozenset(("Add", "Mul"))
 
 @dataclass
 class _Channels:
-    """Tensors that share their channels: outputs of convolutions and what follows them channel by channel.
-
-    Attributes:
-        counts: Numbers of channels, one for each convolution that states one.
-        writers: The convolutions whose output channels they are.
-        readers: The convolutions that mix them.
-        values: The tensors.
-        depthwise: Whether a depthwise convolution is among the writers.
-        fixed: Whether other operators write or read them, so that they cannot be padded.
-    """
+    """Tensors that share their channels: outputs of convolutions and what follows them channel by channel."""
 
     counts: set[int] = field(default_factory=set)
     writers: list[ir.Node] = field(default_factory=list)
@@ -66,18 +57,15 @@ class _Channels:
         if self.fixed or len(self.counts) != 1:
             return 0
         (count,) = self.counts
+        # It pays where at most three eighths of the computed channels are zeros, three quarters with a
+        # depthwise convolution among them, as measured (docs/benchmarks.md).
         computed = -(-count // block) * block
         pays = 4 * count > block if self.depthwise else 8 * count >= 5 * computed
         return max(block, -(-count // _ALIGNMENT) * _ALIGNMENT) - count if pays else 0
 
 
 def pad_channels(model: ir.Model, block: int) -> int:
-    """Fill up channels between convolutions of two axes, where that takes less time.
-
-    Fewer than a block become one, more become a multiple of 4. It pays from a quarter of a block on where a
-    depthwise convolution is among them; elsewhere where no more than three eighths of the computed channels
-    are zeros, as measured (docs/benchmarks.md).
-    """
+    """Fill up channels between convolutions of two axes with zeros where that takes less time."""
     graph = model.graph
     if block < 2 or opset_of(model) < _LEAST_OPSET or any(True for _ in graph.subgraphs()):
         return 0

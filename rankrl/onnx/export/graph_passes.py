@@ -35,11 +35,7 @@ _SMALL = 256
 
 
 def simplify(model: ir.Model, *, fold_batchnorm: bool, keep: Collection[str] = ()) -> None:
-    """Fold constants and batch normalisations, and remove unused nodes and the exporter's metadata.
-
-    No weight is contracted where the product is larger than its factors: a compressed model stays small. The
-    metadata are stack traces with the paths of source files.
-    """
+    """Fold constants and batch normalisations, and remove unused nodes and the exporter's metadata."""
     from onnxscript import optimizer  # takes a while to import
 
     def should_fold(node: ir.Node) -> bool | None:
@@ -63,11 +59,7 @@ def simplify(model: ir.Model, *, fold_batchnorm: bool, keep: Collection[str] = (
 
 
 def _name_turned_weights(graph: ir.Graph, turned: Mapping[str, str]) -> None:
-    """Give weights that the exporter transposed their parameter names back.
-
-    Linear layers over sequences are matrix products with the transposed weight, which the exporter folds into
-    a constant without a name of its own.
-    """
+    """Give weights that the exporter transposed their parameter names back."""
     constants = graph.initializers
     named = {new: old for new, old in turned.items() if new in constants and old not in constants}
     if len(set(named.values())) == len(named):
@@ -114,10 +106,7 @@ def fold_batchnorm_into_computed_weights(model: ir.Model) -> None:
 
 
 def name_axes(graph: ir.Graph, axes: Sequence[Mapping[int, str]]) -> None:
-    """Name free axes of the inputs, and sizes that follow from them after these (`2*batch`).
-
-    The exporter writes the symbols of the tracer, such as `s77`.
-    """
+    """Name free axes of the inputs, and sizes that follow from them, after these (`2*batch`, not `2*s77`)."""
     names: dict[str, str] = {}
     for value, named in zip(graph.inputs, axes, strict=True):
         sizes = () if value.shape is None else value.shape
@@ -153,11 +142,9 @@ def name_values(graph: ir.Graph, values: Sequence[ir.Value], names: Sequence[str
 
 
 def take_bytes(graph: ir.Graph, preprocessing: Preprocessing) -> None:
-    """Replace the float input (N, channels, H, W) by uint8 images (N, H, W, channels), normalised inside.
-
-    The normalisation is not folded into the first convolution: that pads with zeros after it, so a mean in
-    its bias would be wrong along the border.
-    """
+    """Replace the float input (N, channels, H, W) by uint8 images (N, H, W, channels), normalised inside."""
+    # Not folded into the first convolution: that pads with zeros, so that a mean in its bias would be wrong
+    # along the border.
     entry, taken = graph.inputs[0], names_in(graph)
     uses = list(entry.uses())
     factors = [
@@ -184,10 +171,7 @@ def take_bytes(graph: ir.Graph, preprocessing: Preprocessing) -> None:
 
 
 def _should_fold(node: ir.Node) -> bool | None:
-    """Refuse to fold a node whose result takes more room than its operands; None leaves it to the optimizer.
-
-    The cores of a decomposed layer thus stay cores in the file; the runtime contracts them once, on loading.
-    """
+    """Refuse to fold a node whose result is larger than its operands: cores stay cores in the file."""
     if is_standard(node, "Expand"):  # a bias of zeros: computed, it would keep batch norms from folding
         return None
     operands = sum(value.const_value.size for value in node.inputs if value and value.const_value is not None)

@@ -164,11 +164,7 @@ def choose_ranges(
     reduce_range: bool | None = None,
     cut: Cut | None = None,
 ) -> RangeChoice:
-    """Choose the ranges and bias corrections with which a network loses least in 8-bit integers.
-
-    The choice serves every file of the network in which some of these nodes compute in integers
-    (`quantise_onnx(..., choice=)`), without running the inputs again.
-    """
+    """Choose the ranges and bias corrections with which a network loses least in 8-bit integers."""
     path = Path(path)
     copy, quantiser = _prepared(path, inputs, weights, partly, reduce_range, cut)
     with _refused(path):
@@ -255,10 +251,7 @@ def _whole(feed: Feed, size: int) -> Iterator[Feed]:
 
 
 def _spare_floats(graph: ir.Graph, nodes: Collection[str], before: Collection[str | None]) -> None:
-    """Connect floating-point nodes to the unrounded tensors of other floating-point nodes.
-
-    The quantiser rounds a tensor for all its readers as soon as one of them computes in integers.
-    """
+    """Connect floating-point nodes to the unrounded tensors of other floating-point nodes."""
     for node in graph:
         rounding = node.inputs[0].producer() if dequantises(node) and node.inputs[0] is not None else None
         if rounding is None or node.name in before:

@@ -207,10 +207,7 @@ def integer_nodes(graph: ir.Graph, weights: Collection[str]) -> list[ir.Node]:
 
 
 def clips_zero(node: ir.Node) -> bool:
-    """Tell whether a node clips to a range without zero, or to one that is not known.
-
-    The quantiser replaces a `Clip` by the range of its output, which always holds zero.
-    """
+    """Tell whether a node clips to a range without zero, which the quantiser adds, or an unknown one."""
     if not is_standard(node, "Clip"):
         return False
     bounds = [None if value is None else stored(value) for value in node.inputs[1:3]]

@@ -78,11 +78,7 @@ def export_network(
 
 
 def store_integers(model: ir.Model, bits: Mapping[str, int]) -> None:
-    """Store weights of a float32 graph in integers, one scale an output channel.
-
-    The graph turns them back to float32 (DequantizeLinear) and computes as before. Arithmetic is
-    onnxruntime's (`onnxruntime.quantization.quant_utils`), which finds the scales of rounded weights again.
-    """
+    """Store weights of a float32 graph in integers, one scale an output channel."""
     graph, taken = model.graph, names_in(model.graph)
     missing = sorted(set(bits) - set(graph.initializers))
     if missing:

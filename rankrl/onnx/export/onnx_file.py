@@ -54,10 +54,7 @@ log = logging.getLogger(__name__)
 def write_checked(
     model: ir.Model | onnx.ModelProto, path: str | Path, what: str, *, full_check: bool = False
 ) -> int:
-    """Write a file if ONNX's checker accepts it and onnxruntime loads it; return its bytes.
-
-    Where onnxruntime lacks an operator that the checker knows, the checker decides alone.
-    """
+    """Write a file if ONNX's checker accepts it and onnxruntime, if it can, loads it; return its size."""
     proto = to_proto(model) if isinstance(model, ir.Model) else model
     try:
         data = proto.SerializeToString()

@@ -208,10 +208,7 @@ _OPSET = 13  # of the file by which overflow is tested
 
 @cache
 def sums_overflow() -> bool:
-    """Test whether onnxruntime saturates sums of uint8 times int8 on this processor.
-
-    It does on x86 processors without VNNI: AVX2, and AVX-512 before Cascade Lake.
-    """
+    """Test whether onnxruntime saturates sums of uint8 times int8, as on x86 processors without VNNI."""
     terms = 64
     inputs = ir.val("inputs", ir.DataType.UINT8, [1, terms])
     weights = ir.val("weights", const_value=ir.tensor(np.full((terms, 16), 127, dtype=np.int8)))
@@ -235,11 +232,8 @@ def sums_overflow() -> bool:
 def as_in_file(
     network: nn.Module, reduce_range: bool | None, inputs: Iterable[Inputs] | None = None
 ) -> nn.Module:
-    """Return the network with the integers of its file: itself, or a copy with weights of 7 bits.
-
-    All weights that compute in integers have the same bits: where a plan gives some of them 7, all get 7.
-    """
-    bits = integer_bits(network)
+    """Return the network with the integers of its file: itself, or a copy with weights of 7 bits."""
+    bits = integer_bits(network)  # the quantiser gives all the same: where some have 7, all get 7
     if 8 not in bits or not (REDUCED_BITS in bits or reduces(reduce_range)):
         return network
     reduced = reduce_weight_range(copied(network))
@@ -379,10 +373,7 @@ _AT_ONCE = 2**18
 
 
 class StaticQuantiser:
-    """onnxruntime's static quantiser over one network.
-
-    Weights become int8, one scale an output channel, activations uint8.
-    """
+    """onnxruntime's static quantiser over one network: int8 weights by output channel, uint8 activations."""
 
     def __init__(
         self,
@@ -404,10 +395,7 @@ class StaticQuantiser:
         return self._written(_ranges(collect_spreads(self._model, self._activations, self._inputs), ENDS))
 
     def choose(self) -> RangeChoice:
-        """Choose the kind of ranges with the least error at the outputs.
-
-        Biases are corrected where that reduces it.
-        """
+        """Choose the kind of ranges with the least error at the outputs, and whether biases are corrected."""
         inputs = self._sorted_inputs
         judged = inputs[:_JUDGED]
         exact = _outputs(self._model, judged)

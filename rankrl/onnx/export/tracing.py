@@ -85,11 +85,8 @@ _TRANSLATIONS: dict[tuple[Any, ...], Any] = {}
 
 
 def inference_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the CPU that computes in float32, in evaluation mode, without gradients.
-
-    Functions of torch that write into `out=` refuse to be traced with them.
-    """
-    try:
+    """Return a copy of a model on the CPU in float32 and evaluation mode, without gradients."""
+    try:  # functions of torch that write into `out=` refuse to be traced with gradients
         return in_float32(model).cpu().eval().requires_grad_(False)
     except DecompositionError as error:
         raise ExportError(f"cannot export {type(model).__name__}: {error}.") from error

@@ -138,10 +138,7 @@ def declared_batch(inputs: Sequence[GraphInput], axes: Axes) -> int | None:
 def suggested_axes(
     inputs: Sequence[GraphInput], stated: Axes, sizes: Mapping[str, Shape]
 ) -> Iterator[dict[str, int | None]]:
-    """Yield axes for all inputs, the likeliest first.
-
-    Each suggestion begins with one axis of one input, from which those of the others follow.
-    """
+    """Yield axes for all inputs, the likeliest first; each begins with one axis, which the others follow."""
     left = [entry for entry in inputs if entry.name not in stated and entry.shape]
     known = next(((entry, axis) for entry in inputs if (axis := stated.get(entry.name)) is not None), None)
     free = [(entry, axis) for entry in left for axis in _free(entry)]

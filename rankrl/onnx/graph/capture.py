@@ -57,26 +57,7 @@ def collect_moments(
     seed: int = 0,
     unreached: list[str] | None = None,
 ) -> dict[str, InputMoments]:
-    """Estimate the moments of the input patches that every node multiplies with its weight.
-
-    Nodes behind which nothing takes up a change of the mean are measured around zero. One node's matrix at a
-    time exists twice: its sums, and the moments made of them.
-
-    Args:
-        network: The network.
-        sites: The nodes to watch, without a refusal.
-        batches: Calibration inputs.
-        seed: Seed of the patch positions.
-        unreached: Takes the names of nodes whose input is always empty, which have no moments then; None
-            refuses them.
-
-    Returns:
-        Moments by the nodes' names.
-
-    Raises:
-        OnnxGraphError: A node's input is not finite.
-        DecompositionError: There is not enough memory.
-    """
+    """Estimate moments of nodes' input patches; `unreached` takes nodes without inputs, None refuses them."""
     check_memory([(site.weight[0].numel(), most_patches(site, CHOOSING_ELEMENTS)) for site in sites])
     model = network.graph_model()
     generator = torch.Generator().manual_seed(seed)
@@ -113,10 +94,7 @@ def _accumulate(
     accumulators: Mapping[str, MomentAccumulator],
     generator: torch.Generator,
 ) -> None:
-    """Add patches of the inputs of some nodes, `largest` inputs of the network at most in each pass.
-
-    The session and the layers, with two copies of the weights, are free when the group is done.
-    """
+    """Add patches of the inputs of some nodes, `largest` inputs of the network at most in each pass."""
     session = Captured(model, [node.input_name for site in group for node in site.nodes], network.source)
     layers = {node.name: node.module() for site in group for node in site.nodes}
     total = sum(map(network.axes.size, batches))

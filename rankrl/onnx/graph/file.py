@@ -135,12 +135,9 @@ def _with_int4(model: ir.Model) -> ir.Model:
 
 
 def check_contracted(graph: CompressedGraph, batches: Sequence[Feed], source: str) -> float:
-    """Compare a graph with the one that has dense nodes of the contracted weights.
-
-    Where the graph rounds on its way, the order of a sum decides whole steps at its outputs; there every
-    replaced node is compared by itself, on the inputs that it receives.
-    """
+    """Compare a graph with the one that has dense nodes of the contracted weights."""
     assert graph.contracted is not None
+    # Where the graph rounds on its way, the order of a sum decides whole steps at its outputs.
     pairs = _node_by_node if any(map(rounds, graph.model.graph.all_nodes())) else _as_a_whole
     largest = 0.0
     for name, output, expected in pairs(graph.model, graph.contracted, graph.replaced, batches, source):

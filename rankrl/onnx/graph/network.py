@@ -92,10 +92,7 @@ def _read(path: Path) -> onnx.ModelProto:
 
 
 def _checked(proto: onnx.ModelProto, path: Path) -> tuple[ir.Model, SetAside]:
-    """Check a file and return its graph, and the parts that are set aside of it.
-
-    Nodes are put in order, as onnxruntime does where converters append them at the end.
-    """
+    """Check a file, put its nodes in order; return its graph, and the parts that are set aside of it."""
     for entry in proto.graph.input:
         if entry.type.WhichOneof("value") != "tensor_type":
             raise OnnxGraphError(

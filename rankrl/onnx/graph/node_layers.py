@@ -72,10 +72,7 @@ class Site:
         return on_inputs[..., :inputs], on_state[..., : self.hidden]
 
     def module(self, padding: Sequence[int] | int = 0) -> DecomposableModule:
-        """Return the layer in PyTorch, with its values and any padding.
-
-        ONNX pads the two sides of an axis apart; users of the module pad the input, or need no padding.
-        """
+        """Return the layer in PyTorch, with any padding: ONNX pads the two sides of an axis apart."""
         spec, bias = self.spec, self.bias is not None
         layer: DecomposableModule
         if spec.kind == "linear" or self.hidden:
@@ -93,10 +90,7 @@ class Site:
         return layer.eval()
 
     def widths(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the padding before and after each spatial axis of an input of these sizes.
-
-        Follows the specification of Conv's `pads` and `auto_pad` (ai.onnx, version 11).
-        """
+        """Return the padding of each spatial axis of these sizes (ai.onnx, Conv, version 11)."""
         if self.pads is not None:
             return list(self.pads)
         widths = []
@@ -127,10 +121,7 @@ class Site:
 
 
 class SiteModules(nn.Module):
-    """The sites as modules of one network, under the names of their nodes, which may hold any character.
-
-    It cannot be run; it is what `FitLibrary` reads weights and geometries from.
-    """
+    """The sites as modules of one network, by the names of their nodes, for `FitLibrary` to read."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -143,11 +134,7 @@ class SiteModules(nn.Module):
 
 
 def foreign_weight(node: ir.Node) -> Array | None:
-    """Return the weight that a node of a foreign domain holds, or None.
-
-    It is the largest of its constants in floating point along two axes or more; biases and scales, along one,
-    are none.
-    """
+    """Return the weight that a node of a foreign domain holds, or None."""
     if is_standard(node):
         return None
     tensors = [ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None]

@@ -40,10 +40,7 @@ PositionsByNode = Mapping[str, SeveralPositions]
 
 
 def with_several_positions(network: OnnxNetwork, sites: Sequence[Site], ways: PositionsByNode) -> OnnxNetwork:
-    """Return a network in which some convolutions compute several positions at once.
-
-    They keep their names, and have a bias from then on. What follows them puts the positions side by side.
-    """
+    """Return a network in which some convolutions compute several positions at once."""
     if not ways:
         return network
     model = network.graph_model()

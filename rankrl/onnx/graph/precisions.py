@@ -89,10 +89,7 @@ def integer_weight(node: ir.Node) -> Array | None:
 
 
 def constant(value: ir.Value | None, followed: Sequence[str] = ()) -> Array | None:
-    """Return a constant value, or None where it depends on the inputs.
-
-    Constants that are only transposed or reshaped on their way are followed.
-    """
+    """Return a constant, perhaps transposed or reshaped; None where it depends on the inputs."""
     if value is None:
         return None
     tensor = ir.convenience.get_const_tensor(value)
@@ -111,10 +108,7 @@ def constant(value: ir.Value | None, followed: Sequence[str] = ()) -> Array | No
 
 
 def rounded_constant(value: ir.Value | None) -> Array | None:
-    """Return the constant behind QuantizeLinear and DequantizeLinear, dequantised.
-
-    Where these nodes are of onnxruntime's own domain it is returned as it is stored.
-    """
+    """Return the constant behind QuantizeLinear and DequantizeLinear; as stored behind onnxruntime's own."""
     array = constant(value, ("QuantizeLinear", "DequantizeLinear"))
     producer = None if value is None else value.producer()
     if array is None and producer is not None and (dequantises(producer) or quantises(producer)):

@@ -51,12 +51,7 @@ log = logging.getLogger(__name__)
 
 
 def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) -> list[str]:
-    """Return the names of the nodes without which all others can compute in integers together.
-
-    The quantiser takes every convolution and product, but onnxruntime refuses to load or to run some of the
-    files that it writes, because its own rewriting around integer nodes is not always valid. Such nodes are
-    found by trying all at once, then halves of those that fail.
-    """
+    """Return the names of the nodes without which all others can compute in integers together."""
     feed = network.axes.one(feed)
     network = network.without_casts()
     weights = network.weight_inputs
@@ -67,7 +62,7 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
         network.save(plain)
 
         def fails(names: Sequence[str]) -> bool:
-            try:
+            try:  # onnxruntime refuses files that its own rewriting around integer nodes makes invalid
                 own = {weights[name] for name in names}
                 quantise_onnx(plain, rounded, [feed], weights=own, partly=True, fitted=False)
                 OnnxNetwork.load(rounded).session().run(feed)
@@ -88,10 +83,7 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
 def failing_names(
     names: Sequence[str], fails: Callable[[Sequence[str]], bool], tell: Callable[[str], None]
 ) -> list[str]:
-    """Return the names without which all others pass together.
-
-    All are tried at once, then halves of those that fail.
-    """
+    """Return the names without which the others pass: all are tried, then halves of those that fail."""
     passing: list[str] = []
     failing: list[str] = []
     waiting = [list(names)] if names else []
@@ -145,10 +137,7 @@ def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]
 
 
 def compression_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]:
-    """Count a network as plans change it: a node that is compressed gets a bias of its own.
-
-    Biases that several nodes share count once for each of them, so that no plan takes more than it says.
-    """
+    """Count a network as plans change it: biases that several nodes share count once for each of them."""
     costs, uses = network_costs(network, sites), use_counts(network.model.graph)
     for site in sites:
         if site.spec.refusal is None and site.bias is not None and uses[site.bias_name] > len(site.nodes):
@@ -197,10 +186,7 @@ class _OneHot:
 
 
 def with_look_ups(network: OnnxNetwork) -> OnnxNetwork:
-    """Return a network in which products with a one-hot code are look-ups; the same one if it has none.
-
-    Outputs stay the same for every input, indices of no class included.
-    """
+    """Return a network in which products with a one-hot code are look-ups; the same one if it has none."""
     model = network.graph_model()
     products = [node for node in model.graph if is_standard(node, "MatMul") and _one_hot(node.inputs[0])]
     if not products:
@@ -262,10 +248,7 @@ def _one_hot(value: ir.Value | None) -> _OneHot | None:
 
 
 def _function_of_row(graph: ir.Graph, product: ir.Value, width: int, axes: int) -> ir.Value:
-    """Return the last value that is an elementwise function of a product alone.
-
-    Nothing else uses the values between the two.
-    """
+    """Return the last elementwise function of a product alone; nothing else uses the values between."""
     sources: dict[ir.Value, set[ir.Value]] = {product: set()}  # of each, the ones that it is computed from
     for node in graph:
         others = [value for value in node.inputs if value is not None and value not in sources]

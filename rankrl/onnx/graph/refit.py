@@ -212,14 +212,7 @@ def refitted_graph(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> CompressedGraph:
-    """Return the graph under a plan, its nodes fitted one after the other.
-
-    Each is fitted on the inputs that it receives in the compressed graph to the original's outputs on the
-    inputs there (`decomposition.fit`, here without running both in one pass). Nodes that stay dense are
-    solved for anew, too, and make up for the errors of those before them, unless new weights would take more
-    bytes than the file's, as those of sparse ones do. Up to the first node that is factorised, or whose
-    weights keep fewer than 8 bits, there are no errors to make up for but those of stored integers.
-    """
+    """Return the graph under a plan, every node fitted to the inputs that it receives in it."""
     graph = CompressedGraph(
         network.graph_model(), network.graph_model(), half=network.half, axes=network.axes
     )
@@ -233,7 +226,8 @@ def refitted_graph(
     touched = False
     for site in usable:
         entry = without_growth(plan[site.name], site.spec)
-        # An unchanged node with unchanged inputs needs no fit.
+        # An unchanged node with unchanged inputs needs no fit; other dense ones make up for errors before
+        # them, unless new weights would take more bytes than the file's, as those of sparse ones do.
         touched = touched or any(map(_loses, entry.layer_operations))
         fitted = touched and (bool(entry.layer_operations) or site.spec.storage.whole is None)
         if fitted or any(map(_stores, entry.layer_operations)):
@@ -265,11 +259,9 @@ def _loses(operation: object) -> bool:
 
 
 def _stores(operation: object) -> bool:
-    """Tell whether weights are stored in integers while the node computes in float32.
-
-    The rounding error times the inputs' mean shifts the output, which the bias has to take up; where inputs
-    are rounded, too, the quantiser corrects it (`rankrl.onnx.export.static_quantiser`).
-    """
+    """Tell whether weights are stored in integers while the node computes in float32."""
+    # The rounding error times the inputs' mean shifts the output, which the bias has to take up; where inputs
+    # are rounded, too, the quantiser corrects it (`rankrl.onnx.export.static_quantiser`).
     return isinstance(operation, Quantise) and not operation.integer
 
 

@@ -185,11 +185,7 @@ def _stage_node(
     key: str,
     spreading: ir.Node | None,
 ) -> ir.Node:
-    """Return the node of one stage, with constants that are known by `key` or become so.
-
-    That of the last stage of a transposed convolution spreads positions as the original node does, whose bias
-    it keeps.
-    """
+    """Return the node of a stage; as the last one of a transposed convolution it spreads positions, too."""
 
     def known(kind: str, tensor: torch.Tensor) -> ir.Value:
         if f"{key} {kind}" not in constants:
@@ -278,15 +274,7 @@ def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Ten
 
 
 def store_pivoted(model: ir.Model, names: Sequence[str]) -> dict[str, str]:
-    """Store only the non-identity rows of pivoting factorisations; a runtime joins them once, on loading.
-
-    Args:
-        model: The graph; changed in place.
-        names: Constants (out, r, 1, ...) with all rows of an identity; of a matrix product they are turned.
-
-    Returns:
-        Names of the constants that hold the other rows, by those of the weights.
-    """
+    """Store only the non-identity rows of pivoting factorisations; return their names by the weights'."""
     graph, taken = model.graph, names_in(model.graph)
     others_of: dict[str, str] = {}
     for name in names:
