@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +57,14 @@ class RuntimeContract:
     @pytest.fixture
     def plain_file(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """The file of a small network."""
-
-        def write(path: Path) -> None:
-            export_onnx(small_network(), path, INPUT_SHAPE)
-
+        write = partial(export_onnx, small_network(), input_shape=INPUT_SHAPE)
         return _written_once(tmp_path_factory, "plain", write)
 
     @pytest.fixture
     def fixed_file(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """The file of a small network for batches of 4."""
-
-        def write(path: Path) -> None:
-            sample = torch.zeros(4, *INPUT_SHAPE)
-            export_onnx(small_network(), path, INPUT_SHAPE, dynamic_batch=False, sample=sample)
-
+        options: dict[str, Any] = {"dynamic_batch": False, "sample": torch.zeros(4, *INPUT_SHAPE)}
+        write = partial(export_onnx, small_network(), input_shape=INPUT_SHAPE, **options)
         return _written_once(tmp_path_factory, "fixed", write)
 
     @pytest.fixture
@@ -79,20 +74,14 @@ class RuntimeContract:
         network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 5)).eval()
         for bits, layer in {8: network[0], 4: network[-1]}.items():
             Quantise(bits, "float32").round(layer)
-
-        def write(path: Path) -> None:
-            export_network(network, path, INPUT_SHAPE, [])
-
+        write = partial(export_network, network, input_shape=INPUT_SHAPE, inputs=[])
         return network, _written_once(tmp_path_factory, "rounded", write)
 
     @pytest.fixture
     def heavy_file(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """The file of a network whose pass takes a measurable time."""
-
-        def write(path: Path) -> None:
-            network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3))
-            export_onnx(network, path, (3, 32, 32))
-
+        network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3))
+        write = partial(export_onnx, network, input_shape=(3, 32, 32))
         return _written_once(tmp_path_factory, "heavy", write)
 
     def test_a_network_computes_what_pytorch_and_onnx_s_reference_compute(
@@ -179,7 +168,7 @@ class RuntimeContract:
         assert get_runtime(runtime).version[0].isdigit()
 
 
-def _written_once(factory: pytest.TempPathFactory, name: str, write: Callable[[Path], None]) -> Path:
+def _written_once(factory: pytest.TempPathFactory, name: str, write: Callable[[Path], object]) -> Path:
     """Write a file on its first use and keep it for the session."""
     path = factory.getbasetemp() / "runtime_contract" / f"{name}.onnx"
     if not path.exists():

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-import torch
 from torch import nn
 
 from decomposition import (
@@ -26,8 +25,7 @@ from decomposition import (
     fingerprint,
 )
 from decomposition.cache import Cache, digest
-from decomposition.network.cost import evaluation_mode
-from decomposition.network.inputs import InputShape, random_batch, rows, run_model, tensors_in
+from decomposition.network.inputs import InputShape, random_batch, rows
 from decomposition.network.layers import OPAQUE_KINDS
 from decomposition.network.rounding import REDUCED_BITS
 from decomposition.progress import logged_seconds
@@ -47,6 +45,7 @@ from rankrl.timing import compare_latency
 from rankrl.timing.form import fastest_form
 from rankrl.timing.latency import LatencyComparison
 from rankrl.verify.agreement import OutputAgreement
+from rankrl.verify.fidelity import network_outputs
 
 _INPUTS = 8
 NO_CACHE = Cache(None)
@@ -72,7 +71,7 @@ def unlike_file(model: nn.Module, specs: Sequence[LayerSpec], baseline: Path, fi
     usable = [spec.name for spec in specs if spec.refusal is None and spec.kind not in OPAQUE_KINDS]
     bits = REDUCED_BITS if reduces(files.options.reduce_range) else 8
     batch, feed = _first(next(iter(files.ranges()))), _first_arrays(files.feeds())
-    exact = _answers(model, batch)
+    exact = list(network_outputs(model, batch).values())
     reason = ""
 
     def in_integers(names: Sequence[str]) -> CompressionPlan:
@@ -92,7 +91,7 @@ def unlike_file(model: nn.Module, specs: Sequence[LayerSpec], baseline: Path, fi
         except (DecompositionError, DefectError, ExportError) as error:
             reason = str(error)
             return True
-        reason = _difference(exact, _answers(simulated, batch), found)
+        reason = _difference(exact, list(network_outputs(simulated, batch).values()), found)
         return bool(reason)
 
     with tempfile.TemporaryDirectory() as folder, logged_seconds(log, "integers in PyTorch and in the file"):
@@ -124,12 +123,6 @@ def _error(first: Array, second: Array, exact: Array) -> float:
     known = exact.astype(np.float64)
     spread = np.linalg.norm(known - known.mean(axis=0, keepdims=known.ndim > 0))
     return float(np.linalg.norm(first.astype(np.float64) - second) / max(spread, np.finfo(np.float32).tiny))
-
-
-def _answers(network: nn.Module, batch: Inputs) -> list[Array]:
-    with evaluation_mode(network), torch.no_grad():
-        outputs = tensors_in(run_model(network, batch))
-    return [(x.float() if x.is_floating_point() else x).detach().cpu().numpy() for x in outputs]
 
 
 def _first(batch: Inputs) -> Inputs:

@@ -72,7 +72,7 @@ class RayCluster:
     def spread(self, function: Callable[[Any], Any], jobs: Iterable[Any], work: str) -> Iterator[Any]:
         """Yield the results of a function on jobs, in the order in which they are finished."""
         del work
-        for _, result in self._results(self._new_work(_Ungraded(function)), jobs):
+        for _, result in self._results(self._new_work(lambda: torch.no_grad()(function)), jobs):
             yield result
 
     def pool(self, build: Builder) -> WorkerPool:
@@ -159,7 +159,7 @@ class RayCluster:
         """Add an actor to the idle ones if it is up; start another one otherwise."""
         actor = self._starting.pop(reference)
         try:
-            place = self._ray.get(reference)
+            host, device, on_gpu = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
             self._failed_starts += 1
             if self._failed_starts > MOST_DEATHS:
@@ -171,10 +171,10 @@ class RayCluster:
             return
         self._failed_starts = 0
         self._idle.append(actor)
-        if self.workers.gpus > 0 and not place.computes_on_gpu:
-            log.warning("the worker on %s computes on the CPU: torch sees no GPU there", place.host)
+        if self.workers.gpus > 0 and not on_gpu:
+            log.warning("the worker on %s computes on the CPU: torch sees no GPU there", host)
         else:
-            log.info("worker on %s: %s", place.host, place.device)
+            log.info("worker on %s: %s", host, device)
 
 
 class _Pool:
@@ -193,15 +193,6 @@ class _Pool:
         """Do nothing: workers end with their cluster."""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The place of an actor on the cluster."""
-
-    host: str
-    device: str
-    computes_on_gpu: bool
-
-
 class _Actor:
     """The scorers of a Ray actor."""
 
@@ -210,25 +201,16 @@ class _Actor:
         reuse_memory()
         self._scorers: dict[int, Scorer] = {}
 
-    def place(self) -> _Place:
+    def place(self) -> tuple[str, str, bool]:
+        """Return the host, the name of the device, and whether that is a GPU."""
         if torch.cuda.is_available():
-            return _Place(socket.gethostname(), torch.cuda.get_device_name(), True)
-        return _Place(socket.gethostname(), counted(torch.get_num_threads(), "processor core"), False)
+            return socket.gethostname(), torch.cuda.get_device_name(), True
+        return socket.gethostname(), counted(torch.get_num_threads(), "processor core"), False
 
     def apply(self, key: int, build: Builder, task: Any) -> Any:
         if key not in self._scorers:
             self._scorers[key] = build()
         return self._scorers[key](task)
-
-
-@dataclass(frozen=True)
-class _Ungraded:
-    """Builds a function that runs without gradients, as in the processes for fits."""
-
-    function: Callable[[Any], Any]
-
-    def __call__(self) -> Scorer:
-        return torch.no_grad()(self.function)
 
 
 def connect(ray: Any, **arguments: Any) -> None:
@@ -249,5 +231,4 @@ def open_cluster(workers: Workers) -> WorkerCluster:
     """Return the cluster that the workers are on."""
     if workers.cluster == "local":
         return LocalCluster(workers)
-
     return RayCluster(workers)

@@ -134,7 +134,6 @@ def quantise_onnx(
     inputs: Iterable[Batch],
     *,
     weights: Collection[str] | None = None,
-    partly: bool = False,
     reduce_range: bool | None = None,
     cut: Cut | None = None,
     fitted: bool = True,
@@ -142,7 +141,7 @@ def quantise_onnx(
 ) -> Path:
     """Write an ONNX file whose convolutions and matrix products compute in 8-bit integers."""
     path, target = Path(path), Path(target)
-    copy, quantiser = _prepared(path, inputs, weights, partly, reduce_range, cut)
+    copy, quantiser = _prepared(path, inputs, weights, reduce_range, cut)
     with _refused(path):
         if not fitted:
             quantised = quantiser.unfitted()
@@ -160,13 +159,12 @@ def choose_ranges(
     inputs: Iterable[Batch],
     *,
     weights: Collection[str] | None = None,
-    partly: bool = False,
     reduce_range: bool | None = None,
     cut: Cut | None = None,
 ) -> RangeChoice:
     """Choose the ranges and bias corrections with which a network loses least in 8-bit integers."""
     path = Path(path)
-    copy, quantiser = _prepared(path, inputs, weights, partly, reduce_range, cut)
+    copy, quantiser = _prepared(path, inputs, weights, reduce_range, cut)
     with _refused(path):
         choice = quantiser.choose()
     return choice.renamed({known: hidden for hidden, known in copy.names.items()})
@@ -176,13 +174,12 @@ def _prepared(
     path: Path,
     inputs: Iterable[Batch],
     weights: Collection[str] | None,
-    partly: bool,
     reduce_range: bool | None,
     cut: Cut | None,
 ) -> tuple[QuantiserCopy, StaticQuantiser]:
     """Read and check a file; return the copy that is quantised, and its quantiser."""
     session = open_session(path)
-    model = _checked_model(path, partly=partly and weights is not None)
+    model = _checked_model(path, partly=weights is not None)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     unpad_channels(model)
     pool_means(model)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
+import onnx.parser
 import onnx_ir as ir
 import onnxruntime
 from onnxruntime.quantization import CalibrationMethod, QuantType
@@ -38,8 +36,7 @@ from rankrl.onnx.graph_edits import (
     stored,
     without_unused,
 )
-from rankrl.onnx.protobuf import save_model, to_proto
-from rankrl.onnx.runtimes import open_session
+from rankrl.onnx.protobuf import to_proto
 from rankrl.onnx.runtimes.onnx_runtime import inference_session
 
 log = logging.getLogger(__name__)
@@ -203,24 +200,17 @@ class RangeChoice:
         return replace(self, ranges=ranges, moves=moves)
 
 
-_OPSET = 13  # of the file by which overflow is tested
-
-
 @cache
 def sums_overflow() -> bool:
     """Test whether onnxruntime saturates sums of uint8 times int8, as on x86 processors without VNNI."""
     terms = 64
-    inputs = ir.val("inputs", ir.DataType.UINT8, [1, terms])
-    weights = ir.val("weights", const_value=ir.tensor(np.full((terms, 16), 127, dtype=np.int8)))
-    result = ir.val("sums", ir.DataType.INT32, [1, 16])
-    node = ir.node("MatMulInteger", [inputs, weights], outputs=[result])
-    opsets = {"": _OPSET}
-    graph = ir.Graph([inputs], [result], nodes=[node], initializers=[weights], opset_imports=opsets)
-    graph.name = "largest sums"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "sums.onnx"
-        save_model(ir.Model(graph, ir_version=8), path)
-        (sums,) = open_session(path).run(np.full((1, terms), 255, dtype=np.uint8))
+    weights = ", ".join(["127"] * terms * 16)
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 13]> largest (uint8[1, {terms}] x) => (int32[1, 16] y) '
+        f"<int8[{terms}, 16] w = {{{weights}}}> {{ y = MatMulInteger (x, w) }}"
+    )
+    session = inference_session(model.SerializeToString())
+    (sums,) = session.run(None, {"x": np.full((1, terms), 255, dtype=np.uint8)})
     overflow = bool((sums != 255 * 127 * terms).any())
     if overflow:
         log.info(
@@ -536,10 +526,7 @@ def _activations(model: onnx.ModelProto, nodes: Collection[str] | None) -> list[
 
 
 def _digest(feed: Feed) -> bytes:
-    content = hashlib.sha256()
-    for name in sorted(feed):
-        content.update(np.ascontiguousarray(feed[name]).tobytes())
-    return content.digest()
+    return hashlib.sha256(b"".join(feed[name].tobytes() for name in sorted(feed))).digest()
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import io
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,49 +199,36 @@ def _operators_listed_once() -> Iterator[None]:
     kept for later exports, the list is not: a program may load operators of its own in between.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_translations_kept())
-        stack.enter_context(_list_kept())
+        with contextlib.suppress(ImportError, AttributeError):
+            utils = importlib.import_module("torch._export.utils")
+            listed = cache(utils._materialize_cpp_cia_ops)
+            stack.enter_context(_replaced(utils, "_materialize_cpp_cia_ops", listed))
+        with contextlib.suppress(ImportError, AttributeError):
+            registry = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
+            own = vars(registry).get("from_torchlib")
+            if isinstance(own, classmethod):
+                known = classmethod(partial(_translations, own.__func__))
+                stack.enter_context(_replaced(registry, "from_torchlib", known))
         yield
+
+
+def _translations(translate: Callable[..., Any], cls: type, *args: Any, **options: Any) -> Any:
+    """Return torch's translations, which are made once."""
+    key = (*args, *sorted(options.items()))
+    if key not in _TRANSLATIONS:
+        _TRANSLATIONS[key] = translate(cls, *args, **options)
+    return _TRANSLATIONS[key]
 
 
 @contextlib.contextmanager
-def _list_kept() -> Iterator[None]:
-    try:
-        from torch._export import utils
-
-        own = utils._materialize_cpp_cia_ops
-    except (ImportError, AttributeError):
-        yield
-        return
-    utils._materialize_cpp_cia_ops = cache(own)
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute for the time of the block."""
+    own = vars(owner)[name]
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        utils._materialize_cpp_cia_ops = own
-
-
-@contextlib.contextmanager
-def _translations_kept() -> Iterator[None]:
-    try:
-        from torch.onnx._internal.exporter._registration import ONNXRegistry
-    except ImportError:
-        ONNXRegistry = None  # type: ignore[assignment,misc]
-    own = getattr(ONNXRegistry, "__dict__", {}).get("from_torchlib")
-    if not isinstance(own, classmethod):
-        yield
-        return
-
-    def known(cls: type, *args: Any, **options: Any) -> Any:
-        key = (*args, *sorted(options.items()))
-        if key not in _TRANSLATIONS:
-            _TRANSLATIONS[key] = own.__func__(cls, *args, **options)
-        return _TRANSLATIONS[key]
-
-    ONNXRegistry.from_torchlib = classmethod(known)  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        ONNXRegistry.from_torchlib = own  # type: ignore[method-assign,assignment]
+        setattr(owner, name, own)
 
 
 @contextlib.contextmanager

@@ -107,7 +107,6 @@ def write_graph(
                 scratch,
                 calibration,
                 weights=graph.computing,
-                partly=True,
                 reduce_range=graph.reduced or reduce_range,
                 cut=None if graph.axes is None else graph.axes.parts,
                 fitted=fitted,

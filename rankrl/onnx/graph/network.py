@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -32,7 +32,6 @@ from rankrl.onnx.graph_edits import STANDARD, Array, opset_of, values_in
 from rankrl.onnx.protobuf import (
     SetAside,
     holds,
-    save_model,
     set_aside_outputs,
     sparse_bytes,
     store_densely,
@@ -167,28 +166,20 @@ def _name_nodes(model: ir.Model) -> None:
 Feed = Mapping[str, Array]
 """One array for each input of a network, by name."""
 
-_NOTHING = SetAside()
 _QUIET = onnxruntime.RunOptions()
 _QUIET.log_severity_level = 4  # fatal errors alone
 
 
+@dataclass(frozen=True, eq=False)
 class OnnxNetwork:
     """A network read from an ONNX file; the file itself is never written."""
 
-    def __init__(
-        self,
-        model: ir.Model,
-        source: str,
-        axes: BatchAxes | None = None,
-        *,
-        half: HalfValues | None = None,
-        converted: str = "",
-        aside: SetAside = _NOTHING,
-    ) -> None:
-        self.model, self.source, self.converted, self.aside = model, source, converted, aside
-        self.half = HalfValues() if half is None else half
-        if axes is not None:
-            self.axes = axes
+    model: ir.Model
+    source: str
+    known_axes: BatchAxes | None = None
+    half: HalfValues = field(default_factory=HalfValues)
+    converted: str = ""
+    aside: SetAside = field(default_factory=SetAside)
 
     @classmethod
     def load(cls, path: str | Path) -> OnnxNetwork:
@@ -215,17 +206,12 @@ class OnnxNetwork:
 
     @cached_property
     def axes(self) -> BatchAxes:
-        """Batch axes of the inputs, as far as names and sizes in the file tell."""
-        return axes_in_file(self.inputs)
-
-    @property
-    def fixed_batch(self) -> int | None:
-        """The only batch size that the file runs at, or None where it is free."""
-        return self.axes.fixed
+        """Batch axes of the inputs, as far as names and sizes in the file tell where none are known."""
+        return axes_in_file(self.inputs) if self.known_axes is None else self.known_axes
 
     def with_axes(self, axes: BatchAxes) -> OnnxNetwork:
         """Return the same network with these axes for the inputs of a batch."""
-        return self._like(self.model, axes=axes)
+        return replace(self, known_axes=axes)
 
     def in_float32(self) -> OnnxNetwork:
         """Return the network with its half-precision values in float32; itself if it has none."""
@@ -237,35 +223,22 @@ class OnnxNetwork:
                 f"{self.source} is in bfloat16, which onnxruntime does not compute with on a processor, so "
                 "that nothing can be compared; export it in float32 or float16"
             )
-        return self._like(in_float32(self.model, half), half=half)
+        return replace(self, model=in_float32(self.model, half), half=half)
 
     def as_in_file(self) -> OnnxNetwork:
         """Return the network in the precision of its file."""
         if not self.half:
             return self
-        return self._like(in_half(self.model, self.half, self.source), half=HalfValues())
+        return replace(self, model=in_half(self.model, self.half, self.source), half=HalfValues())
 
     def rewritten(self, model: ir.Model) -> OnnxNetwork:
         """Return the same network with another graph."""
-        return self._like(model)
+        return replace(self, model=model)
 
     def without_casts(self, kinds: Collection[ir.DataType] = (ir.DataType.DOUBLE, *HALF)) -> OnnxNetwork:
         """Return the network with constants of some types, which it casts to float32, stored in float32."""
         model = self.graph_model()
         return self.rewritten(model) if without_casts(model, kinds) else self
-
-    def _like(
-        self, model: ir.Model, *, axes: BatchAxes | None = None, half: HalfValues | None = None
-    ) -> OnnxNetwork:
-        axes = self.__dict__.get("axes") if axes is None else axes  # not yet known while a file is read
-        return OnnxNetwork(
-            model,
-            self.source,
-            axes,
-            half=self.half if half is None else half,
-            converted=self.converted,
-            aside=self.aside,
-        )
 
     def whole(self, *, tensors: bool = False) -> onnx.ModelProto:
         """Return the network with the parts that were set aside of its file (`SetAside.put_back`)."""
@@ -281,10 +254,6 @@ class OnnxNetwork:
     def graph_model(self) -> ir.Model:
         """Return the model as a graph of its own that can be changed."""
         return self.model.clone()
-
-    def save(self, path: Path) -> None:
-        """Write the network as one file."""
-        save_model(self.model, path)
 
     @cached_property
     def digest(self) -> str:

@@ -46,6 +46,7 @@ from rankrl.onnx.graph_edits import (
     put_in_place,
     without_unused,
 )
+from rankrl.onnx.protobuf import save_model
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +60,12 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
     spread = [site.name for site in sites if site.spread]
     with tempfile.TemporaryDirectory() as folder:
         plain, rounded = Path(folder) / "plain.onnx", Path(folder) / "rounded.onnx"
-        network.save(plain)
+        save_model(network.model, plain)
 
         def fails(names: Sequence[str]) -> bool:
             try:  # onnxruntime refuses files that its own rewriting around integer nodes makes invalid
                 own = {weights[name] for name in names}
-                quantise_onnx(plain, rounded, [feed], weights=own, partly=True, fitted=False)
+                quantise_onnx(plain, rounded, [feed], weights=own, fitted=False)
                 OnnxNetwork.load(rounded).session().run(feed)
             except (DefectError, ExportError, OnnxGraphError) as error:
                 log.debug("%s in integers: %s", ", ".join(names), error)
@@ -108,9 +109,9 @@ def chosen_ranges(
     weights = {network.weight_inputs[name] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "plain.onnx"
-        network.save(plain)
+        save_model(network.model, plain)
         return choose_ranges(
-            plain, batches, weights=weights, partly=True, reduce_range=reduce_range, cut=network.axes.parts
+            plain, batches, weights=weights, reduce_range=reduce_range, cut=network.axes.parts
         )
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import torch
 from torch import nn
@@ -84,42 +85,126 @@ def replace_node(
     """Replace a node, and all that share its weight, by a layer; return the new constants by key."""
     constants: dict[str, ir.Value] = {}
     for node, layer in zip(site.nodes, layers, strict=True):
-        _replace_one(model.graph, node, layer, shift, constants)
+        _Replacement(model.graph, node, constants).put(layer, shift)
     return constants
 
 
-def _replace_one(
-    graph: ir.Graph,
-    site: Site,
-    layer: nn.Module,
-    shift: torch.Tensor | None,
-    constants: dict[str, ir.Value],
-) -> None:
-    """Replace one node by a layer; `constants` are those of earlier nodes that share the weight."""
-    node = next(node for node in graph if node.name == site.name)
-    stages = layer.row() if isinstance(layer, FactorisedLayer) else list(plain_layers(layer).values())
-    given, old = node.inputs[0], node.outputs[0]
-    assert given is not None
-    x = given
-    if shift is not None and site.absorber in ("add", "batch_norm"):
-        constants["shifted"] = _shift_behind(graph, old, site, shift)
-    nodes: list[ir.Node] = []
-    for number, stage in enumerate(stages):
-        last = number == len(stages) - 1
-        name = site.name
-        if len(stages) > 1:
-            name = free_name(graph, f"{site.name}/{_format_name(layer)}_{number}")
-        bias: torch.Tensor | None = stage.bias  # type: ignore[assignment]
-        if last and bias is not None and shift is not None and site.absorber == "bias":
-            bias = bias.detach() + shift.to(bias)
-        key = f"stage {number}"
-        if isinstance(stage, Reshape):
-            nodes += _reshapes(graph, site, stage, bias, x, given if last else None, name, constants, key)
+@dataclass(frozen=True)
+class _Replacement:
+    """Replaces one node; `constants` are those of earlier nodes that share the weight."""
+
+    graph: ir.Graph
+    site: Site
+    constants: dict[str, ir.Value]
+
+    def put(self, layer: nn.Module, shift: torch.Tensor | None) -> None:
+        """Put a layer, with the shift of its mean, in the place of the node."""
+        graph, site = self.graph, self.site
+        node = next(node for node in graph if node.name == site.name)
+        stages = layer.row() if isinstance(layer, FactorisedLayer) else list(plain_layers(layer).values())
+        x, old = node.inputs[0], node.outputs[0]
+        assert x is not None
+        if shift is not None and site.absorber in ("add", "batch_norm"):
+            self.constants["shifted"] = _shift_behind(graph, old, site, shift)
+        nodes: list[ir.Node] = []
+        for number, stage in enumerate(stages):
+            last = number == len(stages) - 1
+            name = site.name
+            if len(stages) > 1:
+                name = free_name(graph, f"{site.name}/{_format_name(layer)}_{number}")
+            bias: torch.Tensor | None = stage.bias  # type: ignore[assignment]
+            if last and bias is not None and shift is not None and site.absorber == "bias":
+                bias = bias.detach() + shift.to(bias)
+            key = f"stage {number}"
+            if isinstance(stage, Reshape):
+                nodes += self._reshapes(stage, bias, x, node.inputs[0] if last else None, name, key)
+            else:
+                spreading = node if last and site.spread else None
+                nodes.append(self._stage_node(stage, bias, x, name, key, spreading))
+            x = nodes[-1].outputs[0]
+        put_in_place(graph, [node], nodes)
+
+    def _known(self, key: str, name: str, values: npt.ArrayLike) -> ir.Value:
+        """Return the constant that is known by a key; store it where none is."""
+        if key not in self.constants:
+            self.constants[key] = new_constant(self.graph, name, values)
+        return self.constants[key]
+
+    def _stage_node(
+        self,
+        stage: nn.Module,
+        bias: torch.Tensor | None,
+        x: ir.Value,
+        name: str,
+        key: str,
+        spreading: ir.Node | None,
+    ) -> ir.Node:
+        """Return the node of a stage; as the last one of a transposed convolution it spreads positions."""
+        site = self.site
+        weight: torch.Tensor = stage.weight.detach()  # type: ignore[operator]
+        attributes: dict[str, Any] = {}
+        op_type = "Conv"
+        if spreading is not None:
+            op_type, weight = "ConvTranspose", site.spread_weight(weight)
+            attributes = dict(spreading.attributes)
+        elif isinstance(stage, nn.Conv1d | nn.Conv2d):
+            attributes = {
+                "kernel_shape": list(stage.kernel_size),
+                "strides": list(stage.stride),
+                "dilations": list(stage.dilation),
+                "group": stage.groups,
+            }
+            marked = [padding == MARKED for padding in stage.padding]
+            if not any(marked):
+                attributes["pads"] = [0] * 2 * len(marked)
+            elif site.pads is None:
+                attributes["auto_pad"] = site.auto_pad
+            else:
+                pairs = [pair if here else (0, 0) for pair, here in zip(site.pads, marked, strict=True)]
+                attributes["pads"] = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
+        elif site.op_type == "Gemm":
+            op_type, attributes = "Gemm", {"transB": 1}
         else:
-            spreading = node if last and site.spread else None
-            nodes.append(_stage_node(graph, site, stage, bias, x, name, constants, key, spreading))
-        x = nodes[-1].outputs[0]
-    put_in_place(graph, [node], nodes)
+            op_type, weight = "MatMul", weight.T
+        inputs = [x, self._known(f"{key} weight", f"{name}.weight", weight)]
+        if bias is not None:
+            inputs.append(self._known(f"{key} bias", f"{name}.bias", bias.detach()))
+        elif spreading is not None:
+            inputs += [value for value in spreading.inputs[2:] if value is not None]
+        node = ir.node(op_type, inputs, attributes, name=name)
+        node.outputs[0].name = free_name(self.graph, f"{name}_output")
+        node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+        return node
+
+    def _reshapes(
+        self,
+        stage: Reshape,
+        bias: torch.Tensor | None,
+        x: ir.Value,
+        given: ir.Value | None,
+        name: str,
+        key: str,
+    ) -> list[ir.Node]:
+        """Return the nodes of a reshape; the last one restores the axes of the site's input, if given."""
+        graph, site = self.graph, self.site
+        nodes: list[ir.Node] = []
+
+        def append(op_type: str, *inputs: ir.Value | None, **attributes: int) -> ir.Value:
+            own = free_name(graph, f"{name}/{op_type}_{len(nodes)}")
+            nodes.append(node_of(op_type, inputs, own, attributes))
+            return nodes[-1].outputs[0]
+
+        for shape in stage.shapes:
+            x = append("Reshape", x, new_constant(graph, f"{name}.shape", np.array(shape)))
+        if bias is not None:
+            held = bias.detach().reshape(-1, *[1] * len(site.spec.kernel_size))
+            x = append("Add", x, self._known(f"{key} bias", f"{name}.bias", held))
+        rank = None if given is None or given.shape is None else len(given.shape)
+        if given is not None and site.op_type == "MatMul" and rank != 2:
+            first, last = (new_constant(graph, f"{name}.axis", np.array([axis])) for axis in (0, -1))
+            axes = append("Slice", append("Shape", given), first, last)
+            x = append("Reshape", x, append("Concat", axes, last, axis=0))
+        return nodes
 
 
 @dataclass(frozen=True)
@@ -172,93 +257,6 @@ def open_constants(model: ir.Model, site: Site) -> OpenConstants:
 
 def _format_name(layer: nn.Module) -> str:
     return layer.tensor_format.name if isinstance(layer, FactorisedLayer) else "dense"
-
-
-def _stage_node(
-    graph: ir.Graph,
-    site: Site,
-    stage: nn.Module,
-    bias: torch.Tensor | None,
-    x: ir.Value,
-    name: str,
-    constants: dict[str, ir.Value],
-    key: str,
-    spreading: ir.Node | None,
-) -> ir.Node:
-    """Return the node of a stage; as the last one of a transposed convolution it spreads positions, too."""
-
-    def known(kind: str, tensor: torch.Tensor) -> ir.Value:
-        if f"{key} {kind}" not in constants:
-            constants[f"{key} {kind}"] = new_constant(graph, f"{name}.{kind}", tensor)
-        return constants[f"{key} {kind}"]
-
-    weight: torch.Tensor = stage.weight.detach()  # type: ignore[operator]
-    attributes: dict[str, Any] = {}
-    op_type = "Conv"
-    if spreading is not None:
-        op_type, weight = "ConvTranspose", site.spread_weight(weight)
-        attributes = dict(spreading.attributes)
-    elif isinstance(stage, nn.Conv1d | nn.Conv2d):
-        attributes = {
-            "kernel_shape": list(stage.kernel_size),
-            "strides": list(stage.stride),
-            "dilations": list(stage.dilation),
-            "group": stage.groups,
-        }
-        marked = [padding == MARKED for padding in stage.padding]
-        if not any(marked):
-            attributes["pads"] = [0] * 2 * len(marked)
-        elif site.pads is None:
-            attributes["auto_pad"] = site.auto_pad
-        else:
-            pairs = [pair if here else (0, 0) for pair, here in zip(site.pads, marked, strict=True)]
-            attributes["pads"] = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
-    elif site.op_type == "Gemm":
-        op_type, attributes = "Gemm", {"transB": 1}
-    else:
-        op_type, weight = "MatMul", weight.T
-    inputs = [x, known("weight", weight)]
-    if bias is not None:
-        inputs.append(known("bias", bias.detach()))
-    elif spreading is not None:
-        inputs += [value for value in spreading.inputs[2:] if value is not None]
-    node = ir.node(op_type, inputs, attributes, name=name)
-    node.outputs[0].name = free_name(graph, f"{name}_output")
-    node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
-    return node
-
-
-def _reshapes(
-    graph: ir.Graph,
-    site: Site,
-    stage: Reshape,
-    bias: torch.Tensor | None,
-    x: ir.Value,
-    given: ir.Value | None,
-    name: str,
-    constants: dict[str, ir.Value],
-    key: str,
-) -> list[ir.Node]:
-    """Return the nodes of a reshape; the last one restores the axes of the site's input, if it is given."""
-    nodes: list[ir.Node] = []
-
-    def append(op_type: str, *inputs: ir.Value | None, **attributes: int) -> ir.Value:
-        nodes.append(node_of(op_type, inputs, free_name(graph, f"{name}/{op_type}_{len(nodes)}"), attributes))
-        return nodes[-1].outputs[0]
-
-    for shape in stage.shapes:
-        x = append("Reshape", x, new_constant(graph, f"{name}.shape", np.array(shape)))
-    if bias is not None:
-        if f"{key} bias" not in constants:
-            held = bias.detach().reshape(-1, *[1] * len(site.spec.kernel_size))
-            constants[f"{key} bias"] = new_constant(graph, f"{name}.bias", held)
-        x = append("Add", x, constants[f"{key} bias"])
-    rank = None if given is None or given.shape is None else len(given.shape)
-    if given is not None and site.op_type == "MatMul" and rank != 2:
-        first, last = (new_constant(graph, f"{name}.axis", np.array([axis])) for axis in (0, -1))
-        axes = append("Slice", append("Shape", given), first, last)
-        x = append("Reshape", x, append("Concat", axes, last, axis=0))
-    return nodes
 
 
 def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Tensor) -> ir.Value:

@@ -136,7 +136,7 @@ def find_sites(network: OnnxNetwork, feed: Feed) -> list[Site]:
     """Return the nodes that are convolutions or matrix products with a weight, in the order of the graph."""
     model = network.graph_model()
     variable = depending(model.graph, model.graph.inputs)
-    seen = _Seen(model.graph, _shapes(model, network, feed), network.fixed_batch or 1, variable)
+    seen = _Seen(model.graph, _shapes(model, network, feed), network.axes.fixed or 1, variable)
     sites: list[Site] = []
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         computes_weight = node.graph is model.graph and node.outputs[0] not in variable

@@ -206,7 +206,7 @@ def test_the_mean_of_every_channel_is_that_in_floating_point(kind: str, tmp_path
 def in_integers(model: onnx.ModelProto, folder: Path, weights: list[str] | None) -> onnx.ModelProto:
     path, target = folder / "plain.onnx", folder / "integers.onnx"
     onnx.save(model, path)
-    quantise_onnx(path, target, [{"x": X, **YES}], weights=weights, reduce_range=True, partly=True)
+    quantise_onnx(path, target, [{"x": X, **YES}], weights=weights, reduce_range=True)
     return onnx.load(target)
 
 

@@ -27,6 +27,7 @@ from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.file import quantise_lstms
 from rankrl.onnx.graph.prepared_file import network_costs, plan_costs
 from rankrl.onnx.output_scores import output_score
+from rankrl.onnx.protobuf import save_model
 from rankrl.timing.latency import LocalStopwatch
 from rankrl.timing.layer_latency import LoneNode
 from rankrl.timing.network_timer import GraphFiles
@@ -131,7 +132,7 @@ def test_an_lstm_in_integers_is_that_of_onnxruntimes_quantiser(
     (site,) = find_sites(network, feed)
     graph = network.graph_model()
     quantise_lstms(graph, [(site, BITS)])
-    network.rewritten(graph).save(ours)
+    save_model(graph, ours)
     exact, expected, found = (OnnxNetwork.load(path).session().run(feed) for path in (plain, theirs, ours))
     for one, other, right in zip(found, expected, exact, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
