@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import os
+import re
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +20,10 @@ import torch
 from torch import nn
 
 from rankrl.data import ImageData
+from rankrl.device import processor_name, usable_cores
+from rankrl.errors import counted
 from rankrl.files import write_atomically
 from rankrl.models import create_model, load_checkpoint
-from rankrl.report.run_folder import hardware_line, shown_command, write_section
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -53,6 +58,65 @@ def publish(
     print(text)
     if output is not None:
         write_section(output, section, title, text)
+
+
+def hardware_line(*packages: str) -> str:
+    """Name processor, threads in use, GPU if there is one, and the versions of torch and other packages."""
+    parts = [
+        processor_name(),
+        counted(usable_cores(), "core"),
+        f"{counted(torch.get_num_threads(), 'thread')} used",
+    ]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    parts += [f"{package} {metadata.version(package)}" for package in ("torch", *packages)]
+    return ", ".join(parts)
+
+
+def shown_command(
+    arguments: Sequence[str], *, shortened: Mapping[str, str] | None = None, dropped: Sequence[str] = ()
+) -> str:
+    """Return the command line for publication, without words that belong to this machine alone."""
+    words: list[str] = []
+    skip = False
+    for word in arguments:
+        if not skip and word not in dropped:
+            words.append((shortened or {}).get(word, word))
+        skip = word in dropped
+    variables = [f"{name}={os.environ[name]} " for name in ("OMP_NUM_THREADS",) if name in os.environ]
+    if "RANKRL_DATA" in os.environ:
+        variables.insert(0, "RANKRL_DATA=data ")
+    return f"{''.join(variables)}python {shlex.join(words)}"
+
+
+def write_section(path: Path, marker: str, title: str, text: str) -> None:
+    """Put text between a section's markers in a Markdown file, or its tables into a CSV file, atomically."""
+    if path.suffix == ".csv":
+        write_atomically(path, _comma_separated(text))
+        return
+    start, end = f"<!-- {marker}:start -->", f"<!-- {marker}:end -->"
+    document = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
+    section = f"{start}\n{text}\n{end}"
+    if start in document and end in document:
+        before, rest = document.split(start, 1)
+        document = before + section + rest.split(end, 1)[1]
+    elif start in document or end in document:
+        raise ValueError(f"{path} has only one of {start} and {end}: put the other one back")
+    else:
+        document = f"{document.rstrip()}\n\n## {title}\n\n{section}\n"
+    write_atomically(path, document)
+
+
+def _comma_separated(text: str) -> str:
+    """Return the tables of a Markdown text as CSV, and its other lines as comments."""
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    for line in filter(None, text.splitlines()):
+        if not line.startswith("|"):
+            lines.write(f"# {line}\n")
+        elif set(line) - set("|-: "):
+            writer.writerow(cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
+    return lines.getvalue()
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], *, left: Collection[int] = (0,)) -> str:

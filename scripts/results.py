@@ -25,10 +25,17 @@ from typing import Any
 
 import torch
 import yaml
-from bench_frame import ResultRows, command_line, markdown, say
+from bench_frame import (
+    ResultRows,
+    command_line,
+    hardware_line,
+    markdown,
+    say,
+    shown_command,
+    write_section,
+)
 
 from rankrl.cli.app import BUDGET_MISSED, COLLAPSED
-from rankrl.report.run_folder import hardware_line, shown_command, write_section
 
 GRID = Path(__file__).with_suffix(".yaml")
 CPU_EPOCHS, GPU_EPOCHS = 60, 200

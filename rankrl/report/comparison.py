@@ -23,7 +23,6 @@ from rankrl.report.figures import (
     SERIES,
     WIDE,
     drawing,
-    is_narrow,
     number_axis,
     panels,
     style_axes,
@@ -194,7 +193,7 @@ def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WI
     _draw_rewards(axes, rows)
     number_axis(axes)
     whole_axis(axes, bins=6)
-    upper_legend(figure, columns=3 if is_narrow(size) else 8)
+    upper_legend(figure, columns=8)
     return figure
 
 

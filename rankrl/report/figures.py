@@ -33,52 +33,44 @@ def percent_axis(axes: Axes, *, which: str = "y", bins: int = 6, low: float | No
     Its limits leave a margin within 0 to 100 %; a single value is in the middle, between two ticks. Markers
     on a limit are not clipped.
     """
-    axis = axes.xaxis if which == "x" else axes.yaxis
     least, most = _drawn(axes, which)
     margin = _MARGIN * (most - least) or _ALONE
-    start = max(0.0, least - margin) if low is None else low
-    _set_limits(axes, which, start, most + margin if most > 1 else min(1.0, most + margin))
+    end = most + margin if most > 1 else min(1.0, most + margin)
+    axes.set(**{f"{which}lim": (max(0.0, least - margin) if low is None else low, end)})
+    axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(MaxNLocator(nbins=bins, steps=_STEPS))
     axis.set_major_formatter(PercentFormatter(1.0))
     for artist in axes.lines:
         artist.set_clip_on(False)
 
 
-def number_axis(axes: Axes, *, low: float | None = None) -> None:
+def number_axis(axes: Axes, *, low: float = -math.inf) -> None:
     """Format a vertical axis of plain numbers (losses, rewards), none of them below `low`.
 
     Labels are in full, without matplotlib's offset; a single value is in the middle.
     """
     least, most = _drawn(axes, "y")
     margin = _MARGIN * (most - least) or _MARGIN * abs(most) or _ALONE
-    start = least - margin if low is None else max(low, least - margin)
-    axes.set_ylim(start, most + margin)
+    axes.set_ylim(max(low, least - margin), most + margin)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
     axes.yaxis.set_major_formatter(ScalarFormatter(useOffset=False))
 
 
 def whole_axis(axes: Axes, *, which: str = "x", bins: int = 8) -> None:
     """Format an axis of counts: whole numbers only, a single one in the middle."""
-    axis = axes.xaxis if which == "x" else axes.yaxis
     least, most = _drawn(axes, which)
     if most - least < 1:
-        _set_limits(axes, which, least - 0.5, most + 0.5)
+        axes.set(**{f"{which}lim": (least - 0.5, most + 0.5)})
+    axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(MaxNLocator(integer=True, nbins=bins, steps=(1, 2, 5, 10), min_n_ticks=1))
 
 
 def _drawn(axes: Axes, which: str) -> tuple[float, float]:
-    """Return the smallest and the largest value drawn on a panel or on those that share its axis."""
+    """Find the smallest and the largest value drawn on a panel or on those that share its axis."""
     shared = (axes.get_shared_x_axes() if which == "x" else axes.get_shared_y_axes()).get_siblings(axes)
-    spans = [panel.dataLim.intervalx if which == "x" else panel.dataLim.intervaly for panel in shared]
+    spans = [getattr(panel.dataLim, f"interval{which}") for panel in shared]
     values = [float(value) for span in spans for value in span if math.isfinite(value)]
     return (min(values), max(values)) if values else (0.0, 1.0)
-
-
-def _set_limits(axes: Axes, which: str, start: float, end: float) -> None:
-    if which == "x":
-        axes.set_xlim(start, end)
-    else:
-        axes.set_ylim(start, end)
 
 
 PALETTE = {
@@ -117,7 +109,7 @@ _AVERAGED_FRACTION = 20
 _MARKERS = ("o", "s", "^", "D", "v", "P", "p", "X")
 
 
-def is_narrow(size: tuple[float, float]) -> bool:
+def is_narrow(size: Sequence[float]) -> bool:
     """Tell whether a figure is for narrow windows."""
     return size[0] <= NARROW[0]
 
@@ -163,7 +155,7 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
             axes.plot(row.episode, row.reward, ".", color=PALETTE["muted"], markersize=5)
     number_axis(axes)
     whole_axis(axes, bins=5 if is_narrow(size) else 8)
-    upper_legend(figure, columns=3 if is_narrow(size) else 6)
+    upper_legend(figure, columns=6)
     return figure
 
 
@@ -221,7 +213,7 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     step = max(1, math.ceil(len(layers) / (width * 4.2)))
     ranks.set_xticks(range(0, len(layers), step), [row.name for row in layers[::step]], rotation=90)
     ranks.set_xlim(-0.7, len(layers) - 0.3)
-    upper_legend(figure, columns=3 if is_narrow(size) else len(colours) + 1)
+    upper_legend(figure, columns=len(colours) + 1)
     return figure
 
 
@@ -292,7 +284,7 @@ def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def upper_legend(figure: Figure, *, columns: int) -> None:
-    """Put one legend above all panels of a figure."""
+    """Put one legend above all panels of a figure, with three columns at most in a narrow one."""
     entries: dict[str, Artist] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -301,7 +293,7 @@ def upper_legend(figure: Figure, *, columns: int) -> None:
         list(entries.values()),
         list(entries),
         loc="outside upper left",
-        ncols=columns,
+        ncols=min(3, columns) if is_narrow(figure.get_size_inches()) else columns,
         frameon=False,
         fontsize=FONT,
         labelcolor=PALETTE["ink"],
@@ -310,41 +302,24 @@ def upper_legend(figure: Figure, *, columns: int) -> None:
     )
 
 
-_STEP, _WIDTH = 20.0, 14.0
-_HEIGHT, _GAP = 84.0, 16.0
-_LEAST = 5.0  # so that the smallest layers are seen
+_LEAST = 6.0  # percent, so that the smallest layers are seen
 
 
 @dataclass(frozen=True)
 class Block:
-    """A layer: the outline shows its original size, the filling the share that is kept."""
+    """A layer: the outline shows its original size in percent of the largest, the filling what is left."""
 
-    x: float
-    y: float
-    width: float
     height: float
-    filled_y: float
     filled: float
-    colour: str
+    role: str
     title: str
 
 
 @dataclass(frozen=True)
-class NetworkDrawing:
-    """The blocks of all layers, in rows."""
-
-    width: float
-    height: float
-    blocks: Sequence[Block]
-    lines: Sequence[tuple[float, float, float]]
-
-
-@dataclass(frozen=True)
 class PlanDrawing:
-    """The drawing of a plan, for wide and for narrow windows."""
+    """The blocks of all layers."""
 
-    wide: NetworkDrawing
-    narrow: NetworkDrawing
+    blocks: Sequence[Block]
     legend: Sequence[tuple[str, str]]
     caption: str
 
@@ -358,47 +333,23 @@ def plan_drawing(layers: Sequence[LayerRow]) -> PlanDrawing | None:
     if not layers:
         return None
     kinds, colours = layer_kinds(layers)
-    roles = [colours.get(kind, "accent") for kind in kinds]
+    largest = max(row.params_before for row in layers)
+    blocks = [
+        Block(
+            round(max(_LEAST, 100 * (row.params_before / largest) ** 0.25), 1),
+            round(100 * min(1.0, row.kept), 1),
+            colours.get(kind, "accent"),
+            _title(row),
+        )
+        for row, kind in zip(layers, kinds, strict=True)
+    ]
     empty = "; an empty one left the network" if REMOVED in kinds else ""
     return PlanDrawing(
-        _draw_layers(layers, roles, fewest=24, most=44),
-        _draw_layers(layers, roles, fewest=12, most=16),
+        blocks,
         [(kind.replace("_", " "), role) for kind, role in colours.items()],
         "Every layer from the input to the output: the outline is what it had, the filling what is "
         f"left{empty}. Point at a layer for its operations.",
     )
-
-
-def _draw_layers(
-    layers: Sequence[LayerRow], roles: Sequence[str], *, fewest: int, most: int
-) -> NetworkDrawing:
-    """Draw up to `most` layers in a row, at least `fewest` blocks wide, so that blocks keep their size."""
-    rows = math.ceil(len(layers) / most)
-    per_row = math.ceil(len(layers) / rows)
-    largest = max(row.params_before for row in layers)
-    blocks = []
-    for index, (row, role) in enumerate(zip(layers, roles, strict=True)):
-        line, column = divmod(index, per_row)
-        height = max(_LEAST, _HEIGHT * (row.params_before / largest) ** 0.25)
-        filled = height * min(1.0, row.kept)
-        middle = line * (_HEIGHT + _GAP) + _HEIGHT / 2
-        blocks.append(
-            Block(
-                round(column * _STEP + (_STEP - _WIDTH) / 2, 1),
-                round(middle - height / 2, 1),
-                _WIDTH,
-                round(height, 1),
-                round(middle + height / 2 - filled, 1),
-                round(filled, 1),
-                role,
-                _title(row),
-            )
-        )
-    lines = [
-        (0.0, min(per_row, len(layers) - line * per_row) * _STEP, line * (_HEIGHT + _GAP) + _HEIGHT / 2)
-        for line in range(rows)
-    ]
-    return NetworkDrawing(max(per_row, fewest) * _STEP, rows * (_HEIGHT + _GAP) - _GAP, blocks, lines)
 
 
 def _title(row: LayerRow) -> str:

@@ -469,7 +469,7 @@ def pareto_figure(runs: Sequence[GatheredRun], size: tuple[float, float] = WIDE)
         _draw(axes, runs, cost, styles)
     for axes in drawn:
         percent_axis(axes)
-    upper_legend(figure, columns=3 if is_narrow(size) else 7)
+    upper_legend(figure, columns=7)
     return figure
 
 

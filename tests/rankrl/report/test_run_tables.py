@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rankrl.errors import counted
 from rankrl.report import (
     ReportError,
     RunReport,
@@ -22,7 +21,6 @@ from rankrl.report import (
     runtimes_table,
     summary_table,
 )
-from rankrl.report.run_folder import hardware_line
 from rankrl.report.run_tables import (
     before_after,
     certificate_card,
@@ -240,14 +238,6 @@ def test_the_setup_names_command_seed_versions_and_hardware() -> None:
     assert setup["Seed"] == "7"
     assert "torch" in setup["Versions"]
     assert re.search(r", \d+ cores?$", setup["Processor"])
-
-
-@pytest.mark.parametrize(("count", "text"), [(0, "0 cores"), (1, "1 core"), (2, "2 cores")])
-def test_one_is_no_plural(count: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert counted(count, "core") == text
-    monkeypatch.setattr("rankrl.report.run_folder.usable_cores", lambda: count)
-    assert collect_setup(["rankrl"], 0)["Processor"].endswith(f", {text}")
-    assert f", {text}, " in hardware_line()
 
 
 def test_a_run_ends_with_one_sentence(metrics: dict[str, Any]) -> None:

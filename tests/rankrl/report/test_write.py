@@ -26,7 +26,6 @@ from rankrl.report import (
     write_report,
 )
 from rankrl.report.figures import plan_drawing
-from rankrl.report.run_folder import shown_command, write_section
 from rankrl.report.run_tables import before_after, remains
 from rankrl.training import EpochRow
 
@@ -102,7 +101,7 @@ def test_every_id_is_used_once_and_every_reference_has_its_target(document: str)
 
 def test_figures_take_their_colours_from_the_theme(document: str) -> None:
     drawings = re.findall(r"<svg.*?</svg>", document, re.DOTALL)
-    assert len(drawings) == 8  # three figures and the plan, each for wide and for narrow windows
+    assert len(drawings) == 6  # three figures, each for wide and for narrow windows
     assert not any(re.search(r"#[0-9a-f]{6}\b", drawing) for drawing in drawings)
     assert all('role="img" aria-label="' in drawing for drawing in drawings)
 
@@ -356,20 +355,16 @@ def test_the_plan_is_drawn_layer_by_layer_with_words_to_point_at(layers: list[La
     first = dataclasses.replace(layers[5], name="<odd>", format="tucker", precision="int8")
     drawn = plan_drawing([*layers[:5], first, *layers[6:]])
     assert drawn is not None
-    for drawing in (drawn.wide, drawn.narrow):
-        assert len(drawing.blocks) == len(layers)
-        for block, row in zip(drawing.blocks, layers, strict=True):
-            assert block.filled == pytest.approx(block.height * row.kept, abs=0.1)
-            assert block.filled_y + block.filled == pytest.approx(block.y + block.height, abs=0.2)
-            assert 0 <= block.x < block.x + block.width <= drawing.width
-            assert 0 <= block.y < block.y + block.height <= drawing.height + 0.1
-    assert len(drawn.narrow.lines) == 2
-    title = drawn.wide.blocks[5].title
+    assert [block.filled for block in drawn.blocks] == pytest.approx(
+        [100 * row.kept for row in layers], abs=0.1
+    )
+    assert max(block.height for block in drawn.blocks) == 100
+    title = drawn.blocks[5].title
     assert title.startswith("<odd>: 16×16×3×3\ntucker ")
     assert "\nint8\n" in title
     assert ("left dense", "soft") in drawn.legend
     page = run_page(RunReport({"model": "a"}, [first]))
-    assert "<title>&lt;odd&gt;: 16×16×3×3\n" in page
+    assert 'title="&lt;odd&gt;: 16×16×3×3\n' in page
     assert plan_drawing([]) is None
     assert "left the network" not in drawn.caption
 
@@ -382,8 +377,8 @@ def test_a_removed_layer_is_an_empty_outline(layers: list[LayerRow]) -> None:
     assert drawn is not None
     assert drawn.legend == []
     assert "an empty one left the network" in drawn.caption
-    assert [block.filled for block in drawn.wide.blocks] == [0, 0]
-    assert drawn.wide.blocks[0].title.endswith("removed with block layer1.0")
+    assert [block.filled for block in drawn.blocks] == [0, 0]
+    assert drawn.blocks[0].title.endswith("removed with block layer1.0")
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -462,36 +457,3 @@ def test_a_folder_that_cannot_be_written_is_refused(run_folder: Path, layers: Se
     with pytest.raises(StorageError, match="plots"):
         write_report(run_folder, layers=layers)
     assert not (run_folder / "report.html").exists()
-
-
-def test_only_the_marked_section_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "benchmarks.md"
-    write_section(path, "one", "One", "first")
-    path.write_text(f"intro\n\n{path.read_text()}\noutro\n")
-    write_section(path, "two", "Two", "other")
-    write_section(path, "one", "One", "second")
-    text = path.read_text()
-    assert text.startswith("intro\n")
-    assert [word in text for word in ("outro", "second", "other", "first")] == [True, True, True, False]
-    assert [file.name for file in tmp_path.iterdir()] == ["benchmarks.md"]
-
-
-def test_a_csv_file_gets_the_tables_and_comments(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    write_section(path, "one", "One", "`python bench.py`\n\n| a | b |\n|---|---:|\n| x, y | 1 |")
-    assert path.read_text() == '# `python bench.py`\na,b\n"x, y",1\n'
-
-
-def test_half_a_pair_of_markers_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "benchmarks.md"
-    path.write_text("<!-- one:start -->")
-    with pytest.raises(ValueError, match="put the other one back"):
-        write_section(path, "one", "One", "text")
-
-
-def test_nothing_of_this_machine_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("RANKRL_DATA", "/mnt/mine")
-    words = ["bench.py", "--checkpoint", "/mnt/a b.th", "--rows", "/tmp/rows", "--part", "fits"]
-    found = shown_command(words, shortened={"/mnt/a b.th": "a b.th"}, dropped=["--rows"])
-    assert found == "RANKRL_DATA=data OMP_NUM_THREADS=1 python bench.py --checkpoint 'a b.th' --part fits"
