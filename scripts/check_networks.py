@@ -16,6 +16,7 @@ iterations and the images are noise.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import resource
 import subprocess
@@ -215,23 +216,11 @@ class TransformerClassifier(nn.Module):
 
 
 def _torchvision(name: str, **options: object) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        from torchvision import models
-
-        network: nn.Module = models.get_model(name, weights=None, **options)
-        return network
-
-    return build
+    return lambda: models.get_model(name, weights=None, **options)
 
 
 def _timm(name: str, **options: object) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import timm
-
-        network: nn.Module = timm.create_model(name, pretrained=False, **options)
-        return network
-
-    return build
+    return lambda: importlib.import_module("timm").create_model(name, pretrained=False, **options)
 
 
 NETWORKS: dict[str, Network] = {
