@@ -148,7 +148,8 @@ class GatheredRun:
         if not self.metrics:  # an unfinished run has only its configuration
             pruned = self.config.get("task") == "prune"
             group, key = ("pruner", "name") if pruned else ("decomposition", "format")
-            names = [str(self._configured(group, key) or "")]
+            content = self.config.get(group)
+            names = [str(content.get(key) or "") if isinstance(content, Mapping) else ""]
         return " + ".join(names)
 
     @property
@@ -171,10 +172,6 @@ class GatheredRun:
         """Return a value of the metrics (model, dataset, selector) as text; empty if it is missing."""
         value = self.metrics.get(key)
         return "" if value is None else str(value)
-
-    def _configured(self, group: str, key: str) -> Any:
-        content = self.config.get(group)
-        return content.get(key) if isinstance(content, Mapping) else None
 
 
 def gather_runs(folder: str | Path) -> list[GatheredRun]:

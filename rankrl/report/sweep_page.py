@@ -39,7 +39,9 @@ from rankrl.report.run_folder import GatheredRun, Status, date_line, gather_runs
 from rankrl.report.run_tables import (
     UNCHANGED,
     UNKNOWN,
+    Stage,
     Table,
+    dense_int8,
     format_accuracy,
     format_bytes,
     format_count,
@@ -360,56 +362,60 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
     return front
 
 
+@dataclass(frozen=True)
+class CostPoints:
+    """Cost and accuracy of runs, of their dense networks, and of those in 8-bit integers."""
+
+    runs: list[tuple[GatheredRun, Point]]
+    dense: dict[Network, Point]
+    integers: dict[Network, Point]
+
+    @property
+    def front(self) -> list[Point]:
+        """The Pareto front of all of them."""
+        points = [point for _, point in self.runs]
+        return pareto_front([*points, *self.dense.values(), *self.integers.values()])
+
+
+def cost_points(runs: Sequence[GatheredRun], cost: str) -> CostPoints:
+    """Find the points of the runs whose accuracy and cost were measured, and of their dense networks.
+
+    In integers it has the dense network's parameters and MACs, so that it competes in time and bytes only.
+    """
+    found = CostPoints([], {}, {})
+    for run in runs:
+        value = run_costs(run).get(cost)
+        if run.final is None or run.final.accuracy is None or value is None:
+            continue
+        found.runs.append((run, (value, run.final.accuracy)))
+        dense, integers = run.baseline, dense_int8(run.metrics)
+        timed = 1.0 if dense is not None and dense.latency_ms is not None else None
+        _add_point(found.dense, run, dense, _costs(dense, timed).get(cost))
+        if cost in ("latency", "bytes"):
+            faster = number(run.metrics, "dense_int8", "latency_ratio")
+            _add_point(found.integers, run, integers, _costs(integers, faster).get(cost))
+    return found
+
+
+def _add_point(
+    points: dict[Network, Point], run: GatheredRun, stage: Stage | None, value: float | None
+) -> None:
+    if stage is not None and stage.accuracy is not None and value is not None:
+        points[dense_network(run)] = (value, stage.accuracy)
+
+
 def run_costs(run: GatheredRun) -> dict[str, float]:
     """Return the known costs of a run's last network, by measure."""
-    last, dense = run.final, run.baseline
-    if last is None:
+    before, after = (None if stage is None else stage.latency_ms for stage in (run.baseline, run.final))
+    return _costs(run.final, ratio(run.metrics, "latency", before, after))
+
+
+def _costs(stage: Stage | None, faster: float | None) -> dict[str, float]:
+    if stage is None:
         return {}
-    faster = ratio(run.metrics, "latency", None if dense is None else dense.latency_ms, last.latency_ms)
     latency = 1 / faster if faster else None
-    costs = {"params": last.params, "macs": last.macs, "latency": latency, "bytes": last.file_bytes}
+    costs = {"params": stage.params, "macs": stage.macs, "latency": latency, "bytes": stage.file_bytes}
     return {name: value for name, value in costs.items() if value is not None}
-
-
-def plotted(runs: Sequence[GatheredRun], cost: str) -> list[tuple[GatheredRun, Point]]:
-    """Return the runs whose accuracy and cost were measured, with both."""
-    known = [(run, run.final.accuracy, run_costs(run)) for run in runs if run.final is not None]
-    return [
-        (run, (costs[cost], accuracy))
-        for run, accuracy, costs in known
-        if accuracy is not None and cost in costs
-    ]
-
-
-def dense_costs(runs: Sequence[GatheredRun], cost: str) -> dict[Network, Point]:
-    """Return cost and accuracy of each dense network."""
-    points = {}
-    for run, _ in plotted(runs, cost):
-        dense = run.baseline
-        if dense is None or dense.accuracy is None:
-            continue
-        latency = None if dense.latency_ms is None else 1.0
-        costs = {"params": dense.params, "macs": dense.macs, "latency": latency, "bytes": dense.file_bytes}
-        value = costs[cost]
-        if value is not None:
-            points[dense_network(run)] = (value, dense.accuracy)
-    return points
-
-
-def rivals(runs: Sequence[GatheredRun], cost: str) -> dict[Network, Point]:
-    """Return cost and accuracy of each dense network in 8-bit integers.
-
-    Its parameters and MACs are those of the dense network, so that it competes in time and bytes only.
-    """
-    points = {}
-    for run, _ in plotted(runs, cost):
-        accuracy, faster, size = (
-            number(run.metrics, "dense_int8", key) for key in ("accuracy", "latency_ratio", "file_bytes")
-        )
-        value = {"latency": 1 / faster if faster else None, "bytes": size}.get(cost)
-        if accuracy is not None and value is not None:
-            points[dense_network(run)] = (value, accuracy)
-    return points
 
 
 def dense_network(run: GatheredRun) -> Network:
@@ -426,8 +432,9 @@ def with_fronts(runs: Sequence[GatheredRun]) -> list[GatheredRun]:
     """
     best: dict[Path, list[str]] = {run.folder: [] for run in runs}
     for cost, name in COSTS.items():
-        front = set(_front(runs, cost))
-        for run, point in plotted(runs, cost):
+        points = cost_points(runs, cost)
+        front = set(points.front)
+        for run, point in points.runs:
             if point in front:
                 best[run.folder].append(name.partition(" ")[0])
     measured = [(run, _all_costs(run)) for run in runs]
@@ -435,12 +442,6 @@ def with_fronts(runs: Sequence[GatheredRun]) -> list[GatheredRun]:
         if len(mine) > 2 and not any(_beats(others, mine) for _, others in measured):
             best[run.folder].append(ALL_AT_ONCE)
     return [replace(run, best_in=tuple(best[run.folder])) for run in runs]
-
-
-def _front(runs: Sequence[GatheredRun], cost: str) -> list[Point]:
-    """Return the Pareto front of runs and dense networks, in floating point and in integers."""
-    points = [point for _, point in plotted(runs, cost)]
-    return pareto_front([*points, *dense_costs(runs, cost).values(), *rivals(runs, cost).values()])
 
 
 def _all_costs(run: GatheredRun) -> dict[str, float]:
@@ -459,27 +460,28 @@ def _beats(first: Mapping[str, float], second: Mapping[str, float]) -> bool:
 
 def pareto_figure(runs: Sequence[GatheredRun], size: tuple[float, float] = WIDE) -> Figure:
     """Draw accuracy over each cost that was measured: runs, their Pareto front and the dense networks."""
-    costs = [cost for cost in COSTS if plotted(runs, cost)]
+    points = {cost: cost_points(runs, cost) for cost in COSTS}
+    costs = [cost for cost in COSTS if points[cost].runs]
     across = 2 if len(costs) in (2, 4) else 3
     figure, drawn = panels(size, len(costs), columns=across, sharey=True)
     styles = method_styles([run.method for run in runs])
     for index, (axes, cost) in enumerate(zip(drawn, costs, strict=True)):
         is_first = is_narrow(size) or index % across == 0
         style_axes(axes, COSTS[cost], "test accuracy" if is_first else "")
-        _draw(axes, runs, cost, styles)
+        _draw(axes, points[cost], styles)
+        if cost != "latency":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     for axes in drawn:
         percent_axis(axes)
     upper_legend(figure, columns=7)
     return figure
 
 
-def _draw(axes: Axes, runs: Sequence[GatheredRun], cost: str, styles: Mapping[str, tuple[str, str]]) -> None:
-    points, front = plotted(runs, cost), _front(runs, cost)
-    dense, integers = dense_costs(runs, cost), rivals(runs, cost)
-    values = [value for value, _ in (*(point for _, point in points), *dense.values(), *integers.values())]
-    limit = 1.05 * max(values)
+def _draw(axes: Axes, points: CostPoints, styles: Mapping[str, tuple[str, str]]) -> None:
+    drawn = (*(point for _, point in points.runs), *points.dense.values(), *points.integers.values())
+    limit = 1.05 * max(value for value, _ in drawn)
     # A front of one point is a line, too: all that costs more than it is no better.
-    line = [*front, (limit, front[-1][1])]
+    line = [*points.front, (limit, points.front[-1][1])]
     axes.step(
         *zip(*line, strict=True),
         where="post",
@@ -489,11 +491,14 @@ def _draw(axes: Axes, runs: Sequence[GatheredRun], cost: str, styles: Mapping[st
         label="Pareto front",
     )
     for method, (role, marker) in styles.items():
-        own = [point for run, point in points if run.method == method]
+        own = [point for run, point in points.runs if run.method == method]
         if own:
             label = method.replace("_", " ")
             axes.plot(*zip(*own, strict=True), marker, color=PALETTE[role], markersize=6, label=label)
-    for networks, marker, label in ((dense, "o", "dense"), (integers, "s", "dense, 8-bit integers")):
+    for networks, marker, label in (
+        (points.dense, "o", "dense"),
+        (points.integers, "s", "dense, 8-bit integers"),
+    ):
         if networks:
             axes.plot(
                 *zip(*networks.values(), strict=True),
@@ -507,8 +512,6 @@ def _draw(axes: Axes, runs: Sequence[GatheredRun], cost: str, styles: Mapping[st
     axes.grid(axis="x", color=PALETTE["line"], linewidth=0.8)
     axes.set_xlim(0, limit)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
-    if cost != "latency":
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 _NO_MEANS = ("seed", "folder", "best_in")
@@ -621,11 +624,11 @@ def _least_costs(runs: Sequence[GatheredRun]) -> Iterator[tuple[str, str, str]]:
         ("Least latency", "latency", ""),
         ("Smallest file", "bytes", "smaller"),
     ):
-        dense = dense_costs(runs, cost)
+        points = cost_points(runs, cost)
         near = [
-            (value / dense[dense_network(run)][0], run)
-            for run, (value, accuracy) in plotted(runs, cost)
-            if dense_network(run) in dense and accuracy >= dense[dense_network(run)][1] - _NEAR
+            (value / points.dense[dense_network(run)][0], run)
+            for run, (value, accuracy) in points.runs
+            if dense_network(run) in points.dense and accuracy >= points.dense[dense_network(run)][1] - _NEAR
         ]
         if near:
             kept, run = min(near, key=lambda pair: pair[0])
@@ -648,18 +651,19 @@ def _name(run: GatheredRun) -> str:
 
 
 def _pareto(runs: Sequence[GatheredRun]) -> Drawing | None:
-    if not any(plotted(runs, cost) for cost in COSTS):
+    points = {cost: cost_points(runs, cost) for cost in COSTS}
+    if not any(found.runs for found in points.values()):
         return None
     caption = (
         "Each point is a run, as it ended. The line joins what nothing else beats in both accuracy and cost, "
         "the dense network and its 8-bit integers included. Accuracy is that on the test set, which "
         "chose nothing."
     )
-    if plotted(runs, "latency"):
+    if points["latency"].runs:
         caption += (
             " Latency is that of the ONNX file, as a share of the dense network's, timed in turns with it."
         )
-    if any(rivals(runs, cost) for cost in COSTS):
+    if any(found.integers for found in points.values()):
         caption += (
             " The square is the dense network in 8-bit integers, by the runtime's own means and without any "
             "compression: the first rival."

@@ -17,7 +17,7 @@ import rankrl
 from decomposition import list_formats
 from rankrl.report import ReportError, gather_runs, results_table, write_sweep_report
 from rankrl.report.figures import method_styles
-from rankrl.report.sweep_page import ALL_AT_ONCE, dense_costs, pareto_front, plotted, rivals, with_fronts
+from rankrl.report.sweep_page import ALL_AT_ONCE, COSTS, cost_points, pareto_front, with_fronts
 
 METHODS = ("tensor_ring", "tucker", "cp")
 BUDGETS = (0.5, 0.25)
@@ -94,13 +94,14 @@ def test_a_run_measured_on_a_busy_machine_is_as_fast_as_on_a_quiet_one(tmp_path:
         content["onnx"] = {key: slow * value for key, value in content["onnx"].items()}
         make_run(tmp_path / name, content)
     runs = gather_runs(tmp_path)
-    assert [value for _, (value, _) in plotted(runs, "latency")] == pytest.approx([1.0, 1.0])
-    assert [value for value, _ in dense_costs(runs, "latency").values()] == [1.0]
+    points = cost_points(runs, "latency")
+    assert [value for _, (value, _) in points.runs] == pytest.approx([1.0, 1.0])
+    assert [value for value, _ in points.dense.values()] == [1.0]
 
 
 def test_the_share_of_a_latency_is_that_of_the_turns(tmp_path: Path) -> None:
     make_run(tmp_path / "run", metrics("cp", 0.25))
-    ((_, (value, _)),) = plotted(gather_runs(tmp_path), "latency")
+    ((_, (value, _)),) = cost_points(gather_runs(tmp_path), "latency").runs
     assert value == pytest.approx(1 / 1.25)
 
 
@@ -332,9 +333,8 @@ def test_dense_integers_are_a_rival_in_time_and_bytes(tmp_path: Path) -> None:
         content["onnx"] |= {"baseline_file_bytes": 1_000_000, "file_bytes": size}
         make_run(tmp_path / method, content)
     runs = with_fronts(gather_runs(tmp_path))
-    assert rivals(runs, "params") == rivals(runs, "macs") == {}
-    assert list(rivals(runs, "latency").values()) == [(0.5, 0.9167)]
-    assert list(rivals(runs, "bytes").values()) == [(300_000, 0.9167)]
+    rivals = {cost: list(cost_points(runs, cost).integers.values()) for cost in COSTS}
+    assert rivals == {"params": [], "macs": [], "latency": [(0.5, 0.9167)], "bytes": [(300_000, 0.9167)]}
     # The integers are more accurate and as fast, and smaller than one of the two files.
     best = {run.method: run.best_in for run in runs}
     assert best == {"tucker": ("parameters", "MACs", ALL_AT_ONCE), "cp": ("bytes", ALL_AT_ONCE)}
