@@ -32,6 +32,7 @@ from matplotlib.figure import Figure
 
 from decomposition import DecompositionError
 from rankrl import reuse_memory
+from rankrl.cli.config.compose import load_plugins
 from rankrl.cli.config.options import selector_entry
 from rankrl.device import processor_name
 from rankrl.errors import RankrlError
@@ -63,14 +64,6 @@ _RESAMPLES = 10_000
 _TUNED_TASKS = 4
 
 
-def entry(text: str) -> SelectorEntry:
-    """Read an entry of the command line."""
-    try:
-        return selector_entry(text)
-    except RankrlError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def seeds_of(one: SelectorEntry, seeds: Sequence[int]) -> Sequence[int]:
     """List the seeds to search with; the first alone where nothing is drawn."""
     return seeds if selector_is_seeded(one.selector) else seeds[:1]
@@ -81,7 +74,7 @@ def selector(text: str) -> SelectorEntry:
 
     `POLICY` is the first plan of `bayes` with the policy, `PREDICTED` greedy's without measured divergences.
     """
-    return replace(entry(_SEARCHED_AS.get(text, text)), text=text)
+    return replace(selector_entry(_SEARCHED_AS.get(text, text)), text=text)
 
 
 def after(evaluations: int) -> list[int]:
@@ -327,7 +320,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, required=True, help="CSV file of the rows")
     parser.add_argument("--yaml", type=Path, default=TASKS, help="file of the tasks")
     parser.add_argument("--tasks", default="*", help="pattern of names")
-    parser.add_argument("--selectors", nargs="+", type=selector, default=[*map(selector, SELECTORS)])
+    parser.add_argument("--selectors", nargs="+", default=list(SELECTORS))
+    parser.add_argument(
+        "--plugins", nargs="+", default=[], metavar="MODULE", help="register what they define"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--evaluations", type=int, default=20, help="of a search")
     parser.add_argument("--images", type=int, default=1000, help="held-out images, or inputs, of a search")
@@ -341,7 +337,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="print what plans at 0 become after so many steps, of the tasks where they differ most",
     )
     parser.add_argument("--picture", type=Path, help="PNG file to draw the regrets in")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        load_plugins(options.plugins)
+        options.selectors = [*map(selector, options.selectors)]
+    except RankrlError as error:
+        parser.error(str(error))
+    return options
 
 
 def main() -> None:

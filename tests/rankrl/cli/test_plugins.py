@@ -105,3 +105,14 @@ def test_a_search_by_it(rankrl: Command, installed: None) -> None:
     )
     rankrl(*options, *quick, "decomposition=tucker", "budget.params=0.6", "hydra.run.dir=run")
     assert '"fresh"' in Path("run/plan.json").read_text()
+
+
+def test_the_leaderboard_takes_selectors_of_plugins(capfd: pytest.CaptureFixture[str]) -> None:
+    import leaderboard
+
+    given = ["--folder", "runs", "--rows", "rows.csv", "--selectors", "fresh:stride=2"]
+    with pytest.raises(SystemExit):
+        leaderboard.parse(given)
+    assert "there is no selector 'fresh'" in capfd.readouterr().err
+    (chosen,) = leaderboard.parse([*given, "--plugins", "fresh_selector"]).selectors
+    assert (chosen.selector, chosen.options) == ("fresh", {"stride": 2})
