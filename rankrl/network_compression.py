@@ -178,7 +178,9 @@ def compress_module(
         dense,
         input_shape_of(batches[0]),
         batches,
-        scoring=FunctionScoring(dense, judge, batches),
+        scoring=FunctionScoring(
+            dense, judge, batches, measure.unit if score is None else request.score_name or "score"
+        ),
         measure=OwnMeasure(judge, measure, unseen),
         files=OwnInputs(dense, fitted, held, timing),
         options=request.decomposition,

@@ -132,6 +132,11 @@ class OnnxScoring:
                 f"file, which comes without labels, got {self.metric!r}"
             )
 
+    @property
+    def metric_name(self) -> str:
+        """The metric, or `score` for a user's own."""
+        return self.metric if self.score is None else "score"
+
     def check(self) -> None:
         """Score the original, so that a score that fails does so before nodes are fitted."""
         self.of_original()

@@ -149,6 +149,18 @@ class BudgetOptions:
         return {"params": self.params, "macs": self.macs, "bytes": self.bytes}
 
 
+def objective_line(known: Mapping[str, Any], budget: Mapping[str, Any]) -> str:
+    """Name action, reward, metric and budget of a search, as far as it has them."""
+    named = [f"{key} {known[key]}" for key in ("action", "reward", "metric") if known.get(key)]
+    return ", ".join([*named, budget_line(budget)])
+
+
+def budget_line(budget: Mapping[str, Any]) -> str:
+    """Write a budget of metrics.json: `budget params 0.4`."""
+    limits = [f"{key} {value}" for key, value in budget.items()]
+    return " ".join(["budget", *limits]) if limits else "no budget"
+
+
 def check_budgets(fractions: Mapping[str, float | None]) -> None:
     """Refuse fractions that are none, and more than two budgets.
 

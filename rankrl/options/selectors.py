@@ -9,7 +9,7 @@ from typing import Literal
 from rankrl.errors import ConfigError
 from rankrl.options.decomposition import AUTO
 
-ActionKind = Literal["importance", "rank"]
+ActionKind = Literal["importance", "rank", "ratio"]
 Feature = Literal["macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"]
 
 IMPORTANCE_SCALE = 2.0
@@ -28,8 +28,8 @@ class AgentOptions:
         policy: A policy to start from, which `task=pretrain` made: its file, or `pretrained_refitted`, which
             comes with rankrl and learnt from refitted plans. The first plan is then its own; `features`
             and `hidden` are the file's. None starts from greedy's plan.
-        action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
-            without.
+        action: What an action stands for: `importance`, `rank` or `ratio`; None takes importance with a
+            budget, rank without.
         features: What the policy sees beyond the layer's own descriptors and the previous action
             (`ObservationEncoder`).
         hidden: Units of the hidden layers of actor and critics.
@@ -38,6 +38,7 @@ class AgentOptions:
         warmup_episodes: Episodes that explore around the preset before the policy acts.
         warmup_noise: Standard deviation of the noise around the preset.
         noise: Standard deviation of the noise on the policy's actions after the warm-up; it decays.
+        noise_decay: Factor of the noise from one episode to the next; None for the one that ends at 0.05.
         updates_per_episode: Gradient steps after every episode; None for as many as it has layers.
         plans_per_step: Plans proposed at once, for parallel scoring; the agent learns after all of them.
     """
@@ -51,6 +52,7 @@ class AgentOptions:
     warmup_episodes: int = 15
     warmup_noise: float = 0.15
     noise: float = 0.3
+    noise_decay: float | None = None
     updates_per_episode: int | None = None
     plans_per_step: int = 1
 
@@ -62,6 +64,8 @@ class AgentOptions:
             raise ConfigError(f"selector.learning_rate must be positive, got {self.learning_rate}")
         if any(units < 1 for units in self.hidden):
             raise ConfigError(f"selector.hidden must hold numbers of units >= 1, got {list(self.hidden)}")
+        if self.noise_decay is not None and not 0 < self.noise_decay <= 1:
+            raise ConfigError(f"selector.noise_decay must lie in (0, 1] or be null, got {self.noise_decay}")
         updates = self.updates_per_episode
         if updates is not None and updates < 1:
             raise ConfigError(f"selector.updates_per_episode must be at least 1 or null, got {updates}")
@@ -165,7 +169,7 @@ class BayesOptions:
     """
 
     policy: str | Path | None = AUTO
-    action: ActionKind | None = None
+    action: Literal["importance", "rank"] | None = None
     warmup_episodes: int = 15
     step: float = 0.3
     candidates: int = 128

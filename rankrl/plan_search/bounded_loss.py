@@ -232,6 +232,7 @@ def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -
         rows=rows,
         seconds=time.perf_counter() - start,
         stopped_by=searches[-1].stopped_by if searches else "selector",
+        objective=searches[-1].objective if searches else {},
     )
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
@@ -138,7 +138,11 @@ class ChosenPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult(ChosenPlan):
-    """The plan that a search chose, and the record of the search."""
+    """The plan that a search chose, and the record of the search.
+
+    Attributes:
+        objective: Names of the `reward`, the `metric` and, where plans are made of actions, the `action`.
+    """
 
     row: EpisodeRow
     best: EpisodeRow
@@ -146,6 +150,7 @@ class SearchResult(ChosenPlan):
     seconds: float
     stopped_by: StoppedBy
     account: tuple[Mapping[str, Any], ...] = ()
+    objective: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def evaluations(self) -> int:
@@ -158,6 +163,7 @@ def search_numbers(result: ChosenPlan) -> dict[str, Any]:
     searched: dict[str, Any] = {}
     if isinstance(result, SearchResult):
         searched = {
+            **result.objective,
             "episodes": len(result.rows),
             "evaluations": result.evaluations,
             "seconds": result.seconds,

@@ -19,7 +19,7 @@ from decomposition.plan.plan import LayerPlan
 from decomposition.progress import Progress, progress_bar
 from rankrl.errors import ConfigError, counted
 from rankrl.networks.network import CandidateOptions, PricedNetwork, SearchableNetwork
-from rankrl.options.search import BudgetOptions, SearchOptions
+from rankrl.options.search import BudgetOptions, SearchOptions, objective_line
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.bounded_loss import (
     SearchCall,
@@ -69,6 +69,11 @@ class SearchGoal:
     def needs_budget(self) -> bool:
         """Whether there is no budget although the reward ignores size."""
         return not self.budget.fractions and reward_source(self.reward).needs_budget
+
+    @property
+    def budget_numbers(self) -> dict[str, float | str]:
+        """The budget that plans keep, as metrics.json has it: the default one where none is set."""
+        return {"params": DEFAULT_KEPT_PARAMS} if self.needs_budget else self.budget.numbers
 
     def setting(self, candidates: CandidateOptions) -> SearchSetting:
         """Return the search's setting, as far as options alone decide it."""
@@ -234,6 +239,7 @@ class SearchSession:
 
     def _ruled(self, call: SearchCall) -> ChosenPlan:
         """Return the plan of a rule; nothing is scored but the plans that rival it in time or bytes."""
+        self._announce(call.selector, {})
         drop, problem = self.goal.budget.drop, self.problem
         if drop is not None:
             result = within_bounded_loss(self, call, drop)
@@ -274,6 +280,10 @@ class SearchSession:
         selector = create_selector(
             call.selector, problem, seed=call.seed, episodes=options.episodes, **call.selector_options
         )
+        objective = {"reward": self.reward.name, "metric": self.scoring.metric_name}
+        if selector.action_kind is not None:
+            objective["action"] = selector.action_kind
+        self._announce(call.selector, objective)
         with progress_bar("search", total=options.episodes, progress=self.progress) as bar:
 
             def show(row: EpisodeRow) -> None:
@@ -296,13 +306,20 @@ class SearchSession:
                 on_episode=show,
             )
         log.info(
-            "search: %s (%s scored) in %.1f s, best reward %.4f",
+            "search: %s (%s scored) in %.1f s, best reward %.4f (reward %s, metric %s)",
             counted(len(result.rows), "episode"),
             counted(result.evaluations, "different plan"),
             result.seconds,
             result.best.reward,
+            objective["reward"],
+            objective["metric"],
         )
-        return result
+        return replace(result, objective=objective)
+
+    def _announce(self, selector: str, objective: Mapping[str, str]) -> None:
+        default = " (the default, as the reward ignores size)" if self.goal.needs_budget else ""
+        line = objective_line(objective, self.goal.budget_numbers)
+        log.info("search: selector %s, %s%s", selector, line, default)
 
     def _best_refit(self, result: SearchResult, rows: Sequence[EpisodeRow]) -> EpisodeRow:
         """Return the row of the plan to apply: of several, the one whose refitted network is best."""

@@ -16,6 +16,7 @@ from rich import table as terminal
 from rankrl.errors import counted
 from rankrl.files import atomic_path, write_atomically
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME
+from rankrl.options.search import budget_line, objective_line
 from rankrl.report.figures import (
     LEFT_DENSE,
     ONLY_ROUNDED,
@@ -182,6 +183,8 @@ def _eyebrow(metrics: Mapping[str, Any]) -> list[str]:
         for key in ("task", "pruner", "decomposition", "selector")
         if metrics.get(key)
     ]
+    if metrics.get("budget"):
+        parts.append(budget_line(metrics["budget"]))
     if metrics.get("seed") is not None:
         parts.append(f"seed {metrics['seed']}")
     return parts
@@ -231,8 +234,9 @@ def _search(report: RunReport) -> Drawing | None:
     best = max(rows, key=lambda row: row.reward)
     seconds = number(report.metrics, "search", "seconds")
     plans = counted(len(rows), "evaluated plan")
+    line = objective_line(report.metrics.get("search") or {}, report.metrics.get("budget") or {})
     caption = (
-        f"{plans}{'' if seconds is None else f' in {seconds:.0f} s'}. "
+        f"{plans}{'' if seconds is None else f' in {seconds:.0f} s'} ({line}). "
         f"The best one, episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
         f"{_scored(report.metrics, best.accuracy)}, with "
         f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs. "

@@ -254,6 +254,8 @@ def in_words(error: BaseException) -> str:
 
 
 _SUBDIRECTORY = "hydra.sweep.subdir"
+_NAMED_AFTER_JOB = f"{_SUBDIRECTORY}=${{hydra:job.override_dirname}}"
+_EXCLUDED = "hydra.job.config.override_dirname.exclude_keys"
 
 
 def sweep_arguments(arguments: Sequence[str]) -> list[str]:
@@ -268,10 +270,15 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     options = {name: each for name, each in overrides.items() if not name.startswith(("hydra.", "hydra/"))}
     shared = ",".join(f"'{name}'" for name, each in options.items() if not each.is_sweep_override())
-    added = [f"hydra.job.config.override_dirname.exclude_keys=[{shared}]"]
+    added = [f"{_EXCLUDED}=[{shared}]"]
     if _SUBDIRECTORY not in overrides and any(each.is_sweep_override() for each in options.values()):
-        added.append(f"{_SUBDIRECTORY}=${{hydra:job.override_dirname}}")
+        added.append(_NAMED_AFTER_JOB)
     return [*added, *arguments]
+
+
+def is_added(argument: str) -> bool:
+    """Tell whether an argument is one of those that `sweep_arguments` adds."""
+    return argument == _NAMED_AFTER_JOB or argument.startswith(f"{_EXCLUDED}=")
 
 
 ENTRY_POINTS = "rankrl.plugins"

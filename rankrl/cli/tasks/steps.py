@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from decomposition import CompressionPlan, FitLibrary, save_compressed
 from decomposition.cache import Cache
 from decomposition.network.surgery import copied
-from rankrl.cli.config import options
+from rankrl.cli.config import compose, options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData
 from rankrl.data.calibration import calibration_images
@@ -289,7 +289,7 @@ def searched(config: AppConfig) -> dict[str, Any]:
     return {
         "decomposition": config.decomposition.format,
         "selector": config.selector["name"],
-        "budget": config.budget.numbers,
+        "budget": options.search_goal(config).budget_numbers,
     }
 
 
@@ -371,13 +371,18 @@ def finish(
         metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
     add_notes(metrics, folder)
     track_result(folder, metrics)
-    page = write_run(folder, metrics, command=["rankrl", *sys.argv[1:]], layers=layers, epochs=epochs)
+    page = write_run(folder, metrics, command=command(), layers=layers, epochs=epochs)
     console = Console()
     for make in (measured_table, device_table, runtimes_table, summary_table):
         table = make(metrics)
         if table.row_count:
             console.print(table)
     print_end(console, metrics, page)
+
+
+def command() -> list[str]:
+    """Return the command line as it was written, without what `compose.sweep_arguments` adds for Hydra."""
+    return ["rankrl", *(each for each in sys.argv[1:] if not compose.is_added(each))]
 
 
 def add_notes(metrics: dict[str, Any], folder: RunFolder) -> None:

@@ -1,11 +1,11 @@
-"""Map continuous actions in [-1, 1] to candidates; action 0 for every layer is greedy's plan."""
+"""Map continuous actions in [-1, 1] to candidates."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import get_args
+from typing import ClassVar, get_args
 
 import numpy as np
 
@@ -18,6 +18,10 @@ from rankrl.plan_search.space.problem import Choices, SearchProblem, SearchSetti
 
 class ActionMap(ABC):
     """Maps one action per layer, in forward order, to the candidate of every layer."""
+
+    action: ClassVar[ActionKind]
+    knows_greedy: ClassVar[bool] = True
+    """Whether action 0 for every layer is greedy's plan."""
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
@@ -43,6 +47,8 @@ class ImportanceMap(ActionMap):
     spends the whole budget: plans are compared at equal size, and cost saved in one layer is spent where it
     helps most.
     """
+
+    action = "importance"
 
     def __init__(self, problem: SearchProblem, *, scale: float = IMPORTANCE_SCALE) -> None:
         super().__init__(problem)
@@ -77,9 +83,11 @@ class RankMap(ActionMap):
     With a budget the choice is clipped, in forward order, so that the later layers can still keep the budget.
     """
 
+    action: ClassVar[ActionKind] = "rank"
+
     def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
-        check_action("rank", setting=problem.setting)
+        check_action(self.action, setting=problem.setting)
         self._costs = [site.cost(problem.measure).astype(float) for site in self.sites]
         least = [cost.min() for cost in self._costs]
         self._least_after = [sum(least[j + 1 :]) for j in range(len(least))]
@@ -109,13 +117,31 @@ class RankMap(ActionMap):
 
     def _choose(self, layer: int, action: float, allowed: float) -> int:
         """Return the candidate of an action, or the nearest below that costs at most `allowed`."""
-        cost, preset = self._costs[layer], int(self.problem.preset[layer])
-        choice = round(preset + action * (len(cost) - 1 - preset if action > 0 else preset))
+        cost, choice = self._costs[layer], self._wanted(layer, action)
         if cost[choice] <= allowed:
             return choice
         # MACs need not grow with the rank, so all smaller candidates are checked.
         below = np.flatnonzero(cost[:choice] <= allowed)
         return int(below[-1]) if len(below) else int(cost.argmin())
+
+    def _wanted(self, layer: int, action: float) -> int:
+        preset, last = int(self.problem.preset[layer]), len(self._costs[layer]) - 1
+        return round(preset + action * (last - preset if action > 0 else preset))
+
+
+class RatioMap(RankMap):
+    """The action is the share of the layer's cost that is kept, linear: -1 the smallest candidate, 1 dense.
+
+    The nearest candidate is taken, and clipped to the budget as in `RankMap`.
+    """
+
+    action = "ratio"
+    knows_greedy = False
+
+    def _wanted(self, layer: int, action: float) -> int:
+        cost = self._costs[layer]
+        kept = cost.min() + (action + 1) / 2 * (cost[-1] - cost.min())
+        return int(np.abs(cost - kept).argmin())
 
 
 def create_action_map(
@@ -125,9 +151,10 @@ def create_action_map(
     scale: float = IMPORTANCE_SCALE,
 ) -> ActionMap:
     """Make the map from actions to candidates; None for the kind that suits the problem."""
-    if check_action(action, setting=problem.setting) == "importance":
+    kind = check_action(action, setting=problem.setting)
+    if kind == "importance":
         return ImportanceMap(problem, scale=scale)
-    return RankMap(problem)
+    return RankMap(problem) if kind == "rank" else RatioMap(problem)
 
 
 def check_action(action: ActionKind | None, *, setting: SearchSetting) -> ActionKind:
@@ -145,18 +172,18 @@ def check_action(action: ActionKind | None, *, setting: SearchSetting) -> Action
         return action
     if len(setting.measures) > 1:
         raise ConfigError(
-            "selector.action=rank keeps one budget, and "
+            f"selector.action={action} keeps one budget, and "
             f"{' and '.join(f'budget.{measure}' for measure in setting.measures)} are set; use "
             "selector.action=importance"
         )
     if setting.measures and setting.narrows:
         raise ConfigError(
-            "selector.action=rank counts every layer by itself, and with decomposition.channels or "
+            f"selector.action={action} counts every layer by itself, and with decomposition.channels or "
             "decomposition.blocks what a layer costs depends on the next one; use selector.action=importance"
         )
     if setting.borders:
         raise ConfigError(
-            "selector.action=rank counts every layer by itself, and what a change between integers and "
+            f"selector.action={action} counts every layer by itself, and what a change between integers and "
             "floating point takes of budget.latency depends on the next one; use selector.action=importance, "
             "or decomposition.precisions=[float32]"
         )

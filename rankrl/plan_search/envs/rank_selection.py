@@ -27,9 +27,9 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
     """One episode passes once over the compressible layers in forward order; one action chooses one rank.
 
     Observation: features in [0, 1] of the current layer (`ObservationEncoder`). Action: one number in
-    [-1, 1], whose meaning depends on `action` (`envs.actions`); 0 everywhere is greedy's plan. The reward is
-    0 until every layer has its action; the last step returns the plan's reward and ends the episode. `info`
-    names the layer whose action comes next, and at the end holds the plan's `choices`.
+    [-1, 1], whose meaning depends on `action` (`envs.actions`). The reward is 0 until every layer has its
+    action; the last step returns the plan's reward and ends the episode. `info` names the layer whose action
+    comes next, and at the end holds the plan's `choices`.
 
     The environment itself is deterministic: equal actions give equal observations and plans.
 
@@ -37,7 +37,8 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         problem: The layers, their candidates and the budget that every plan keeps. It must be given: None is
             what `gymnasium.make` passes on when it gets the environment's name alone.
         reward: Reward of a plan; None when the caller scores `info["choices"]` itself, as several workers do.
-        action: `importance` or `rank`; None for `importance` with a budget and `rank` without.
+        action: `importance`, `rank` or `ratio`; None for `importance` with a budget and `rank` without. With
+            the first two, 0 everywhere is greedy's plan.
         features: Features beyond the layer's own and the previous action (`ObservationEncoder`).
         importance_scale: Log-importance of action 1, with `action="importance"`.
         descriptors: Names of the descriptors that the feature of that name holds; None for all there are.

@@ -272,6 +272,10 @@ class Scoring(Protocol):
 
     measures_divergences: ClassVar[bool]
 
+    @property
+    def metric_name(self) -> str:
+        """Name of what plans are scored by: a `ScoreMetric`, or `score` for a user's own function."""
+
     def check(self) -> None:
         """Refuse a dense network that cannot be scored, before anything takes time."""
 
@@ -303,6 +307,11 @@ class ImageScoring:
     data: ImageData
     options: EvaluatorOptions
     images: int
+
+    @property
+    def metric_name(self) -> str:
+        """The metric of the options."""
+        return self.options.metric
 
     def check(self) -> None:
         """Do nothing: the network was checked to be a classifier when it was built."""
@@ -386,6 +395,7 @@ class FunctionScoring:
     model: nn.Module
     score: Score
     inputs: Sequence[Inputs]
+    metric_name: str = "score"
 
     def check(self) -> None:
         """Call the function on the dense network."""

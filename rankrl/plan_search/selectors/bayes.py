@@ -207,13 +207,15 @@ class BayesSelector(Selector):
         own = self.own_options(**options)
         self.warmup_episodes, self.step = own.warmup_episodes, own.step
         self.candidates, self.plans_per_step = own.candidates, own.plans_per_step
-        action, importance_scale = own.action, IMPORTANCE_SCALE
+        action: ActionKind | None = own.action
+        importance_scale = IMPORTANCE_SCALE
         policy = resolved_policy(own.policy, action, problem.setting)
         log.info("bayes begins with %s", "greedy's plan" if policy is None else f"the policy {policy}")
         known = None if policy is None else self._policy(policy, action)
         if known is not None:
             action, importance_scale = known.card.action, known.card.importance_scale
         self._map = create_action_map(problem, action, scale=importance_scale)
+        self.action_kind = self._map.action
         self._centre, counts = np.zeros(len(problem.sites)), None
         if known is not None:
             actions = known.actions_for(problem)

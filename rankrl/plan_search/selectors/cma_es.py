@@ -43,6 +43,7 @@ class CMAESSelector(Selector):
         super().__init__(problem, seed=seed, episodes=episodes)
         own = CMAESOptions(**options)
         self._map = ImportanceMap(problem)
+        self.action_kind = self._map.action
         layers = len(problem.sites)
         if layers < 2:
             raise ConfigError("selector=cmaes needs at least two layers to choose for; use selector=local")

@@ -39,6 +39,7 @@ class LocalSelector(Selector):
         own = LocalOptions(**options)
         self.step, self.plans_per_step = own.step, own.plans_per_step
         self._map = ImportanceMap(problem)
+        self.action_kind = self._map.action
         self._best = np.zeros(len(problem.sites))
         self._best_reward = -np.inf
 

@@ -65,6 +65,8 @@ def noise_at(options: AgentOptions, episode: int, episodes: int) -> float:
     """Return the standard deviation of the policy's noise in an episode, from 0 on, of so many."""
     if options.noise == 0:
         return 0.0
+    if options.noise_decay is not None:
+        return options.noise * options.noise_decay ** max(0, episode - options.warmup_episodes)
     first, last = options.warmup_episodes, max(episodes - 1, options.warmup_episodes + 1)
     progress = min(1.0, max(0.0, (episode - first) / (last - first)))
     return options.noise * (min(FINAL_SCALE, options.noise) / options.noise) ** progress
@@ -83,9 +85,9 @@ class ReinforcementSelector(Selector):
     Every transition's target is the reward at the end of its episode, as in AMC (He et al., ECCV 2018), here
     an n-step return over the whole episode; the reward of the first episode is subtracted as a baseline.
 
-    The first plan is greedy's; a warm-up around it follows, then the policy acts, with noise. With a
-    pretrained policy the first plan is the policy's, without noise, the second is greedy's, and the warm-up,
-    in which only the critics learn, is around the first.
+    The first plan is greedy's, if actions know it; a warm-up around it follows, then the policy acts, with
+    noise. With a pretrained policy the first plan is the policy's, without noise, the second is greedy's, and
+    the warm-up, in which only the critics learn, is around the first.
     """
 
     own_options: ClassVar[type[AgentOptions]] = AgentOptions
@@ -103,6 +105,7 @@ class ReinforcementSelector(Selector):
         else:
             own = options_with_policy(own, policy)
             self.env = policy.environment(problem)
+        self.action_kind = self.env.map.action
         self.agent_options = own
         self._pretrained = policy is not None
         self.model = self._model()
@@ -135,7 +138,7 @@ class ReinforcementSelector(Selector):
         options = self.agent_options
         if self._pretrained and self.observed == 0:
             return self._play([("pretrained", repeat(self._centre))])
-        if self.observed == int(self._pretrained):
+        if self.env.map.knows_greedy and self.observed == int(self._pretrained):
             return self._play([("preset", repeat(np.zeros_like(self._centre)))])
         noise = self.generator().standard_normal((options.plans_per_step, self.env.layers))
         if self._warming_up:

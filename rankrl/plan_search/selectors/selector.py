@@ -17,6 +17,7 @@ from decomposition.choose.heuristics import get_heuristic, list_heuristics
 from decomposition.registry import Registry
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.option_types import check_options, parameter_defaults, parameter_types
+from rankrl.options.selectors import ActionKind
 from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.plan_search.space.problem import Choices, SearchProblem, SearchSetting
 
@@ -51,6 +52,7 @@ class Selector(ABC):
         description: One line for listings.
         seeded: Whether its proposals depend on the seed.
         own_options: The dataclass of its own options, which checks them; None for those of its signature.
+        action_kind: What its actions stand for; None where it has none.
         options: All options it has, defaults too; part of a search's identity when it is resumed.
         observed: Number of plans observed so far.
     """
@@ -59,6 +61,7 @@ class Selector(ABC):
     description: ClassVar[str]
     seeded: ClassVar[bool] = True
     own_options: ClassVar[type[Any] | None] = None
+    action_kind: ActionKind | None = None
 
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int) -> None:
         self.problem = problem

@@ -51,6 +51,7 @@ class TPESelector(Selector):
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         self.plans_per_step = self.own_options(**options).plans_per_step
         self._map = ImportanceMap(problem)
+        self.action_kind = self._map.action
         self._ranges = {f"importance_{name}": (-1.0, 1.0) for name in problem.names}
         self._folder: Path | None = None
         self._study = self._optuna.create_study(direction="maximize")

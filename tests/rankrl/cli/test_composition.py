@@ -36,7 +36,7 @@ def test_choices_in_a_users_folder_are_found(folder: Path) -> None:
     check_overrides(arguments)
     with composing(parsed_flags(arguments)) as composed:
         config = composed(parsed_flags(arguments).overrides)
-        assert "first_run, mine" in help_page(config)
+        assert "first_run, icassp2020, mine" in help_page(config)
     assert (config.model.architecture, config.seed, config.selector.step) == ("conv4", 3, 0.1)
 
 
@@ -63,7 +63,7 @@ def test_a_main_file_of_ones_own_counts(folder: Path) -> None:
         (["--config-path", "none"], r"config directory '/\S+/none' exists"),
         (["--config-path", "{}"], r"primary config 'config'"),
         (["--config-dir", "{}", "--config-name=theirs"], r"primary config 'theirs'"),
-        (["--config-dir", "{}", "experiment=min"], r"choose from .*first_run, mine.*'mine'"),
+        (["--config-dir", "{}", "experiment=min"], r"choose from .*first_run, icassp2020, mine.*'mine'"),
     ],
 )
 def test_what_is_not_in_a_users_folder_is_named(folder: Path, arguments: list[str], expected: str) -> None:

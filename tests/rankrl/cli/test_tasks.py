@@ -24,6 +24,7 @@ from safetensors import safe_open
 from decomposition import CompressionPlan, Quantise, list_formats
 from rankrl.cli.app import FIRST_RUN, main
 from rankrl.cli.config.schema import TASKS, AppConfig
+from rankrl.cli.tasks.steps import command
 from rankrl.data import Preprocessing, load_dataset
 from rankrl.errors import ExportError
 from rankrl.verify import file_export, measure
@@ -98,12 +99,33 @@ def test_without_arguments_it_is_the_first_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: list[list[str]] = []
+    shown: list[list[str]] = []
     monkeypatch.setattr("hydra.main", lambda **_: lambda _: lambda: given.append(sys.argv[1:]))
     for arguments in ([], ["seed=1"]):
         monkeypatch.setattr(sys, "argv", ["rankrl", *arguments])
         main()
+        shown.append(command())
     assert [each[-1] for each in given] == [FIRST_RUN, "seed=1"]
+    assert shown == [["rankrl", FIRST_RUN], ["rankrl", "seed=1"]]
     assert capsys.readouterr().out == f"rankrl {FIRST_RUN}\n"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "objective"),
+    [
+        ("amc", {"reward": "amc", "metric": "accuracy", "action": "ratio"}),
+        ("icassp2020", {"reward": "weighted", "metric": "accuracy", "action": "rank"}),
+    ],
+)
+def test_published_methods_are_experiments(
+    run: Callable[..., Path], dense: str, experiment: str, objective: dict[str, str]
+) -> None:
+    folder = run(experiment, "task=search", f"experiment={experiment}", dense, "selector.warmup_episodes=1")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert (metrics["decomposition"], metrics["selector"], metrics["budget"]) == ("tensor_ring", "ddpg", {})
+    assert objective.items() <= metrics["search"].items()
+    assert metrics["search"]["episodes"] == 3
+    assert "no budget" in (folder / "report.html").read_text()
 
 
 @pytest.mark.slow

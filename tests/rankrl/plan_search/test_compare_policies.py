@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ from rankrl.plan_search.session import SearchGoal, SearchSession
 def session(small_problem, synthetic_evaluator) -> SearchSession:
     made = SearchSession.__new__(SearchSession)
     made.problem, made.evaluator, made.latency, made.progress = small_problem, synthetic_evaluator, None, None
-    made.reward = create_reward("accuracy", budgeted=True)
+    made.reward, made.scoring = create_reward("accuracy", budgeted=True), SimpleNamespace(metric_name="own")
     made.goal = SearchGoal(BudgetOptions(params=0.5), SearchOptions(episodes=3, finalists=1))
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,7 @@ class Finalists(SearchSession):
         self.goal = SearchGoal(BudgetOptions(params=0.5), limits)
         self.score = score
         self.progress = None
+        self.scoring = SimpleNamespace(metric_name="own")
 
     def network_score(self, plan):
         return self.score(plan)
@@ -125,6 +127,26 @@ def test_a_session_ends_with_the_finalist_that_is_best_when_applied(
         assert found.row == found.rows[0] != found.best
     assert found.plan == small_problem.plan(found.row.key, "random")
     assert found.best.reward == max(row.reward for row in found.rows)
+
+
+@pytest.mark.parametrize(
+    ("selector", "action"), [("random", None), ("local", "importance"), ("ddpg", "importance")]
+)
+def test_a_search_names_what_it_searches_for(
+    small_problem, synthetic_evaluator, reward, caplog, selector, action
+) -> None:
+    session = Finalists(small_problem, synthetic_evaluator, reward, float, 1)
+    caplog.set_level("INFO")
+    found = session.search(SearchCall(selector)).objective
+    assert found == {"reward": "accuracy", "metric": "own"} | ({"action": action} if action else {})
+    line = "reward accuracy, metric own, budget params 0.5"
+    assert f"selector {selector}, {f'action {action}, ' if action else ''}{line}" in caplog.text
+
+
+def test_a_reward_that_ignores_size_has_a_budget_of_its_own() -> None:
+    assert SearchGoal().budget_numbers == {"params": 0.4}
+    assert SearchGoal(reward="amc").budget_numbers == {}
+    assert SearchGoal(BudgetOptions(drop=0.01)).budget_numbers == {"drop": 0.01, "minimise": "latency"}
 
 
 class Clock(LatencyBudget):

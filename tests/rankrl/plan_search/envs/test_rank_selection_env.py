@@ -26,6 +26,7 @@ from rankrl.plan_search.space.problem import Choices, SearchProblem
 MAPS = {
     "importance": {},
     "rank": {"action": "rank"},
+    "ratio": {"action": "ratio"},
 }
 
 
@@ -51,7 +52,7 @@ def test_both_checkers_pass_for_every_format_and_kind_of_action(format_problem, 
         check_env_for_sb3(env.unwrapped)
 
 
-@pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("options", [MAPS["importance"], MAPS["rank"]])
 def test_action_zero_everywhere_is_greedys_plan(format_problem, options) -> None:
     env = RankSelectionEnv(format_problem, reward, **options)
     *_, info = play(env, np.zeros((env.layers, *env.action_space.shape), dtype=np.float32))
@@ -200,6 +201,19 @@ def test_more_importance_never_costs_the_layer_parameters(small_problem) -> None
             *_, info = play(env, actions)
             sizes.append(site.params[info["choices"][layer]])
         assert sizes[0] <= sizes[2]
+
+
+def test_a_ratio_is_the_share_of_the_layers_cost_up_to_the_nearest_candidate(small_problem) -> None:
+    ratios = create_action_map(dataclasses.replace(small_problem, budget=None), "ratio")
+    chosen = np.array(
+        [ratios.choices_of(np.full(len(small_problem.sites), a)) for a in (-1, -0.5, 0, 0.5, 1)]
+    )
+    assert not np.diff(chosen, axis=0).min() < 0
+    for site, choices in zip(small_problem.sites, chosen.T, strict=True):
+        cost = site.cost("params").astype(float)
+        assert (cost[choices[0]], choices[-1]) == (cost.min(), site.dense)
+        middle = (cost.min() + cost[-1]) / 2
+        assert abs(cost[choices[2]] - middle) == abs(cost - middle).min()
 
 
 def test_actions_that_count_layers_alone_do_not_know_borders(small_problem) -> None:

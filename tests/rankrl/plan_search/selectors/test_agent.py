@@ -129,6 +129,13 @@ def test_noise_decays_from_the_first_to_the_last_episode() -> None:
     assert noise_at(options, 40, 12) == pytest.approx(0.05)
     assert noise_at(AgentOptions(noise=0.0), 3, 12) == 0.0
     assert noise_at(options, 3, 1) == pytest.approx(0.05)  # fewer episodes than the warm-up
+    constant = AgentOptions(warmup_episodes=2, noise=0.4, noise_decay=0.5)
+    assert [noise_at(constant, episode, 12) for episode in (0, 2, 3, 5)] == [0.4, 0.4, 0.2, 0.05]
+
+
+def test_shares_begin_in_the_warm_up_as_they_know_no_plan_of_greedys(small_problem) -> None:
+    (first,) = create_selector("ddpg", small_problem, seed=0, episodes=9, action="ratio").propose()
+    assert first.phase == "warm-up"
 
 
 @pytest.mark.parametrize("feature", ["budget_left", "last_reward", "curve"])
