@@ -101,6 +101,8 @@ class CompareOptions:
             configuration. "NAME:OPTION=VALUE,OPTION=VALUE" sets options of one entry, so that a selector may
             enter several times: [bayes, "bayes:policy=pretrained_refitted"].
         seeds: The seeds that each runs with.
+        apply: Apply, refit, test and fine-tune the plan of every search; false stops at the searches' scores.
+        latex: Write the table of means as compare.tex (booktabs) and the curves as plots/rewards.pdf, too.
     """
 
     selectors: tuple[str, ...] = (
@@ -108,6 +110,8 @@ class CompareOptions:
         *("greedy", "energy", "vbmf", "uniform"),
     )
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    apply: bool = True
+    latex: bool = False
 
 
 @dataclass(frozen=True)

@@ -127,13 +127,15 @@ def winner(results: Mapping[ComparedSearch, SearchResult]) -> SearchResult:
 
 
 def tested(
-    problem: SearchProblem, results: Mapping[ComparedSearch, SearchResult], final: FinalTest
+    problem: SearchProblem, results: Mapping[ComparedSearch, SearchResult], final: FinalTest | None
 ) -> list[ComparisonRow]:
-    """Return the comparison's rows: every search with the test accuracies of its plan."""
+    """Return the comparison's rows: every search with the test accuracies of its plan, if it is applied."""
     rows = []
     for compared, result in results.items():
-        before, after = final.accuracies(problem, result.plan)
-        log.info("compare: %s: test accuracy %.4f", compared.folder_name, before if after is None else after)
+        before, after = (None, None) if final is None else final.accuracies(problem, result.plan)
+        if before is not None:
+            shown = before if after is None else after
+            log.info("compare: %s: test accuracy %.4f", compared.folder_name, shown)
         rows.append(
             ComparisonRow(
                 selector=compared.entry.text,

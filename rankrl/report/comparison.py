@@ -18,6 +18,7 @@ from scipy.special import stdtrit
 
 from rankrl.errors import counted
 from rankrl.files import write_atomically
+from rankrl.options.search import objective_line
 from rankrl.report.figures import (
     PALETTE,
     SERIES,
@@ -43,7 +44,7 @@ class ComparisonRow:
     heldout_accuracy: float
     params_kept: float
     macs_kept: float
-    test_accuracy: float
+    test_accuracy: float | None
     finetuned_accuracy: float | None
     episodes: int
     evaluations: int
@@ -234,7 +235,9 @@ def comparison_page(
     explained = f" Numbers: {note}." if note else ""
     accuracy = number(metrics, "baseline", "accuracy")
     dense = "" if accuracy is None else f"The dense network has {format_accuracy(accuracy)}."
-    notes = (f"{_CAPTION}{explained}", dense, f"{rival}." if rival else "", heldout_note(metrics))
+    line = objective_line(metrics.get("search") or {}, metrics.get("budget") or {})
+    searched = f"Plans were searched for the {line}." if metrics.get("search") else ""
+    notes = (f"{_CAPTION}{explained}", searched, dense, f"{rival}." if rival else "", heldout_note(metrics))
     return render(
         Head(f"Selectors compared: {run_title(metrics)}", warnings=metrics.get("warnings") or ()),
         {
@@ -253,13 +256,51 @@ def comparison_page(
     )
 
 
+_LATEX = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    UNKNOWN: "--",
+}
+
+
+def comparison_latex(rows: Sequence[ComparisonRow]) -> str:
+    """Write the table of means for LaTeX's package booktabs."""
+    columns, cells = comparison_cells(rows)
+    head, *body = (
+        " & ".join("".join(_LATEX.get(sign, sign) for sign in cell) for cell in line) + r" \\"
+        for line in (columns, *cells)
+    )
+    note = interval_note(summary.runs for summary in summarise(rows))
+    lines = [
+        *([f"% Numbers: {note}."] if note else []),
+        rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
+        *(r"\toprule", head, r"\midrule", *body, r"\bottomrule"),
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def write_comparison(
-    folder: Path, rows: Sequence[ComparisonRow], metrics: Mapping[str, Any], setup: Mapping[str, str]
+    folder: Path,
+    rows: Sequence[ComparisonRow],
+    metrics: Mapping[str, Any],
+    setup: Mapping[str, str],
+    *,
+    latex: bool = False,
 ) -> Path:
-    """Write `compare.csv`, `compare.md`, the plots and `report.html`; return the page's path."""
+    """Write `compare.csv`, `compare.md`, the plots and `report.html`; return the page's path.
+
+    With `latex` also `compare.tex` and the curves as a PDF.
+    """
     write_atomically(folder / "compare.csv", comparison_csv(rows))
     write_atomically(folder / "compare.md", comparison_markdown(rows))
     save_figure(rewards_figure(rows), folder / "plots" / "rewards.png")
+    if latex:
+        write_atomically(folder / "compare.tex", comparison_latex(rows))
+        save_figure(rewards_figure(rows), folder / "plots" / "rewards.pdf")
     document = folder / "report.html"
     write_atomically(document, comparison_page(rows, metrics, setup))
     return document

@@ -473,6 +473,11 @@ IDLE = (
         "task=prune decomposes nothing; set prune.decompose_params or prune.decompose_macs, too",
     ),
     Idle(
+        ("finetune", "optim"),
+        lambda config: config["task"] == "compare" and not config["compare"]["apply"],
+        "compare.apply=false applies no plan; leave one of the two out",
+    ),
+    Idle(
         ("budget.bytes", "budget.latency"),
         lambda config: config["task"] == "prune",
         "task=prune removes channels to a fraction of what is counted; set budget.params or budget.macs",

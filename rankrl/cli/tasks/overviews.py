@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -131,25 +130,28 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
 
     Every search keeps its state in `searches/NAME-SEED`; `plan.json` is the plan with the best reward.
     """
-    options.check(config, finetuning=config.finetune.epochs > 0)
+    applied = config.compare.apply
+    options.check(config, finetuning=applied and config.finetune.epochs > 0)
     entered = compared_searches(options.compared_selectors(config), config.compare.seeds)
     data = options.dataset(config)
     steps.check_budget(config, data)
     recipe = options.comparison_recipe(config, heldout_is_new=steps.heldout_is_new(config, data))
-    teacher = steps.teacher(config, data)
+    teacher = steps.teacher(config, data) if applied else None
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
     with steps.search_session(config, network) as session:
         results = search_all(session, entered, folder.searches, folder.warn)
-    with_preprocessing(winner(results).plan, data.preprocessing).save(folder.plan)
+    best = winner(results)
+    with_preprocessing(best.plan, data.preprocessing).save(folder.plan)
     source = dense if teacher is None else teacher.network
-    final = FinalTest(data, source, session.applied, recipe, folder.state / "plans")
+    final = FinalTest(data, source, session.applied, recipe, folder.state / "plans") if applied else None
     rows = tested(session.problem, results, final)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),
         "selector": ",".join(config.compare.selectors),
         "baseline": network_numbers(dense, data),
         "search": {
+            **{key: name for key, name in best.objective.items() if key != "action"},
             "episodes": sum(row.episodes for row in rows),
             "evaluations": sum(row.evaluations for row in rows),
             "seconds": sum(row.seconds for row in rows),
@@ -157,10 +159,10 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
         },
         "compare": _numbers(rows),
     }
-    metrics["dense_int8"] = network.dense_int8()
+    metrics["dense_int8"] = network.dense_int8() if applied else None
     steps.add_notes(metrics, folder)
-    setup = collect_setup(["rankrl", *sys.argv[1:]], config.seed)
-    page = write_comparison(folder.path, rows, metrics, setup)
+    setup = collect_setup(steps.command(), config.seed)
+    page = write_comparison(folder.path, rows, metrics, setup, latex=config.compare.latex)
     steps.track_result(folder, metrics)
     folder.finish(metrics)
     console = Console()

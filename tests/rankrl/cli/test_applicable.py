@@ -42,6 +42,12 @@ CASES = [
     ("pruner", ("task=search", "pruner=magnitude"), r"pruner=magnitude has no effect: task=search"),
     ("prune", ("prune.decompose_macs=0.5",), r"prune\.decompose_macs=0\.5 .* choose task=prune$"),
     ("compare", ("task=search", "compare.seeds=[4]"), r"compare\.seeds=\[4\] .* choose task=compare"),
+    (
+        "finetune",
+        ("task=compare", "compare.apply=false", "finetune.epochs=3"),
+        r"epochs=3 .* applies no plan",
+    ),
+    ("optim", ("task=compare", "compare.apply=false", "optim=sgd"), r"optim=sgd .* applies no plan"),
     ("pretrain", ("task=search", "pretrain.plans=5"), r"plans=5 .* task=search does not read it"),
     ("inspect", ("inspect.errors=true",), r"errors=true .* task=pipeline does not read it"),
     ("plan", ("task=pipeline", "plan=runs/a/plan.json"), r"plan=runs/a/plan\.json .* task=apply"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,25 @@ def test_fine_tuning_can_be_left_out(rankrl: Command, arguments: list[str], tmp_
     (row,) = rows(folder)
     assert row["finetuned_accuracy"] == ""
     assert "Fine-tuned" not in (folder / "compare.md").read_text()
+
+
+def test_plans_need_not_be_applied_and_the_table_is_there_for_latex(
+    rankrl: Command, arguments: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    asked = ["compare.apply=false", "compare.latex=true", "compare.selectors=[random,greedy]"]
+    kept = [each for each in arguments if not each.startswith("finetune.")]
+    rankrl(*kept, *asked, f"hydra.run.dir={folder}")
+    assert {(row["test_accuracy"], row["finetuned_accuracy"]) for row in rows(folder)} == {("", "")}
+    assert not (folder / "state" / "plans").exists()
+    written = (folder / "compare.tex").read_text()
+    assert re.search(r"(?m)^random & 2 & [\d.]+ \$\\pm\$ [\d.]+ & .* \\\\$", written)
+    assert written.count("&") == written.count(r"\\") * written.splitlines()[-4].count("&")
+    assert (folder / "plots" / "rewards.pdf").exists()
+    metrics = read_json(folder / "metrics.json")
+    assert (metrics["search"]["reward"], metrics["search"]["metric"]) == ("accuracy", "soft_agreement")
+    assert metrics["dense_int8"] is None
+    assert "reward accuracy, metric soft_agreement, budget params 0.2" in (folder / "report.html").read_text()
 
 
 def test_each_selector_has_the_options_of_its_file() -> None:

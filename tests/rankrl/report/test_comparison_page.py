@@ -14,6 +14,7 @@ from scipy.stats import t as student
 from rankrl.report.comparison import (
     ComparisonRow,
     Spread,
+    comparison_latex,
     comparison_markdown,
     comparison_page,
     progress_table,
@@ -84,3 +85,9 @@ def test_text_from_the_run_is_never_markup(metrics: Mapping[str, Any]) -> None:
     page = comparison_page([row(HOSTILE, 0)], content, {HOSTILE: HOSTILE})
     assert "<script" not in page
     assert page.count("&lt;script&gt;") >= 6  # title, heading, warning, table, and both sides of the setup
+
+
+def test_a_table_for_latex_escapes_what_latex_reads() -> None:
+    first, second, *_ = comparison_latex([row("a_b:c={1}^%&", 0)]).splitlines()
+    assert (first, second) == (r"\begin{tabular}{lrrrrrrrrr}", r"\toprule")
+    assert r"a\_b:c=\{1\}\textasciicircum{}\%\& & 1 &" in comparison_latex([row("a_b:c={1}^%&", 0)])
