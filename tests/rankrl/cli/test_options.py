@@ -355,7 +355,7 @@ NO_OPTIONS = {
     "task.description": "the progress bar's",
     "task.fields": "the progress bar's",
 }
-FILES = ("json", "lock", "safetensors", "csv", "md", "png", "onnx", "html")
+FILES = ("json", "lock", "safetensors", "csv", "md", "tex", "png", "onnx", "html")
 SECTIONS = "|".join(field.name for field in dataclasses.fields(AppConfig))
 NAMED = re.compile(rf"(?<![\w./])({SECTIONS})((?:\.[A-Za-z_]\w*)+)(?![\w:]|\.\w)")  # no MODULE:NAME
 
