@@ -1,4 +1,4 @@
-"""Compress PyTorch modules and ONNX files: `compress`, `search`, `apply_plan`, `timing_kit`."""
+"""Compress PyTorch modules and ONNX files: `compress`, `search`, `make_task`, `apply_plan`, `timing_kit`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch import nn
 
 import decomposition as tensors
 from decomposition import CompressionPlan, load_compressed
-from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
-from decomposition.network.inputs import input_shape_of, split
-from decomposition.network.surgery import unwrapped
+from decomposition.calibration.calibration_set import CalibrationInputs
+from decomposition.network.surgery import copied, unwrapped
 from decomposition.progress import Progress
-from rankrl.data.calibration import CALIBRATION_BATCH
+from rankrl.data import ImageData
 from rankrl.errors import ConfigError
 from rankrl.files import storage_errors, write_atomically
 from rankrl.kits.kit import TIMES_FILE, WrittenKit
@@ -29,11 +28,12 @@ from rankrl.network_compression import (
     apply_to_file,
     compress_file_in,
     compress_module,
+    dataset_session,
+    scored_session,
     write_file_kit,
     write_module_kit,
 )
 from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
-from rankrl.networks.module import ScoredModule
 from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
 from rankrl.option_types import checked_arguments
@@ -42,14 +42,15 @@ from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.evaluators import Score
-from rankrl.plan_search.session import SearchGoal, check_reachable
-from rankrl.request import Request, opened_session
+from rankrl.plan_search.session import SearchGoal
+from rankrl.request import Request
 from rankrl.result import Compression, ModuleCompression
 from rankrl.runs.run_folder import RunFolder
+from rankrl.task import SearchTask
 from rankrl.training import Loss
 from rankrl.verbs import verb
 
-__all__ = ["apply_plan", "compress", "load_compressed", "search", "timing_kit"]
+__all__ = ["apply_plan", "compress", "load_compressed", "make_task", "search", "timing_kit"]
 
 FILE_BATCH = 16
 """Inputs of a timed pass of a file, unless another number is given."""
@@ -316,10 +317,7 @@ def search(
         WorkerError: A worker process died.
     """
     file = _file(network, "search")
-    if not callable(score) and not (file is not None and score is None):
-        raise ConfigError(
-            f"search takes a score, a function from the network to a number; got a {type(score).__name__}"
-        )
+    _check_score("search", score, optional=file is not None)
     budget, time = BudgetOptions(drop, minimise, params, macs, bytes, latency), _timing(timing, file)
     goal = SearchGoal(budget, search or SearchOptions(), time, reward, reward_options or {})
     options = _decomposition(network, decomposition)
@@ -334,23 +332,72 @@ def search(
             request.check()
             assert isinstance(network, nn.Module)
             assert score is not None
-            module = unwrapped(network)
-            batches = [
-                part for batch in checked_batches(inputs, module) for part in split(batch, CALIBRATION_BATCH)
-            ]
-            own = ScoredModule(
-                module,
-                input_shape_of(batches[0]),
-                batches,
-                judge=score,
-                options=options,
-                seed=seed,
-                progress=progress,
-            )
-            check_reachable(own, request.candidates(), request.goal)
-            session = opened_session(own, request.candidates(), request)
+            session = scored_session(unwrapped(network), inputs, score, request)
         with session:
             return session.search(request.search_call(_path(folder), anew_for_other_scores=True))
+
+
+@checked_arguments(without=("network", "inputs", "score", "batch_axes"))
+@storage_errors()
+@verb()
+def make_task(
+    network: nn.Module | str | Path,
+    inputs: Any,
+    *,
+    score: Score | SessionScore | None = None,
+    params: float | None = None,
+    macs: float | None = None,
+    bytes: float | None = None,
+    latency: float | None = None,
+    decomposition: str | Sequence[str] | DecompositionOptions | None = None,
+    reward: str = "accuracy",
+    reward_options: Mapping[str, Any] | None = None,
+    search: SearchOptions | None = None,
+    timing: LatencyOptions | None = None,
+    heldout: float = HELDOUT,
+    images: ImagePreprocessing | None = None,
+    batch_axes: Axes | None = None,
+    cache: str | Path | None = None,
+    seed: int = 0,
+    progress: Progress = None,
+) -> SearchTask:
+    """Prepare a search for an agent of your own: candidates, fits, score and environments of a network.
+
+    The arguments are those of `search`, without the selector. `inputs` may also be a data set of
+    `rankrl.data.load_dataset`, which has a score of its own: the task is then what the command line searches.
+    A module is copied.
+
+    Returns:
+        The task, its layers fitted.
+
+    Raises:
+        RankrlError: As `search`.
+    """
+    file = _file(network, "make_task")
+    budget, time = (
+        BudgetOptions(params=params, macs=macs, bytes=bytes, latency=latency),
+        _timing(timing, file),
+    )
+    goal = SearchGoal(budget, search or SearchOptions(), time, reward, reward_options or {})
+    options = _decomposition(network, decomposition)
+    request = Request(goal, options, "bayes", seed=seed, cache=_path(cache), progress=progress)
+    request = request.timed_in(request.cache, None)
+    of_data_set = isinstance(inputs, ImageData)
+    _check_score("make_task", score, optional=file is not None or of_data_set)
+    if file is not None:
+        source = FileSource(file, inputs, images, batch_axes, heldout, score, _metric(search))
+        begun = FileSearch.of(source, request)
+        return SearchTask(begun.session(), begun.write)
+    _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
+    request.check()
+    assert isinstance(network, nn.Module)
+    module = copied(unwrapped(network)).eval()
+    if not of_data_set:
+        assert score is not None
+        return SearchTask(scored_session(module, inputs, score, request))
+    _refuse("a data set, which has its own", score=score)
+    scratch = tempfile.TemporaryDirectory()
+    return SearchTask(dataset_session(module, inputs, request, Path(scratch.name)), scratch=scratch)
 
 
 @verb()
@@ -467,6 +514,13 @@ def timing_kit(
         _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
         return write_module_kit(network, inputs, folder, request, heldout)
     return write_file_kit(FileSource(file, inputs, images, batch_axes, _share(heldout)), request, folder)
+
+
+def _check_score(verb: str, score: object, *, optional: bool) -> None:
+    if not callable(score) and not (optional and score is None):
+        raise ConfigError(
+            f"{verb} takes a score, a function from the network to a number; got a {type(score).__name__}"
+        )
 
 
 def _path(path: str | Path | None) -> Path | None:

@@ -22,21 +22,29 @@ from decomposition import (
     save_compressed,
 )
 from decomposition.cache import digest
-from decomposition.calibration.calibration_set import CalibrationInputs
+from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
 from decomposition.files import announce_write
 from decomposition.network.inputs import input_shape_of, mapped, split
 from decomposition.network.surgery import copied, unwrapped
 from decomposition.plan.plan import LayerPlan, fingerprint
 from decomposition.progress import Progress, progress_bar
+from rankrl.data import ImageData
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.data.sample import Sample, read_samples
 from rankrl.device import as_float32, back_in, in_float32, model_device, own_types
 from rankrl.errors import ConfigError
 from rankrl.kits.kit import WrittenKit
-from rankrl.models.classifiers import network_digest
+from rankrl.models.classifiers import check_classifier, network_digest
 from rankrl.networks.graph import GraphNetwork, measured_sensitivities
 from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
-from rankrl.networks.module import FileModule, ModuleNetwork
+from rankrl.networks.module import (
+    FileModule,
+    ModuleNetwork,
+    ScoredModule,
+    calibrating_images,
+    heldout_scoring,
+    image_network,
+)
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
@@ -46,6 +54,8 @@ from rankrl.onnx.graph.prepared_file import FileInputs, PreparedFile
 from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats
 from rankrl.onnx.runtimes import check_runtimes
+from rankrl.options.tasks import CalibrationOptions
+from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.run import ChosenPlan, SearchResult
 from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.plan_search.scores.evaluators import Score
@@ -224,6 +234,43 @@ def compress_module(
     return result
 
 
+def scored_session(model: nn.Module, inputs: Any, score: Score, request: Request) -> SearchSession:
+    """Open the search of a module whose plans a function scores."""
+    batches = [part for batch in checked_batches(inputs, model) for part in split(batch, CALIBRATION_BATCH)]
+    network = ScoredModule(
+        model,
+        input_shape_of(batches[0]),
+        batches,
+        judge=score,
+        options=request.decomposition,
+        seed=request.seed,
+        progress=request.progress,
+    )
+    check_reachable(network, request.candidates(), request.goal)
+    return opened_session(network, request.candidates(), request)
+
+
+def dataset_session(model: nn.Module, data: ImageData, request: Request, folder: Path) -> SearchSession:
+    """Open the search of a data set's classifier, as the command line does."""
+    check_classifier(model, data.input_shape, data.classes)
+    narrows = bool(request.decomposition.channels) or request.decomposition.blocks
+    search = request.goal.search.resolved(refits=not narrows)
+    request = replace(request, goal=replace(request.goal, search=search))
+    network = image_network(
+        model,
+        data,
+        calibrating_images(model, data, CalibrationOptions().images, seed=request.seed),
+        heldout_scoring(model, data, search, seed=request.seed),
+        request.decomposition,
+        ExportOptions(**vars(request.timing)),
+        folder,
+        seed=request.seed,
+    )
+    candidates = request.timed_candidates()
+    check_reachable(network, candidates, request.goal)
+    return opened_session(network, candidates, request)
+
+
 def write_module_kit(
     model: nn.Module,
     data: CalibrationInputs,
@@ -365,6 +412,13 @@ class FileSearch:
     def session(self) -> SearchSession:
         """Calibrate the layers and return the search session; nothing is fitted yet."""
         return opened_session(self.network, self.candidates, self.request)
+
+    def write(
+        self, plan: CompressionPlan, target: Path, sensitivities: Mapping[str, torch.Tensor]
+    ) -> Compression:
+        """Apply a plan of the search and write the file."""
+        _check_target(target, Path(self.network.file.network.source))
+        return _finished(self.network, self.request, plan, target, sensitivities)
 
     def _rewritten(self, latency: float) -> FileSearch:
         """Return the search with nodes rewritten where that alone is faster, and ranks that suit them."""

@@ -38,14 +38,16 @@ from decomposition.rewrites import Rewrite, rewrites_of
 from pruning import PruningError, channel_groups, residual_blocks
 from rankrl.data import ImageData, Preprocessing
 from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
+from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import ConfigError, ExportError
 from rankrl.networks.network import CandidateOptions, WrittenFile
 from rankrl.onnx.export.onnx_file import check_names, name_file
 from rankrl.operations import RemoveBlock
 from rankrl.options.decomposition import DecompositionOptions
+from rankrl.options.search import SearchOptions
 from rankrl.options.timing import ExportOptions, LatencyOptions
-from rankrl.plan_search.scores.evaluators import Score, checked_score
-from rankrl.plan_search.scores.scoring import FunctionScoring, Scoring
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, Score, checked_score
+from rankrl.plan_search.scores.scoring import FunctionScoring, ImageScoring, Scoring
 from rankrl.report import LayerRow
 from rankrl.timing.network_timer import ModuleFiles, NetworkTimer
 from rankrl.verify.certificate import Basis
@@ -377,6 +379,17 @@ class FileModule(ModuleNetwork):
     def collapsed(self, compressed: nn.Module, score: float) -> str | None:
         """Return a message if a compressed network is no better than a constant; see `Network`."""
         return self.measure.collapsed(compressed, score)
+
+
+def calibrating_images(model: nn.Module, data: ImageData, count: int, *, seed: int) -> Tensor:
+    """Return the training images that layers are fitted to, in the network's fastest layout."""
+    images = calibration_images(data, count, seed=seed)
+    return in_layout(images, accepted_layout(model, images[:2]))
+
+
+def heldout_scoring(model: nn.Module, data: ImageData, search: SearchOptions, *, seed: int) -> ImageScoring:
+    """Return the scoring of a classifier's plans on held-out images."""
+    return ImageScoring(model, data, EvaluatorOptions.of(search, seed), search.images)
 
 
 def image_network(

@@ -10,7 +10,7 @@ from rankrl.errors import ConfigError
 from rankrl.options.decomposition import AUTO
 
 ActionKind = Literal["importance", "rank", "ratio"]
-Feature = Literal["macs", "curve", "descriptors", "identity", "budget_left", "last_reward", "plan"]
+Feature = Literal["macs", "curve", "descriptors", "identity", "budget", "budget_left", "last_reward", "plan"]
 
 IMPORTANCE_SCALE = 2.0
 """Log-importance of action 1: a layer then counts e^2 = 7.4 times what it does at action 0."""

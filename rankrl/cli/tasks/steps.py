@@ -19,13 +19,16 @@ from decomposition.network.surgery import copied
 from rankrl.cli.config import compose, options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData
-from rankrl.data.calibration import calibration_images
-from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import RunStoppedError, counted
 from rankrl.models import checkpoint_heldout, save_checkpoint
-from rankrl.networks.module import FileModule, ModuleNetwork, image_network
+from rankrl.networks.module import (
+    FileModule,
+    ModuleNetwork,
+    calibrating_images,
+    heldout_scoring,
+    image_network,
+)
 from rankrl.plan_search.run import ChosenPlan, SearchResult
-from rankrl.plan_search.scores.evaluators import EvaluatorOptions
 from rankrl.plan_search.scores.scoring import ImageScoring
 from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.plan_search.space.problem import SearchProblem
@@ -134,14 +137,12 @@ def dense_training(
 
 def fitted_images(config: AppConfig, data: ImageData, dense: nn.Module) -> Tensor:
     """Return the training images that layers are fitted to, in the network's fastest layout."""
-    images = calibration_images(data, config.calibration.images, seed=config.seed)
-    return in_layout(images, accepted_layout(dense, images[:2]))
+    return calibrating_images(dense, data, config.calibration.images, seed=config.seed)
 
 
 def image_scoring(config: AppConfig, data: ImageData, network: nn.Module) -> ImageScoring:
     """Return the scoring of a network's plans on held-out images."""
-    search = options.search_options(config)
-    return ImageScoring(network, data, EvaluatorOptions.of(search, config.seed), search.images)
+    return heldout_scoring(network, data, options.search_options(config), seed=config.seed)
 
 
 def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folder: RunFolder) -> FileModule:

@@ -140,19 +140,27 @@ def _task(problem: SearchProblem, of_formats: Sequence[str]) -> dict[str, np.nda
         }
         for of_layer in operations
     ]
-    limits = () if problem.budget is None else problem.budget.limits
-    fractions = {limit.measure: limit.fraction for limit in limits}
     errors = [site.errors[choice] for site, choice in zip(problem.sites, problem.preset, strict=True)]
     return {
         **{name: np.array([float(name in names) for names in formats]) for name in of_formats},
         "rounded": np.array(
             [float(any(isinstance(one, Quantise) for one in of_layer)) for of_layer in operations]
         ),
-        **{f"budget_{measure}": np.full(count, fractions.get(measure, 1.0)) for measure in MEASURES},
+        **{
+            f"budget_{measure}": np.full(count, fraction)
+            for measure, fraction in zip(MEASURES, _fractions(problem), strict=True)
+        },
         "layers": np.full(count, np.log(count) / np.log(_MOST_LAYERS)),
         "params": np.full(count, np.log(max(1, problem.params)) / np.log(_MOST_PARAMETERS)),
         "mean_error": np.full(count, np.mean(errors)),
     }
+
+
+def _fractions(problem: SearchProblem) -> list[float]:
+    """Return the fraction that may be kept by each measure, 1 without a limit."""
+    limits = () if problem.budget is None else problem.budget.limits
+    fractions = {limit.measure: limit.fraction for limit in limits}
+    return [fractions.get(measure, 1.0) for measure in MEASURES]
 
 
 def _slopes(site: CandidateSet, cost: np.ndarray, choice: int) -> tuple[float, float]:
@@ -279,6 +287,9 @@ def _static_features(
         columns |= {f"descriptor_{name}": column for name, column in zip(names, described, strict=True)}
     if "identity" in features:
         columns |= {f"is_layer_{layer}": column for layer, column in enumerate(np.eye(count))}
+    if "budget" in features:
+        fractions = zip(MEASURES, _fractions(problem), strict=True)
+        columns |= {f"budget_{measure}": np.full(count, fraction) for measure, fraction in fractions}
     return columns
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
-from rankrl.errors import ConfigError
+from rankrl.errors import ConfigError, counted
 from rankrl.option_types import shown
-from rankrl.plan_search.envs.actions import IMPORTANCE_SCALE, ActionKind, create_action_map
+from rankrl.plan_search.envs.actions import IMPORTANCE_SCALE, ActionKind, ActionMap, create_action_map
 from rankrl.plan_search.envs.observations import Feature, ObservationEncoder
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.registration import ENVIRONMENT_ID, RankSelectionSpec
@@ -31,12 +31,16 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
     action; the last step returns the plan's reward and ends the episode. `info` names the layer whose action
     comes next, and at the end holds the plan's `choices`.
 
-    The environment itself is deterministic: equal actions give equal observations and plans.
+    With several problems (networks, formats, budgets), every episode is of one of them, `info["task"]`: drawn
+    by the environment's generator or named in `reset`. Observations then hold what may be kept (the feature
+    `budget`). All else is deterministic: equal actions give equal observations and plans.
 
     Args:
-        problem: The layers, their candidates and the budget that every plan keeps. It must be given: None is
-            what `gymnasium.make` passes on when it gets the environment's name alone.
-        reward: Reward of a plan; None when the caller scores `info["choices"]` itself, as several workers do.
+        problem: The layers, their candidates and the budget that every plan keeps, as `rankrl.make_task` has
+            them in `task.problem`; or a list of such problems. It must be given: None is what
+            `gymnasium.make` passes on when it gets the environment's name alone.
+        reward: Reward of a plan, one for each problem of a list; None when the caller scores
+            `info["choices"]` itself, as several workers do.
         action: `importance`, `rank` or `ratio`; None for `importance` with a budget and `rank` without. With
             the first two, 0 everywhere is greedy's plan.
         features: Features beyond the layer's own and the previous action (`ObservationEncoder`).
@@ -49,32 +53,54 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
 
     def __init__(
         self,
-        problem: SearchProblem | None = None,
-        reward: PlanReward | None = None,
+        problem: SearchProblem | Sequence[SearchProblem] | None = None,
+        reward: PlanReward | Sequence[PlanReward] | None = None,
         *,
         action: ActionKind | None = None,
         features: Sequence[Feature] = (),
         importance_scale: float = IMPORTANCE_SCALE,
         descriptors: Sequence[str] | None = None,
     ) -> None:
-        if not isinstance(problem, SearchProblem):
-            raise ConfigError(
-                f"{ENVIRONMENT_ID} needs problem=SearchProblem, the layers that ranks are chosen for, got "
-                f"{shown(problem)}; for example gymnasium.make({ENVIRONMENT_ID!r}, problem=SearchProblem."
-                "from_model(model, candidates, (3, 32, 32), params=0.5), reward=function_of_a_plan); "
-                "docs/agent.md has a program"
-            )
+        problems = _problems(problem)
+        rewards = _rewards(reward, len(problems))
+        if len(problems) > 1:
+            features = tuple(dict.fromkeys((*features, "budget")))
         self._spec: EnvSpec | None = None
-        self.problem = problem
-        self.reward = reward
-        self.map = create_action_map(problem, action, scale=importance_scale)
-        self.encoder = ObservationEncoder(problem, features, descriptors)
-        self.layers = len(problem.sites)
+        self._tasks = [
+            _Task(
+                each,
+                function,
+                create_action_map(each, action, scale=importance_scale),
+                ObservationEncoder(each, features, descriptors),
+            )
+            for each, function in zip(problems, rewards, strict=True)
+        ]
+        sizes = {task.encoder.size for task in self._tasks}
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"the problems' observations differ in length with features={list(features)}; leave out "
+                "identity and plan, whose length is the network's"
+            )
+        self._enter(0)
+        self.observation_space = spaces.Box(0.0, 1.0, (sizes.pop(),), dtype=np.float32)
+        self.action_space = spaces.Box(-1.0, 1.0, (1,), dtype=np.float32)
+
+    def _enter(self, number: int) -> None:
+        """Make a problem the current one, its episode not yet begun."""
+        self._number, self._task = number, self._tasks[number]
+        self.layers = len(self._task.problem.sites)
         self._actions = np.zeros(self.layers, dtype=np.float32)
         self._layer = self.layers
-        self._last_reward = 0.0
-        self.observation_space = spaces.Box(0.0, 1.0, (self.encoder.size,), dtype=np.float32)
-        self.action_space = spaces.Box(-1.0, 1.0, (1,), dtype=np.float32)
+
+    @property
+    def encoder(self) -> ObservationEncoder:
+        """The encoder of the current problem's observations."""
+        return self._task.encoder
+
+    @property
+    def map(self) -> ActionMap:
+        """The map from actions to candidates of the current problem."""
+        return self._task.map
 
     @property
     def spec(self) -> EnvSpec | None:
@@ -92,12 +118,22 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         """Begin an episode.
 
         Args:
-            seed: Seed of the environment's generator, which nothing here draws from.
-            options: `last_reward`: the reward of the previous plan, where the caller scores plans itself.
+            seed: Seed of the environment's generator, which draws the problem where there are several.
+            options: `task`: the number of the problem, from 0, instead of a draw; `last_reward`: the reward
+                of the problem's previous plan, where the caller scores plans itself.
+
+        Raises:
+            ConfigError: There is no problem of that number.
         """
         super().reset(seed=seed)
-        if options is not None and "last_reward" in options:
-            self._last_reward = float(options["last_reward"])
+        asked, count = options or {}, len(self._tasks)
+        number = asked.get("task", self.np_random.integers(count) if count > 1 else 0)
+        if number not in range(count):
+            raise ConfigError(
+                f"the option task={shown(number)} is none of the {counted(count, 'problem')}, from 0"
+            )
+        self._enter(int(number))
+        self._task.last_reward = float(asked.get("last_reward", self._task.last_reward))
         self._layer = 0
         return self._observation(), self._info()
 
@@ -120,19 +156,50 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         self._layer += 1
         terminated, reward = self._layer == self.layers, 0.0
         info = self._info()
-        if terminated and self.reward is not None:
-            reward = self._last_reward = float(self.reward(info["choices"]))
+        if terminated and self._task.reward is not None:
+            reward = self._task.last_reward = float(self._task.reward(info["choices"]))
         return self._observation(), reward, terminated, False, info
 
     def _info(self) -> dict[str, Any]:
         if self._layer < self.layers:
-            return {"layer": self.problem.sites[self._layer].name}
-        return {"choices": self.map.choices_of(self._actions)}
+            return {"task": self._number, "layer": self._task.problem.sites[self._layer].name}
+        return {"task": self._number, "choices": self._task.map.choices_of(self._actions)}
 
     def _observation(self) -> np.ndarray:
-        taken = self._actions[: self._layer]
-        left = self.map.budget_left(taken) if "budget_left" in self.encoder.features else 1.0
-        return self.encoder(taken, left, self._last_reward)
+        taken, task = self._actions[: self._layer], self._task
+        left = task.map.budget_left(taken) if "budget_left" in task.encoder.features else 1.0
+        return task.encoder(taken, left, task.last_reward)
+
+
+@dataclass
+class _Task:
+    """One problem of an environment; `last_reward` is that of its previous plan."""
+
+    problem: SearchProblem
+    reward: PlanReward | None
+    map: ActionMap
+    encoder: ObservationEncoder
+    last_reward: float = 0.0
+
+
+def _problems(given: Any) -> list[SearchProblem]:
+    problems = list(given) if isinstance(given, list | tuple) else [given]
+    if problems and all(isinstance(each, SearchProblem) for each in problems):
+        return problems
+    raise ConfigError(
+        f"{ENVIRONMENT_ID} needs problem=, the layers that ranks are chosen for, got {shown(given)}; "
+        "rankrl.make_task(model, inputs, params=0.4).env() makes the environment of a network (docs/agent.md)"
+    )
+
+
+def _rewards(given: Any, count: int) -> list[PlanReward | None]:
+    rewards = list(given) if isinstance(given, list | tuple) else [given] * (count if given is None else 1)
+    if len(rewards) == count:
+        return rewards
+    raise ConfigError(
+        f"{counted(count, 'problem')} and {counted(len(rewards), 'reward')}: give one of each, such as "
+        "reward=[task.reward for task in tasks]"
+    )
 
 
 Act = Callable[[int, np.ndarray], np.ndarray]

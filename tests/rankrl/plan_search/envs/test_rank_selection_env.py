@@ -164,11 +164,73 @@ def test_options_that_contradict_are_refused(small_problem, small_network) -> No
         RankSelectionEnv(free, action="importance")
 
 
-@pytest.mark.parametrize("given", [{}, {"problem": "digits"}])
+@pytest.mark.parametrize("given", [{}, {"problem": "digits"}, {"problem": []}])
 @pytest.mark.parametrize("make", [gymnasium.make, gymnasium.make_vec])
 def test_making_one_without_a_problem_says_what_is_needed(make, given) -> None:
-    with pytest.raises(ConfigError, match=r"problem=SearchProblem.*for example gymnasium\.make"):
+    with pytest.raises(ConfigError, match=r"needs problem=.*rankrl\.make_task\(.*\)\.env\(\)"):
         make(ENVIRONMENT_ID, **given)
+
+
+@pytest.fixture
+def three_tasks(small_network, small_library, small_problem) -> dict[str, list]:
+    """Two networks, of which one has two budgets, each with a reward of its own."""
+    problems = [
+        small_problem,
+        SearchProblem.from_model(
+            small_network, small_problem.sites, (1, 8, 8), macs=0.4, library=small_library
+        ),
+        SearchProblem.from_model(small_network, small_problem.sites[1:], (1, 8, 8), params=0.8),
+    ]
+    return {"problem": problems, "reward": [lambda _, number=number: float(number) for number in range(3)]}
+
+
+@pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
+def test_several_tasks_pass_both_checkers(three_tasks, options) -> None:
+    env = gymnasium.make(
+        ENVIRONMENT_ID, **three_tasks, features=("descriptors", "budget_left", "last_reward"), **options
+    )
+    check_env(env.unwrapped, skip_render_check=True)
+    check_env_for_sb3(env.unwrapped)
+
+
+def test_each_episode_is_of_one_task_that_is_drawn_or_named(three_tasks) -> None:
+    env, again = (RankSelectionEnv(**three_tasks) for _ in range(2))
+    seeds = [5, *[None] * 30]
+    drawn, repeated = ([each.reset(seed=seed)[1]["task"] for seed in seeds] for each in (env, again))
+    assert drawn == repeated
+    assert set(drawn) == {0, 1, 2}
+    for number, problem in enumerate(three_tasks["problem"]):
+        alone = RankSelectionEnv(problem, three_tasks["reward"][number], features=("budget",))
+        actions = np.full((alone.layers, 1), 0.3, dtype=np.float32)
+        trail, value, *_, info = play(env, actions, options={"task": number})
+        expected, _, *_, known = play(alone, actions)
+        np.testing.assert_array_equal(trail, expected)
+        assert (info["task"], info["choices"], value) == (number, known["choices"], number)
+
+
+def test_observations_of_several_tasks_hold_what_may_be_kept(three_tasks) -> None:
+    env = RankSelectionEnv(**three_tasks)
+    shown = [env.reset(options={"task": number})[0][8:12].tolist() for number in range(3)]
+    assert shown == pytest.approx(np.array([[0.5, 1, 1, 1], [1, 0.4, 1, 1], [0.8, 1, 1, 1]]))
+
+
+@pytest.mark.parametrize("task", [3, -1, "first"])
+def test_a_task_that_is_not_there_is_refused(three_tasks, task) -> None:
+    with pytest.raises(ConfigError, match="none of the 3 problems"):
+        RankSelectionEnv(**three_tasks).reset(options={"task": task})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"features": ("plan",)}, "leave out identity and plan"),
+        ({"features": ("identity",)}, "leave out identity and plan"),
+        ({"reward": reward}, "3 problems and 1 reward"),
+    ],
+)
+def test_several_tasks_that_do_not_go_together_are_refused(three_tasks, change, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RankSelectionEnv(**{**three_tasks, **change})
 
 
 def test_the_spec_is_json_unless_it_holds_a_problem(small_problem) -> None:
