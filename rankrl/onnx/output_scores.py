@@ -57,11 +57,7 @@ class OutputScore:
     log_spread: float = 1.0
 
     def __call__(self, before: Array, after: Array) -> Array:
-        """Return the score of every input, shape (N,), 1 where the answers are the same.
-
-        Below 0 an answer is worse than the mean of the original's. Quantities of different units are
-        averaged (`by_unit`).
-        """
+        """Return the score (N,) of every input, 1 where answers are the same, averaged over units."""
         means: Array = self.by_unit(before, after).mean(0)
         return means
 

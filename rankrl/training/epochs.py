@@ -36,7 +36,7 @@ def subnormals_as_zero() -> Iterator[None]:
     Threads that PyTorch starts in this context do so, too; those already running do not, so the command line
     enters it first of all. Processors that cannot flush them compute as before.
     """
-    if _taken_as_zero():
+    if not torch.full((1,), 1e-39).mul(0.5).any():  # 1e-39 is subnormal in float32
         yield
         return
     torch.set_flush_denormal(True)
@@ -53,10 +53,6 @@ def clear_negligible(model: nn.Module) -> None:
         if weights.is_floating_point() and weights.numel():
             size = weights.abs()
             weights.masked_fill_(size <= _NEGLIGIBLE * size.amax(), 0.0)
-
-
-def _taken_as_zero() -> bool:
-    return not torch.full((1,), 1e-39).mul(0.5).any()  # 1e-39 is subnormal in float32
 
 
 Pass = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

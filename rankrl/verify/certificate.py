@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -150,12 +151,13 @@ def certify(
     counted = bool(np.isin([before, after], (0, 1)).all())
     if count < 1 or (count < 2 and not counted):
         return None
+    interval: Callable[[int], tuple[float, float]]  # of the loss, were as much lost on so many inputs
     if counted and before.all():
-        interval = _exact(float(1 - after.mean()))
+        interval = partial(_exact, float(1 - after.mean()))
     elif counted:
-        interval = _newcombe(before.astype(bool), after.astype(bool))
+        interval = partial(_newcombe, before.astype(bool), after.astype(bool))
     else:
-        interval = _student(before - after)
+        interval = partial(_student, before - after)
     loss = float((before - after).mean())
     low, high = interval(count)
     needed = None if drop is None else _needed(loss, lambda inputs: interval(inputs)[1], drop)
@@ -163,44 +165,31 @@ def certify(
     return Certificate(loss, low, high, count, drop, certified, needed, basis)
 
 
-_Interval = Callable[[int], tuple[float, float]]
-"""From a number of inputs, on which as much is lost, to the interval of the loss."""
-
-
-def _exact(share: float) -> _Interval:
+def _exact(share: float, count: int) -> tuple[float, float]:
     """Return Clopper and Pearson's interval of a share of inputs."""
-    tail = (1 - CONFIDENCE) / 2
-
-    def interval(count: int) -> tuple[float, float]:
-        lost = share * count  # real, where it is told of other numbers of inputs
-        low = float(betaincinv(lost, count - lost + 1, tail)) if lost > 0 else 0.0
-        high = float(betaincinv(lost + 1, count - lost, 1 - tail)) if lost < count else 1.0
-        return low, high
-
-    return interval
+    tail, lost = (1 - CONFIDENCE) / 2, share * count  # real, where it is told of other numbers of inputs
+    low = float(betaincinv(lost, count - lost + 1, tail)) if lost > 0 else 0.0
+    high = float(betaincinv(lost + 1, count - lost, 1 - tail)) if lost < count else 1.0
+    return low, high
 
 
-def _newcombe(before: _Array, after: _Array) -> _Interval:
+def _newcombe(before: _Array, after: _Array, count: int) -> tuple[float, float]:
     """Return Newcombe's interval of the difference of paired proportions, his method 10."""
     both, lost = float((before & after).mean()), float((before & ~after).mean())
     gained, none = float((~before & after).mean()), float((~before & ~after).mean())
-
-    def interval(count: int) -> tuple[float, float]:
-        first, second = both + lost, both + gained
-        product = first * (1 - first) * second * (1 - second)
-        excess = both * none - lost * gained
-        if excess > 0:
-            excess = max(excess - 1 / (2 * count), 0.0)  # the continuity correction of its phi
-        phi = excess / product**0.5 if product > 0 else 0.0
-        (low1, high1), (low2, high2) = _wilson(first, count), _wilson(second, count)
-        down, up = (first - low1, high2 - second), (high1 - first, second - low2)
-        loss = lost - gained
-        return (
-            loss - max(0.0, down[0] ** 2 - 2 * phi * down[0] * down[1] + down[1] ** 2) ** 0.5,
-            loss + max(0.0, up[0] ** 2 - 2 * phi * up[0] * up[1] + up[1] ** 2) ** 0.5,
-        )
-
-    return interval
+    first, second = both + lost, both + gained
+    product = first * (1 - first) * second * (1 - second)
+    excess = both * none - lost * gained
+    if excess > 0:
+        excess = max(excess - 1 / (2 * count), 0.0)  # the continuity correction of its phi
+    phi = excess / product**0.5 if product > 0 else 0.0
+    (low1, high1), (low2, high2) = _wilson(first, count), _wilson(second, count)
+    down, up = (first - low1, high2 - second), (high1 - first, second - low2)
+    loss = lost - gained
+    return (
+        loss - max(0.0, down[0] ** 2 - 2 * phi * down[0] * down[1] + down[1] ** 2) ** 0.5,
+        loss + max(0.0, up[0] ** 2 - 2 * phi * up[0] * up[1] + up[1] ** 2) ** 0.5,
+    )
 
 
 def _wilson(share: float, count: int) -> tuple[float, float]:
@@ -211,15 +200,11 @@ def _wilson(share: float, count: int) -> tuple[float, float]:
     return max(0.0, (centre - width) / whole), min(1.0, (centre + width) / whole)
 
 
-def _student(differences: _Array) -> _Interval:
+def _student(differences: _Array, count: int) -> tuple[float, float]:
     """Return Student's interval of the mean of differences."""
     mean, deviation = float(differences.mean()), float(differences.std(ddof=1))
-
-    def interval(count: int) -> tuple[float, float]:
-        half = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * deviation / count**0.5
-        return mean - half, mean + half
-
-    return interval
+    half = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * deviation / count**0.5
+    return mean - half, mean + half
 
 
 def _needed(loss: float, upper: Callable[[int], float], drop: float) -> int | None:

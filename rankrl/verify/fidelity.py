@@ -59,10 +59,7 @@ def nudged(x: AnyArray) -> AnyArray:
 
 
 def relative_error(expected: Array, computed: Array) -> float:
-    """Return |found - expected| / |expected|; of integers and truth values the share that differs.
-
-    It is infinite where shapes differ, or where a number is finite in one of them alone.
-    """
+    """Return |found - expected| / |expected|, of integers the share that differs; infinite between shapes."""
     if expected.shape != computed.shape:
         return float("inf")
     if not expected.size:

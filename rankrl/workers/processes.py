@@ -139,10 +139,7 @@ class WorkerCluster(Protocol):
     workers: Workers
 
     def spread(self, function: Callable[[Any], Any], jobs: Iterable[Any], work: str) -> Iterator[Any]:
-        """Yield the results of a function on jobs, in the order in which they are finished.
-
-        A job is taken from `jobs` when a worker is free for it. `work` names the work in messages.
-        """
+        """Yield the results of a function on jobs, in the order in which they are finished."""
 
     def pool(self, build: Builder) -> WorkerPool:
         """Return workers that apply the scorer of `build`; see `LocalWorkers` for its errors."""

@@ -19,6 +19,7 @@ from onnxruntime.quantization.quant_utils import compute_scale_zp, quantize_onnx
 from torch import nn
 
 from decomposition import integer_layers, rounded_parameters, without_rounding
+from decomposition.network.cost import evaluation_mode
 from decomposition.network.inputs import ExampleInputs, run_model
 from decomposition.network.layers import is_decomposable_module
 from decomposition.network.rounding import REDUCED_BITS, largest_integer
@@ -133,16 +134,11 @@ def class_agreement(
     """Return the fraction of inputs on which an ONNX file and its network predict the same class."""
     session = open_session(path, runtime=runtime)
     same = total = 0
-    mode = network.training
-    network.eval()
-    try:
+    with evaluation_mode(network), torch.no_grad():
         for images, arrays in pairs:
-            with torch.no_grad():
-                expected = np.asarray(run_model(network, images).argmax(1))
+            expected = np.asarray(run_model(network, images).argmax(1))
             same += int((session.run(arrays.numpy())[0].argmax(1) == expected).sum())
             total += len(images)
-    finally:
-        network.train(mode)
     if total == 0:
         raise ExportError("there are no images to compare the ONNX file with its network on.")
     return same / total

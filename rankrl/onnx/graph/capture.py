@@ -59,12 +59,11 @@ def collect_moments(
 ) -> dict[str, InputMoments]:
     """Estimate moments of nodes' input patches; `unreached` takes nodes without inputs, None refuses them."""
     check_memory([(site.weight[0].numel(), most_patches(site, CHOOSING_ELEMENTS)) for site in sites])
-    model = network.graph_model()
     generator = torch.Generator().manual_seed(seed)
     accumulators = {site.name: MomentAccumulator() for site in sites}
     largest = min(max(map(network.axes.size, batches)), max(1, _ACTIVE // max(map(_bytes, sites), default=1)))
     for group in _groups(sites, largest):
-        _accumulate(network, model, sites, group, batches, largest, accumulators, generator)
+        _accumulate(network, sites, group, batches, largest, accumulators, generator)
     for name in [name for name, accumulator in accumulators.items() if accumulator.empty]:
         if unreached is None:
             raise OnnxGraphError(f"node {name!r} of {network.source}: {UNREACHED}; give inputs that do")
@@ -86,7 +85,6 @@ def collect_moments(
 
 def _accumulate(
     network: OnnxNetwork,
-    model: ir.Model,
     sites: Sequence[Site],
     group: Sequence[Site],
     batches: Sequence[Feed],
@@ -95,7 +93,8 @@ def _accumulate(
     generator: torch.Generator,
 ) -> None:
     """Add patches of the inputs of some nodes, `largest` inputs of the network at most in each pass."""
-    session = Captured(model, [node.input_name for site in group for node in site.nodes], network.source)
+    inputs = [node.input_name for site in group for node in site.nodes]
+    session = Captured(network.model, inputs, network.source)
     layers = {node.name: node.module() for site in group for node in site.nodes}
     total = sum(map(network.axes.size, batches))
     fitting = min(largest, max(1, _CAPTURED // sum(map(_bytes, group))))

@@ -136,10 +136,8 @@ def _with_int4(model: ir.Model) -> ir.Model:
 def check_contracted(graph: CompressedGraph, batches: Sequence[Feed], source: str) -> float:
     """Compare a graph with the one that has dense nodes of the contracted weights."""
     assert graph.contracted is not None
-    # Where the graph rounds on its way, the order of a sum decides whole steps at its outputs.
-    pairs = _node_by_node if any(map(rounds, graph.model.graph.all_nodes())) else _as_a_whole
     largest = 0.0
-    for name, output, expected in pairs(graph.model, graph.contracted, graph.replaced, batches, source):
+    for name, output, expected in _outputs_of_both(graph, graph.contracted, batches, source):
         if output.dtype.kind != "f" or not output.size:
             continue
         scale = max(1e-30, float(np.abs(expected).max()))  # zeros have no scale
@@ -153,23 +151,21 @@ def check_contracted(graph: CompressedGraph, batches: Sequence[Feed], source: st
     return largest
 
 
-def _as_a_whole(
-    model: ir.Model, contracted: ir.Model, nodes: Sequence[Site], batches: Sequence[Feed], source: str
+def _outputs_of_both(
+    graph: CompressedGraph, contracted: ir.Model, batches: Sequence[Feed], source: str
 ) -> Iterator[tuple[str, Array, Array]]:
-    """Yield the outputs of both graphs, by name."""
-    del nodes
-    sessions = [GraphSession(graph, source) for graph in (model, contracted)]
-    for feed in batches:
-        yield from zip(sessions[0].output_names, *(session.run(feed) for session in sessions), strict=True)
-
-
-def _node_by_node(
-    model: ir.Model, contracted: ir.Model, nodes: Sequence[Site], batches: Sequence[Feed], source: str
-) -> Iterator[tuple[str, Array, Array]]:
-    """Yield the outputs of replaced nodes and of dense ones on the same inputs, by name."""
-    for node in nodes:
+    """Yield outputs of a graph and of the contracted one, by name; where it rounds, of single nodes."""
+    if not any(map(rounds, graph.model.graph.all_nodes())):
+        sessions = [GraphSession(model, source) for model in (graph.model, contracted)]
+        for feed in batches:
+            yield from zip(
+                sessions[0].output_names, *(session.run(feed) for session in sessions), strict=True
+            )
+        return
+    # The order of a sum decides whole steps at the outputs: nodes are compared on the inputs they receive.
+    for node in graph.replaced:
         ends = [node.input_name, node.output_name]
-        captured = Captured(model, ends, source)
+        captured = Captured(graph.model, ends, source)
         part = part_of(contracted, ends[:1], ends[1:])
         free_ends(part)
         dense = GraphSession(part, source)

@@ -270,7 +270,12 @@ def _shares(
     generator: np.random.Generator,
 ) -> tuple[Array, Array, Array]:
     """Draw the indices of inputs that are fitted to, held out and scored on, `unit` of each at least."""
-    _check_enough(count, (2 + bool(scored)) * unit, network)
+    least = (2 + bool(scored)) * unit
+    if count < least:
+        raise OnnxGraphError(
+            f"{count} inputs are too few: {network.source} needs at least {least}, to fit to some and "
+            "compare on others; a few hundred are better"
+        )
     order = generator.permutation(count)
     if heldout >= 1:
         if heldout + scored + unit > count:
@@ -337,14 +342,6 @@ def _batches(whole: Feed, axes: BatchAxes, size: int) -> Iterator[Feed]:
     for first in range(0, count, size):
         if axes.fixed is None or first + size <= count:
             yield axes.rows(whole, slice(first, first + size))
-
-
-def _check_enough(count: int, least: int, network: OnnxNetwork) -> None:
-    if count < least:
-        raise OnnxGraphError(
-            f"{count} inputs are too few: {network.source} needs at least {least}, to fit to some and "
-            "compare on others; a few hundred are better"
-        )
 
 
 def _only(network: OnnxNetwork) -> GraphInput:

@@ -32,6 +32,7 @@ from rankrl.onnx.graph_edits import STANDARD, Array, opset_of, values_in
 from rankrl.onnx.protobuf import (
     SetAside,
     holds,
+    save_model,
     set_aside_outputs,
     sparse_bytes,
     store_densely,
@@ -254,6 +255,10 @@ class OnnxNetwork:
     def graph_model(self) -> ir.Model:
         """Return the model as a graph of its own that can be changed."""
         return self.model.clone()
+
+    def save(self, path: Path) -> None:
+        """Write the network as one file."""
+        save_model(self.model, path)
 
     @cached_property
     def digest(self) -> str:

@@ -90,7 +90,8 @@ def from_metadata(values: object, network: OnnxNetwork, sites: Sequence[Site]) -
     ways: dict[str, SeveralPositions] = {}
     for name, entry in values.items():
         site, way = by_name.get(name), _from_json(entry)
-        if site is None or way is None or way not in possible_positions(network, site, _lanes(site, way)):
+        lanes = 0 if site is None or way is None else max(0, way.positions) * site.spec.out_channels
+        if site is None or way is None or way not in possible_positions(network, site, lanes):
             raise PlanError(
                 f"the plan's metadata say of {network.source} that {name!r} computes several positions at "
                 f"once, {entry!r}, which it cannot; remove {METADATA!r} from them, or use the file that the "
@@ -106,11 +107,6 @@ def _from_json(value: object) -> SeveralPositions | None:
     if any(type(number) is not int for number in value.values()):
         return None
     return SeveralPositions(**value)
-
-
-def _lanes(site: Site, way: SeveralPositions) -> int:
-    """Return the number of output channels of the rewritten node."""
-    return max(0, way.positions) * site.spec.out_channels
 
 
 def _sizes(site: Site) -> tuple[int, ...]:
@@ -130,8 +126,9 @@ def _replace(
     missing = -sizes[axis] % count
     weight = _copied(site, stride, way)
     name = f"{site.name}.positions"
+    bias = np.zeros(spec.out_channels, np.float32) if site.bias is None else site.bias.numpy()
     # Nodes with one weight may have strides of their own.
-    for kind, array in ((f"weight_{stride}", weight), ("bias", _bias(site).repeat(count))):
+    for kind, array in ((f"weight_{stride}", weight), ("bias", bias.repeat(count))):
         if kind not in constants:
             constants[kind] = new_constant(graph, f"{name}_{kind}", array)
     pads = node_site.widths(spec.input_sizes[0][-len(sizes) :])
@@ -174,10 +171,6 @@ def _copied(site: Site, stride: int, way: SeveralPositions) -> Array:
     for position in range(way.positions):
         copies[:, position, ..., position * stride : position * stride + length] = weight
     return np.moveaxis(copies.reshape(-1, *copies.shape[2:]), -1, 2 + way.axis)
-
-
-def _bias(site: Site) -> Array:
-    return np.zeros(site.spec.out_channels, np.float32) if site.bias is None else site.bias.numpy()
 
 
 def _integers(graph: ir.Graph, name: str, values: Sequence[int]) -> ir.Value:

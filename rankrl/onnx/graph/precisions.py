@@ -306,16 +306,13 @@ def _types_of_new(model: ir.Model, half: HalfValues) -> dict[str, ir.DataType]:
         for position, value in enumerate(node.inputs):
             if value is None or not value.is_initializer() or value.name in half.names:
                 continue
-            variance = node.inputs[_VARIANCE] if _is_mean(node, position) else None
+            # A mean has the type of its variance.
+            is_mean = is_standard(node, "BatchNormalization") and position == _MEAN
+            variance = node.inputs[_VARIANCE] if is_mean else None
             own = kind if variance is None else types.get(str(variance.name))
             if own:
                 types[str(value.name)] = own
     return types
-
-
-def _is_mean(node: ir.Node, position: int) -> bool:
-    """Tell whether an input is the mean of a batch normalisation, which has the type of its variance."""
-    return is_standard(node, "BatchNormalization") and position == _MEAN
 
 
 def _computed_in(node: ir.Node, types: Mapping[str, ir.DataType]) -> ir.DataType | None:

@@ -46,7 +46,6 @@ from rankrl.onnx.graph_edits import (
     put_in_place,
     without_unused,
 )
-from rankrl.onnx.protobuf import save_model
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ def without_integers(network: OnnxNetwork, sites: Sequence[Site], feed: Feed) ->
     spread = [site.name for site in sites if site.spread]
     with tempfile.TemporaryDirectory() as folder:
         plain, rounded = Path(folder) / "plain.onnx", Path(folder) / "rounded.onnx"
-        save_model(network.model, plain)
+        network.save(plain)
 
         def fails(names: Sequence[str]) -> bool:
             try:  # onnxruntime refuses files that its own rewriting around integer nodes makes invalid
@@ -109,7 +108,7 @@ def chosen_ranges(
     weights = {network.weight_inputs[name] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "plain.onnx"
-        save_model(network.model, plain)
+        network.save(plain)
         return choose_ranges(
             plain, batches, weights=weights, reduce_range=reduce_range, cut=network.axes.parts
         )

@@ -111,7 +111,8 @@ class _Replacement:
             last = number == len(stages) - 1
             name = site.name
             if len(stages) > 1:
-                name = free_name(graph, f"{site.name}/{_format_name(layer)}_{number}")
+                kind = layer.tensor_format.name if isinstance(layer, FactorisedLayer) else "dense"
+                name = free_name(graph, f"{site.name}/{kind}_{number}")
             bias: torch.Tensor | None = stage.bias  # type: ignore[assignment]
             if last and bias is not None and shift is not None and site.absorber == "bias":
                 bias = bias.detach() + shift.to(bias)
@@ -253,10 +254,6 @@ def open_constants(model: ir.Model, site: Site) -> OpenConstants:
     for user, index in users:
         user.replace_input_with(index, mean)
     return OpenConstants(str(weight.name), turned, str(mean.name), known, sign)
-
-
-def _format_name(layer: nn.Module) -> str:
-    return layer.tensor_format.name if isinstance(layer, FactorisedLayer) else "dense"
 
 
 def _shift_behind(graph: ir.Graph, value: ir.Value, site: Site, shift: torch.Tensor) -> ir.Value:
