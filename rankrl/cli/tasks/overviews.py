@@ -110,7 +110,7 @@ def _ranks(spec: LayerSpec, formats: Sequence[str], *, tensorised: bool) -> str:
         ranges[name] = f"1-{tensor_format.max_rank(tensor_format.modes(spec, tensorised=tensorised))}"
     if len(ranges) == 1:
         return next(iter(ranges.values()))
-    return "; ".join(f"{name} {span}" for name, span in ranges.items())
+    return "\n".join(f"{name} {span}" for name, span in ranges.items())
 
 
 def _examples(site: CandidateSet) -> str:

@@ -396,11 +396,6 @@ def test_every_option_that_a_message_names_exists(option_names: set[str]) -> Non
     assert len(found) > 40
 
 
-def test_auto_has_the_same_formats_on_the_command_line_and_in_python() -> None:
-    file = OmegaConf.load(Path(config_folder()) / "decomposition" / "auto.yaml")
-    assert tuple(file.formats) == DecompositionOptions(format="auto").choices
-
-
 Command = Callable[..., None]
 
 

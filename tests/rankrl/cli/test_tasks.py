@@ -286,7 +286,7 @@ def test_train_and_inspect(
     folder = run("train", "task=train", *network, *learning)
     assert 0.5 < read_json(folder / "metrics.json")["baseline"]["accuracy"] <= 1
     given = ("task=inspect", *network, f"model.checkpoint={folder / 'dense.safetensors'}")
-    run("inspect", *given, "inspect.errors=true")
+    run("inspect", *given, "inspect.errors=true", "decomposition=tensor_ring")
     shown = capsys.readouterr().out
     assert "rank: params, error" in shown
     rows = {line.split()[1]: line for line in shown.splitlines() if line.count("│") == 9}
