@@ -190,15 +190,12 @@ def _adds_its_input(module: nn.Module) -> bool:
             carrying.add(node)
             added = True
         elif carried and (
-            _hands_on(modules[str(node.target)]) if node.op == "call_module" else node.target in _ACTIVATIONS
+            all(isinstance(part, _HANDING_ON) for part in modules[str(node.target)].modules())
+            if node.op == "call_module"
+            else node.target in _ACTIVATIONS
         ):
             carrying.add(node)
     return False
-
-
-def _hands_on(module: nn.Module) -> bool:
-    """Tell whether a module is an identity, an activation or a dropout, or a sequence of such."""
-    return all(isinstance(part, _HANDING_ON) for part in module.modules())
 
 
 def _outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -249,11 +249,9 @@ class GroupLassoMask(ChannelMask):
         return torch.where(self.alive, self.weight, 0.0)
 
     def penalty(self) -> torch.Tensor:
-        """Return |beta|, shape (units,), zero where closed."""
         return self.deterministic_gates().abs()
 
     def scores(self) -> torch.Tensor:
-        """Return |beta|, shape (units,), detached."""
         return self.penalty().detach()
 
     def reopen(self, units: torch.Tensor) -> None:
@@ -265,12 +263,10 @@ class GroupLassoMask(ChannelMask):
             self.alive |= units
 
     def rescale(self, factors: torch.Tensor) -> None:
-        """Multiply the factors beta by `factors`, a scalar or of shape (units,)."""
         with torch.no_grad():
             self.weight.mul_(factors)
 
     def freeze(self) -> None:
-        """Close the factors that are zero and stop training the others."""
         self.close(~self.open_units())
         self.weight.requires_grad_(False)
 
@@ -382,7 +378,6 @@ class HardConcreteMask(ChannelMask):
         return torch.where(self.alive, squash(self._open_logit()), 0.0)
 
     def scores(self) -> torch.Tensor:
-        """Return the probability that each gate is open, shape (units,), detached, zero where closed."""
         return torch.where(self.alive, self.open_probability().detach(), 0.0)
 
     def reopen(self, units: torch.Tensor) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -67,19 +66,10 @@ def reconstruction(
     _collect(model, statistics, calibration, generator)
     return {
         group.name: _eliminate(
-            group, [statistics[group.name, reader].read(len(calibration)) for reader in group.readers]
+            group, [statistics[group.name, reader] for reader in group.readers], len(calibration)
         )
         for group in groups
     }
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Units of a group that a layer reads, their covariance at a position, and G (`sensitivity`)."""
-
-    units: torch.Tensor
-    covariance: torch.Tensor
-    sensitivity: torch.Tensor
 
 
 class _ReadStatistics:
@@ -113,11 +103,6 @@ class _ReadStatistics:
     def add_gradients(self, features: torch.Tensor) -> None:
         values = self._by_unit(features)
         self.gradients = self.gradients + (values.T @ values).double().cpu()
-
-    def read(self, inputs: int) -> _Read:
-        mean = self.sum / self.rows
-        covariance = self.products / self.rows - torch.outer(mean, mean)
-        return _Read(self.units, covariance, self.gradients / inputs)
 
     def _by_unit(self, features: torch.Tensor) -> torch.Tensor:
         """Return features, channels along `axis`, as rows of one value for each unit."""
@@ -174,11 +159,11 @@ def _collect(
             parameter.requires_grad_()
 
 
-def _eliminate(group: ChannelGroup, reads: Sequence[_Read]) -> torch.Tensor:
+def _eliminate(group: ChannelGroup, reads: Sequence[_ReadStatistics], inputs: int) -> torch.Tensor:
     """Remove the units of a group one by one; return the error that each adds, never less than the last."""
     readers = Counter(unit for read in reads for unit in read.units.tolist())
     factor = torch.tensor([readers[unit] for unit in range(group.units)], dtype=torch.float64)
-    parts = [_Elimination(read, group.units) for read in reads]
+    parts = [_Elimination(read, inputs, group.units) for read in reads]
     staying = torch.ones(group.units, dtype=torch.bool)
     scores = torch.zeros(group.units, dtype=torch.float64)
     last = scores.new_zeros(())
@@ -197,12 +182,14 @@ def _eliminate(group: ChannelGroup, reads: Sequence[_Read]) -> torch.Tensor:
 class _Elimination:
     """Precision matrix of the units that one layer reads, and M' G M of the combinations M replacing them."""
 
-    def __init__(self, read: _Read, units: int) -> None:
+    def __init__(self, read: _ReadStatistics, inputs: int, units: int) -> None:
+        mean = read.sum / read.rows
+        covariance = read.products / read.rows - torch.outer(mean, mean)
         # The clamp keeps the ridge positive for units that are constant.
-        mean_variance = read.covariance.diagonal().mean().clamp_min(1e-30)
+        mean_variance = covariance.diagonal().mean().clamp_min(1e-30)
         identity = torch.eye(len(read.units), dtype=torch.float64)
-        self.precision = torch.linalg.inv(read.covariance + _RIDGE * mean_variance * identity)
-        self.sensitivity = read.sensitivity.clone()
+        self.precision = torch.linalg.inv(covariance + _RIDGE * mean_variance * identity)
+        self.sensitivity = read.gradients / inputs
         self.units = units
         self.of_column = read.units
         self.column = {unit: column for column, unit in enumerate(read.units.tolist())}

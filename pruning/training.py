@@ -82,17 +82,6 @@ def restore_optimizer(
         ) from error
 
 
-def restore_module(module: nn.Module, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load the tensors that start with `name.` into a module."""
-    try:
-        module.load_state_dict(part(tensors, f"{name}."))
-    except RuntimeError as error:
-        first = str(error).partition("\n")[0]
-        raise PruningError(
-            f"the state of the mask training belongs to another network ({first}); start anew"
-        ) from error
-
-
 Batch = tuple[torch.Tensor, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Evaluation = Callable[[nn.Module], float]
@@ -360,7 +349,13 @@ class _MaskTraining:
     def restore(self, state: MaskTrainingState) -> None:
         """Restore a `state`."""
         values = state.values
-        restore_module(self.masked, "masked", state.tensors)
+        try:
+            self.masked.load_state_dict(part(state.tensors, "masked."))
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            raise PruningError(
+                f"the state of the mask training belongs to another network ({first}); start anew"
+            ) from error
         for name, optimizer in self._optimizers().items():
             restore_optimizer(optimizer, name, state.tensors, values[name])
         device = self.masked.example_input.device
