@@ -87,29 +87,20 @@ CIFAR100_CLASSES = """
 """Names of the fine labels, in their order."""
 
 
-@register_dataset(
-    "cifar10",
-    "CIFAR-10: 50,000 + 10,000 colour images of 32x32, 10 classes",
-    augmentation=Augmentation(padding=4, flip=True),
-    # ImageNet's statistics: the published CIFAR ResNet checkpoints were trained with them.
-    mean=(0.485, 0.456, 0.406),
-    std=(0.229, 0.224, 0.225),
-)
-def cifar10(root: Path) -> SourceFiles:
-    """Read CIFAR-10 from `root`; see `read_published`."""
-    return read_published("cifar10", root, CIFAR10_CLASSES.split(), "CIFAR10", colours="RGB")
+def _register_cifar(classes: int, names: str, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    name, about = (
+        f"cifar{classes}",
+        f"CIFAR-{classes}: 50,000 + 10,000 colour images of 32x32, {classes} classes",
+    )
+
+    @register_dataset(name, about, augmentation=Augmentation(padding=4, flip=True), mean=mean, std=std)
+    def cifar(root: Path) -> SourceFiles:
+        return read_published(name, root, names.split(), name.upper(), colours="RGB")
 
 
-@register_dataset(
-    "cifar100",
-    "CIFAR-100: 50,000 + 10,000 colour images of 32x32, 100 classes",
-    augmentation=Augmentation(padding=4, flip=True),
-    mean=(0.5071, 0.4865, 0.4409),
-    std=(0.2673, 0.2564, 0.2762),
-)
-def cifar100(root: Path) -> SourceFiles:
-    """Read CIFAR-100 (fine labels) from `root`; see `read_published`."""
-    return read_published("cifar100", root, CIFAR100_CLASSES.split(), "CIFAR100", colours="RGB")
+# ImageNet's statistics: the published CIFAR-10 ResNet checkpoints were trained with them.
+_register_cifar(10, CIFAR10_CLASSES, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_register_cifar(100, CIFAR100_CLASSES, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 
 
 @register_dataset(
@@ -120,5 +111,4 @@ def cifar100(root: Path) -> SourceFiles:
     std=(0.3081,),
 )
 def mnist(root: Path) -> SourceFiles:
-    """Read MNIST from `root`; see `read_published`."""
     return read_published("mnist", root, "0123456789", torchvision_class="MNIST")

@@ -60,41 +60,31 @@ def batches(
         raise ConfigError(f"the batch size must be at least 1, got {batch_size}")
     if generator is None and (shuffle or augmentation is not None):
         raise ConfigError("shuffling and augmentation need a torch.Generator, so that a run can be repeated")
-    return _walk(images, batch_size, mean, std, device, augmentation, generator, shuffle, drop_last)
 
-
-def _walk(
-    images: Images,
-    batch_size: int,
-    mean: Sequence[float],
-    std: Sequence[float],
-    device: torch.device | None,
-    augmentation: Augmentation | None,
-    generator: torch.Generator | None,
-    shuffle: bool,
-    drop_last: bool,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    device = images.x.device if device is None else device
-    count = len(images)
-    order = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
-    order = order.to(images.x.device)
-    crops = (
-        augmentation.draw(count, generator).to(device)
-        if augmentation is not None and generator is not None
-        else None
-    )
-    check_normalisation(mean, std, images.x.shape[1])
-    scale, offset = (tensor.view(1, -1, 1, 1).to(device) for tensor in scale_and_offset(mean, std))
-    for start in range(0, count - batch_size + 1 if drop_last else count, batch_size):
-        stop = min(start + batch_size, count)
-        indices = order[start:stop]
-        x = images.x[indices].to(device, non_blocking=True)
-        if crops is not None:
-            x = crops.part(start, stop).apply(x)
-        yield (
-            x.to(torch.float32, memory_format=torch.channels_last).mul_(scale).add_(offset),
-            images.y[indices].to(device, non_blocking=True),
+    def walk() -> Iterator[tuple[Tensor, Tensor]]:
+        target = images.x.device if device is None else device
+        count = len(images)
+        order = torch.randperm(count, generator=generator) if shuffle else torch.arange(count)
+        order = order.to(images.x.device)
+        crops = (
+            augmentation.draw(count, generator).to(target)
+            if augmentation is not None and generator is not None
+            else None
         )
+        check_normalisation(mean, std, images.x.shape[1])
+        scale, offset = (tensor.view(1, -1, 1, 1).to(target) for tensor in scale_and_offset(mean, std))
+        for start in range(0, count - batch_size + 1 if drop_last else count, batch_size):
+            stop = min(start + batch_size, count)
+            indices = order[start:stop]
+            x = images.x[indices].to(target, non_blocking=True)
+            if crops is not None:
+                x = crops.part(start, stop).apply(x)
+            yield (
+                x.to(torch.float32, memory_format=torch.channels_last).mul_(scale).add_(offset),
+                images.y[indices].to(target, non_blocking=True),
+            )
+
+    return walk()
 
 
 def augmented_copy(images: Images, augmentation: Augmentation, seed: int) -> Images:

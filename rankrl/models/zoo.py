@@ -176,28 +176,16 @@ class CifarResNet(nn.Module):
         return self.linear(F.adaptive_avg_pool2d(out, 1).flatten(1))
 
 
-@register_model("resnet20", "CIFAR ResNet-20, 0.27 M parameters (He et al. 2016)", lr=0.1)
-def resnet20(input_shape: tuple[int, int, int], num_classes: int, *, shortcut: str = "A") -> CifarResNet:
-    """Build a ResNet-20; `shortcut` is "A" or "B"."""
-    return CifarResNet(3, input_shape[0], num_classes, shortcut)
+def _register_resnet(depth: int, params: str) -> None:
+    about = f"CIFAR ResNet-{depth}, {params} M parameters (He et al. 2016)"
+
+    @register_model(f"resnet{depth}", about, lr=0.1)
+    def resnet(input_shape: tuple[int, int, int], num_classes: int, *, shortcut: str = "A") -> CifarResNet:
+        return CifarResNet((depth - 2) // 6, input_shape[0], num_classes, shortcut)
 
 
-@register_model("resnet32", "CIFAR ResNet-32, 0.46 M parameters (He et al. 2016)", lr=0.1)
-def resnet32(input_shape: tuple[int, int, int], num_classes: int, *, shortcut: str = "A") -> CifarResNet:
-    """Build a ResNet-32; `shortcut` is "A" or "B"."""
-    return CifarResNet(5, input_shape[0], num_classes, shortcut)
-
-
-@register_model("resnet44", "CIFAR ResNet-44, 0.66 M parameters (He et al. 2016)", lr=0.1)
-def resnet44(input_shape: tuple[int, int, int], num_classes: int, *, shortcut: str = "A") -> CifarResNet:
-    """Build a ResNet-44; `shortcut` is "A" or "B"."""
-    return CifarResNet(7, input_shape[0], num_classes, shortcut)
-
-
-@register_model("resnet56", "CIFAR ResNet-56, 0.85 M parameters (He et al. 2016)", lr=0.1)
-def resnet56(input_shape: tuple[int, int, int], num_classes: int, *, shortcut: str = "A") -> CifarResNet:
-    """Build a ResNet-56; `shortcut` is "A" or "B"."""
-    return CifarResNet(9, input_shape[0], num_classes, shortcut)
+for _depth, _params in ((20, "0.27"), (32, "0.46"), (44, "0.66"), (56, "0.85")):
+    _register_resnet(_depth, _params)
 
 
 _LEAST_SIDE = 8  # ResNet-9 halves its images three times
