@@ -121,9 +121,32 @@ class RunNotes:
     collapsed: str | None = None
 
 
+class _Inside:
+    """The path of a file in a run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of a run's results; `metrics.json` is written last, so a folder with it is complete."""
+
+    plan = _Inside("plan.json")
+    metrics = _Inside(METRICS)
+    model = _Inside("model.safetensors")  # the compressed network with its plan
+    kit = _Inside("kit")  # what another device times
+    onnx = _Inside("model.onnx")
+    optimizer_step = _Inside("optimizer_step.onnx")
+    dense = _Inside("dense.safetensors")  # trained by the run itself
+    state = _Inside("state")  # everything that resuming needs
+    searches = _Inside("searches")  # of a comparison, a folder each
+    error = _Inside("error.json")  # of a sweep's job that failed
+    record = _Inside(RECORD)  # the configuration that the results belong to, and its overrides
+    progress = _Inside("state/progress.json")  # of a sweep's job
 
     path: Path
     tracking: Tracking = field(default=NOT_TRACKED, compare=False)
@@ -143,66 +166,6 @@ class RunFolder:
         """Keep the warning that the network is no better than a constant, for the same places."""
         self.notes.warnings.append(text)
         self.notes.collapsed = text
-
-    @property
-    def plan(self) -> Path:
-        """The plan."""
-        return self.path / "plan.json"
-
-    @property
-    def metrics(self) -> Path:
-        """The numbers; their presence marks the run as finished."""
-        return self.path / METRICS
-
-    @property
-    def model(self) -> Path:
-        """The compressed network with its plan."""
-        return self.path / "model.safetensors"
-
-    @property
-    def kit(self) -> Path:
-        """The files to time on another device."""
-        return self.path / "kit"
-
-    @property
-    def onnx(self) -> Path:
-        """The compressed network as ONNX."""
-        return self.path / "model.onnx"
-
-    @property
-    def optimizer_step(self) -> Path:
-        """The step of the optimizer as ONNX."""
-        return self.path / "optimizer_step.onnx"
-
-    @property
-    def dense(self) -> Path:
-        """The dense network that the run trained itself."""
-        return self.path / "dense.safetensors"
-
-    @property
-    def state(self) -> Path:
-        """Everything that resuming needs."""
-        return self.path / "state"
-
-    @property
-    def searches(self) -> Path:
-        """The states of the searches that are compared, a folder each."""
-        return self.path / "searches"
-
-    @property
-    def error(self) -> Path:
-        """The failure of a sweep's job."""
-        return self.path / "error.json"
-
-    @property
-    def record(self) -> Path:
-        """The configuration that the results in the folder belong to, and its overrides."""
-        return self.path / RECORD
-
-    @property
-    def progress(self) -> Path:
-        """The progress of a sweep's job."""
-        return self.state / "progress.json"
 
     @property
     def finished(self) -> bool:
@@ -342,9 +305,7 @@ class RunFolder:
         """Create the folder and check that it can be written."""
         try:
             self.state.mkdir(parents=True, exist_ok=True)
-            probe = self.state / f".probe-{os.getpid()}"
-            probe.write_bytes(b"writable")
-            probe.unlink()
+            _probe(self.state)
         except OSError as error:
             raise StorageError(
                 f"the run folder {self.path} cannot be written ({error.strerror}); "
@@ -360,6 +321,13 @@ def _relative(text: str, folder: Path) -> str:
         return os.path.abspath(text)
 
 
+def _probe(folder: Path) -> None:
+    """Write and remove a file."""
+    probe = folder / f".probe-{os.getpid()}"
+    probe.write_bytes(b"writable")
+    probe.unlink()
+
+
 def check_writable(folder: Path, option: str) -> None:
     """Refuse a folder that cannot be created or written; folders made for this check are removed again."""
     made: list[Path] = []
@@ -368,9 +336,7 @@ def check_writable(folder: Path, option: str) -> None:
             if not place.exists():
                 place.mkdir(exist_ok=True)
                 made.append(place)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.write_bytes(b"writable")
-        probe.unlink()
+        _probe(folder)
     except OSError as error:
         name = str(folder) if len(str(folder)) <= _LONGEST_NAME else f"{str(folder)[:_LONGEST_NAME]}..."
         raise StorageError(
