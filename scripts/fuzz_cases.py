@@ -38,27 +38,10 @@ class Good:
     The network is small, for 8x8 grey images in 10 classes.
     """
 
-    folder: Path
-
-    @property
-    def checkpoint(self) -> Path:
-        """Weights of the network."""
-        return self.folder / "good.th"
-
-    @property
-    def data(self) -> Path:
-        """Images and labels."""
-        return self.folder / "good.npz"
-
-    @property
-    def plan(self) -> Path:
-        """A plan for the network."""
-        return self.folder / "good.json"
-
-    @property
-    def weights(self) -> Path:
-        """The network, compressed under the plan."""
-        return self.folder / "good.safetensors"
+    checkpoint: Path
+    data: Path
+    plan: Path
+    weights: Path  # the network, compressed under the plan
 
 
 @dataclass(frozen=True)
@@ -100,7 +83,7 @@ class Code:
 
 def make_good(folder: Path) -> Good:
     """Write the right input."""
-    good = Good(folder)
+    good = Good(*(folder / f"good.{ending}" for ending in ("th", "npz", "json", "safetensors")))
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     network = create_model("conv4", input_shape=_SHAPE, num_classes=10).eval()

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from rankrl.plan_search.scores.evaluation import EPISODE_COLUMNS, EpisodeRow
-from rankrl.report.run_folder import (
-    LayerRow,
-    RunReport,
-    collect_setup,
-    gather_runs,
-    read_episodes,
-    read_metrics,
-)
+from rankrl.report.run_folder import LayerRow, RunReport, collect_setup
 from rankrl.report.run_tables import ReportError, heldout_note
 from rankrl.report.sweep_page import load_runs, results_table, write_sweep_report
 from rankrl.report.write import (
@@ -24,20 +16,15 @@ from rankrl.report.write import (
 )
 
 __all__ = [
-    "EPISODE_COLUMNS",
-    "EpisodeRow",
     "LayerRow",
     "ReportError",
     "RunReport",
     "collect_setup",
     "conclusion",
     "device_table",
-    "gather_runs",
     "heldout_note",
     "load_runs",
     "measured_table",
-    "read_episodes",
-    "read_metrics",
     "results_table",
     "run_page",
     "runtimes_table",

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from rankrl.report import EPISODE_COLUMNS, EpisodeRow, LayerRow, RunReport
+from rankrl.plan_search.scores.evaluation import EPISODE_COLUMNS, EpisodeRow
+from rankrl.report import LayerRow, RunReport
 from rankrl.training import EpochRow
 
 

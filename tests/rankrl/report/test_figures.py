@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from decomposition import list_formats
-from rankrl.report import EpisodeRow, LayerRow
+from rankrl.plan_search.scores.evaluation import EpisodeRow
+from rankrl.report import LayerRow
 from rankrl.report.comparison import ComparisonRow, rewards_figure
 from rankrl.report.figures import (
     NARROW,

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rankrl.report import (
-    ReportError,
     RunReport,
     collect_setup,
     conclusion,
@@ -105,22 +104,12 @@ def test_what_was_not_measured_is_a_dash() -> None:
 
 
 def test_the_terminal_table_holds_every_number(metrics: dict[str, Any]) -> None:
-    console = Console(width=100, record=True, file=None, quiet=False)
-    with console.capture() as capture:
-        console.print(summary_table(metrics))
-    text = plain(capture.get())
+    text = printed(metrics)
     assert "resnet20 on cifar10" in text
-    for number in (
-        "91.73 %",
-        "74.12 %",
-        "90.56 %",
-        "−1.17 points",
-        "269,722",
-        "107,689",
-        "2.50× fewer",
-        "1.31× faster",
-    ):
+    for number in ("91.73 %", "74.12 %", "90.56 %", "−1.17 points", "269,722", "107,689"):
         assert number in text
+    assert "2.50× fewer" in text
+    assert "1.31× faster" in text
 
 
 def test_the_table_shows_sizes_and_the_dense_network_in_integers(metrics: dict[str, Any]) -> None:
@@ -156,10 +145,10 @@ def test_a_change_within_the_noise_is_called_unchanged(metrics: dict[str, Any]) 
         metrics["onnx"] |= {"baseline_latency_ms": before, "latency_ms": after}
         metrics["ratios"]["latency"] = faster
         assert latency_change(metrics, before, after) == "unchanged"
-        assert f"{before} ms" in printed(metrics) if before > 10 else f"{before:.2f} ms" in printed(metrics)
-        assert "unchanged" in printed(metrics)
-        assert "faster" not in printed(metrics)
-        assert "slower" not in printed(metrics)
+        text = printed(metrics)
+        assert f"{before:#.3g} ms" in text
+        assert "unchanged" in text
+        assert not {"faster", "slower"} & set(text.split())
 
 
 @pytest.mark.parametrize(
@@ -292,9 +281,6 @@ def test_every_plan_has_a_row_and_the_one_that_was_taken_is_marked() -> None:
 
 def test_the_network_as_it_was_is_said_to_be_that() -> None:
     assert "you get the original network" in measured_plans(metrics("all dense")).caption
-
-
-def test_a_run_that_measured_no_plan_has_no_table() -> None:
     assert not measured_plans({})
 
 
@@ -359,11 +345,6 @@ def test_a_runtime_that_failed_has_a_column_without_numbers() -> None:
     table = runtime_times({"runtimes": {"onnxruntime": entry(), "other": {"failed": "it did"}}})
     assert table.columns[2] == "other"
     assert [row[2] for row in table.rows] == ["–"] * 3
-
-
-def test_numbers_that_are_none_are_refused() -> None:
-    with pytest.raises(ReportError, match=r"openvino\.latency_ms is 'fast'"):
-        runtime_times({"runtimes": {"openvino": entry(latency_ms="fast")}})
 
 
 ON_IMAGES = Basis("accuracy", "test images")

@@ -15,8 +15,9 @@ from rich.console import Console
 
 import rankrl
 from decomposition import list_formats
-from rankrl.report import ReportError, gather_runs, results_table, write_sweep_report
+from rankrl.report import ReportError, results_table, write_sweep_report
 from rankrl.report.figures import method_styles
+from rankrl.report.run_folder import gather_runs
 from rankrl.report.sweep_page import ALL_AT_ONCE, COSTS, cost_points, pareto_front, with_fronts
 
 METHODS = ("tensor_ring", "tucker", "cp")
@@ -274,11 +275,7 @@ def test_text_from_runs_is_never_markup(tmp_path: Path) -> None:
 def test_damaged_metrics_count_as_failed(sweep: Path) -> None:
     path = sweep / "budget.params-0.5+decomposition-cp" / "metrics.json"
     path.write_text("{")
-    run = next(
-        run
-        for run in gather_runs(sweep)
-        if "decomposition-cp" in str(run.folder) and "0.5" in str(run.folder)
-    )
+    run = next(run for run in gather_runs(sweep) if run.folder.name == path.parent.name)
     assert run.status == "failed"
     assert "metrics.json" in run.error
     write_sweep_report(sweep)
