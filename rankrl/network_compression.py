@@ -57,7 +57,6 @@ from rankrl.onnx.runtimes import check_runtimes
 from rankrl.options.tasks import CalibrationOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.run import ChosenPlan, SearchResult
-from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.plan_search.scores.evaluators import Score
 from rankrl.plan_search.scores.scoring import FunctionScoring
 from rankrl.plan_search.session import SearchSession, check_reachable
@@ -450,7 +449,7 @@ def compress_file(
     request: Request,
     *,
     folder: Path | None = None,
-    on_episode: Callable[[EpisodeRow], None] | None = None,
+    **told: Any,
 ) -> Compression:
     """Compress a network in an ONNX file; see `rankrl.compress`."""
     _check_target(target, source.path)
@@ -458,7 +457,7 @@ def compress_file(
     if begun.kept:
         return _finished(begun.network, begun.request, _as_it_is(begun.network.file), target, {})
     with (session := begun.session()):
-        result = session.choose(request.search_call(folder, on_episode=on_episode))
+        result = session.choose(request.search_call(folder, **told))
     if isinstance(result, SearchResult) and result.stopped_by == "interrupt":
         raise KeyboardInterrupt("the search was stopped; with a folder the same call goes on with it")
     sensitivities = session.library.sensitivities

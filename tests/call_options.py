@@ -10,7 +10,7 @@ from rankrl import DecompositionOptions, SearchOptions
 
 """The formats that an ONNX file's layers choose from by default."""
 _LAYERS = {field.name for field in fields(DecompositionOptions)} - {"format", "formats"}
-_SEARCH = {"episodes", "seconds", "patience", "finalists", "metric"} | {
+_SEARCH = {"episodes", "plans", "seconds", "patience", "finalists", "metric"} | {
     *("workers", "cluster", "worker_cpus", "worker_gpus"),
 }
 

@@ -217,7 +217,9 @@ class SearchOptions(ScoringOptions):
     """How long plans are searched and how they are scored.
 
     Attributes:
-        episodes: Plans to score.
+        episodes: Episodes at most: plans that are proposed, also again.
+        plans: Different plans to score, or None for as many as there are episodes. An episode that repeats
+            a plan costs nothing, so selectors are compared at equal `plans`, with more `episodes`.
         seconds: Stop after so many seconds, or None.
         patience: Stop after so many episodes without a better plan, or None.
         images: Images held out of the training set that each plan is scored on.
@@ -241,6 +243,7 @@ class SearchOptions(ScoringOptions):
     """
 
     episodes: int = 50
+    plans: int | None = None
     seconds: float | None = None
     patience: int | None = None
     images: int = 2000
@@ -256,7 +259,7 @@ class SearchOptions(ScoringOptions):
         check_fields(self)
         super().__post_init__()
         check_workers(self.workers, self.cluster, self.worker_cpus, self.worker_gpus)
-        check_limits(self.episodes, self.seconds, self.patience)
+        check_limits(self.episodes, self.seconds, self.patience, self.plans)
         for name, choices in (("metric", ScoreMetric), ("statistics", Statistics)):
             if getattr(self, name) is not None:
                 check_choice(f"search.{name}", getattr(self, name), choices)
@@ -282,13 +285,16 @@ class SearchOptions(ScoringOptions):
         return replace(self, **asdict(self.scores(refits=refits)))
 
 
-def check_limits(episodes: int, seconds: float | None, patience: int | None) -> None:
+def check_limits(
+    episodes: int, seconds: float | None, patience: int | None, plans: int | None = None
+) -> None:
     """Refuse limits of a search that leave no plan to score.
 
     Raises:
         ConfigError: A limit is not positive.
     """
-    for name, value in (("episodes", episodes), ("seconds", seconds), ("patience", patience)):
+    limits = {"episodes": episodes, "seconds": seconds, "patience": patience, "plans": plans}
+    for name, value in limits.items():
         if value is not None and not value > 0:
             advice = "" if name == "episodes" else "; null means no limit"
             raise ConfigError(f"search.{name} must be positive, got {value}{advice}")

@@ -31,6 +31,7 @@ from rankrl.plan_search.scores.evaluation import (
     write_candidates,
 )
 from rankrl.plan_search.scores.rewards import Reward
+from rankrl.plan_search.selectors.selector import OnUpdate
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ class SearchCall:
     anew_for_other_scores: bool = False
     on_set_aside: Callable[[], None] | None = None
     on_episode: Callable[[EpisodeRow], None] | None = None
+    on_update: OnUpdate | None = None
 
 
 _Chosen = TypeVar("_Chosen", bound=ChosenPlan)

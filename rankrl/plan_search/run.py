@@ -32,7 +32,7 @@ from rankrl.plan_search.scores.evaluation import (
     write_candidates,
 )
 from rankrl.plan_search.scores.rewards import Reward, create_reward
-from rankrl.plan_search.selectors.selector import Proposal, Selector
+from rankrl.plan_search.selectors.selector import OnUpdate, Proposal, Selector
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.state_file import damaged_state
 
@@ -103,7 +103,7 @@ SETUP_FILE = "search.json"
 _VERSION = 1
 
 
-StoppedBy = Literal["episodes", "seconds", "patience", "interrupt", "selector"]
+StoppedBy = Literal["episodes", "plans", "seconds", "patience", "interrupt", "selector"]
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,11 @@ class SearchResult(ChosenPlan):
         """Number of different plans that were scored."""
         return sum(not row.cached for row in self.rows)
 
+    @property
+    def plans(self) -> int:
+        """Number of different plans, also those whose scores were known before the search."""
+        return len({row.choices for row in self.rows})
+
 
 def search_numbers(result: ChosenPlan) -> dict[str, Any]:
     """Return the sections `search` and `layers` of metrics.json; of a rule, what was measured of its plan."""
@@ -165,6 +170,7 @@ def search_numbers(result: ChosenPlan) -> dict[str, Any]:
         searched = {
             **result.objective,
             "episodes": len(result.rows),
+            "plans": result.plans,
             "evaluations": result.evaluations,
             "seconds": result.seconds,
             "best_reward": result.best.reward,
@@ -204,23 +210,26 @@ def run_search(
     reward: Reward | None = None,
     seconds: float | None = None,
     patience: int | None = None,
+    plans: int | None = None,
     folder: Path | None = None,
     resume: bool = False,
     anew_for_other_scores: bool = False,
     on_set_aside: Callable[[], None] | None = None,
     on_episode: Callable[[EpisodeRow], None] | None = None,
+    on_update: OnUpdate | None = None,
 ) -> SearchResult:
     """Search with a selector for the plan with the best reward.
 
     With a folder, every step is recorded in its `episodes.csv`; with `resume`, the selector is told what is
     recorded there, and a search killed at any moment continues to the same result, bit for bit.
     """
-    check_limits(episodes, seconds, patience)
+    check_limits(episodes, seconds, patience, plans)
     reward = create_reward("accuracy", budgeted=problem.budget is not None) if reward is None else reward
     steps: list[list[EpisodeRow]] = []
     table = None
     if folder is not None:
         setup, path = _setup(problem, evaluator, selector, reward, episodes), folder / SETUP_FILE
+        setup["plans"] = plans  # the last step may end there
         if path.exists():
             if not resume:
                 raise ConfigError(
@@ -242,16 +251,17 @@ def run_search(
     if rows:
         evaluator.restore(known_evaluations(problem, rows))
     spent = rows[-1].elapsed if rows else 0.0
-    stopped_by = _limit(rows, episodes, seconds, patience, spent)
+    stopped_by = _limit(rows, episodes, seconds, patience, spent, plans)
     if stopped_by is None:
         _replay(selector, steps)
         if folder is not None:
             selector.use_folder(folder)
+        selector.on_update = on_update  # what is replayed was tracked before
 
     start = time.perf_counter() - spent
     with FinishOnInterrupt() as interrupt:
         while stopped_by is None:
-            proposals = selector.propose()[: episodes - len(rows)]
+            proposals = _affordable(selector.propose()[: episodes - len(rows)], rows, plans)
             if not proposals:
                 stopped_by = "selector"
                 break
@@ -271,7 +281,7 @@ def run_search(
             stopped_by = (
                 "interrupt"
                 if interrupt.requested
-                else _limit(rows, episodes, seconds, patience, time.perf_counter() - start)
+                else _limit(rows, episodes, seconds, patience, time.perf_counter() - start, plans)
             )
     if not rows:
         raise ConfigError(f"selector {selector.name!r} proposed no plan; check its options")
@@ -365,12 +375,31 @@ def _set_aside(folder: Path) -> None:
     )
 
 
+def _affordable(proposals: list[Proposal], rows: Sequence[EpisodeRow], plans: int | None) -> list[Proposal]:
+    """Return the first proposals, up to the one that reaches a limit of different plans."""
+    if plans is None:
+        return proposals
+    known = {row.key for row in rows}
+    for number, proposal in enumerate(proposals, 1):
+        known.add(proposal.choices)
+        if len(known) == plans:
+            return proposals[:number]
+    return proposals
+
+
 def _limit(
-    rows: Sequence[EpisodeRow], episodes: int, seconds: float | None, patience: int | None, spent: float
+    rows: Sequence[EpisodeRow],
+    episodes: int,
+    seconds: float | None,
+    patience: int | None,
+    spent: float,
+    plans: int | None,
 ) -> StoppedBy | None:
     """Return the limit that has been reached, if any."""
     if len(rows) >= episodes:
         return "episodes"
+    if plans is not None and len({row.choices for row in rows}) >= plans:
+        return "plans"
     if seconds is not None and spent >= seconds:
         return "seconds"
     if patience is not None and rows and len(rows) - best_rows(rows, 1)[0].episode >= patience:

@@ -299,11 +299,13 @@ class SearchSession:
                 reward=self.reward,
                 seconds=options.seconds,
                 patience=options.patience,
+                plans=options.plans,
                 folder=call.folder,
                 resume=True,
                 anew_for_other_scores=call.anew_for_other_scores,
                 on_set_aside=call.on_set_aside,
                 on_episode=show,
+                on_update=call.on_update,
             )
         log.info(
             "search: %s (%s scored) in %.1f s, best reward %.4f (reward %s, metric %s)",

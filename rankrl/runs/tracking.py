@@ -54,7 +54,7 @@ class Tracker(ABC):
         """Keep the numbers of one step.
 
         Args:
-            stage: `search`, `train` or `finetune`.
+            stage: `search`, `agent` (updates of a learning agent), `train` or `finetune`.
             step: Number of the episode or epoch, from 1 on.
             values: Numbers by name; a stage always has the same names.
         """
@@ -131,6 +131,10 @@ class Tracking:
         """Track a scored plan."""
         names = ("reward", "best_reward", "accuracy", "params_kept", "macs_kept")
         self._point("search", row.episode, {name: getattr(row, name) for name in names})
+
+    def update(self, episode: int, values: Mapping[str, float]) -> None:
+        """Track the numbers of an agent's update after an episode."""
+        self._point("agent", episode, values)
 
     def epochs(self, stage: str) -> Callable[[EpochRow], None]:
         """Return a function that tracks the epochs of `train` or `finetune`."""

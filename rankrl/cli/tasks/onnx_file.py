@@ -46,9 +46,8 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
             "budget.macs and budget.bytes likewise"
         )
     try:
-        result = compress_file(
-            source, folder.onnx, request, folder=folder.path, on_episode=folder.tracking.episode
-        )
+        tracked = {"on_episode": folder.tracking.episode, "on_update": folder.tracking.update}
+        result = compress_file(source, folder.onnx, request, folder=folder.path, **tracked)
     except KeyboardInterrupt as error:
         raise RunStoppedError(folder.path) from error
     result.plan.save(folder.plan)

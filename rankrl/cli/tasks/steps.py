@@ -178,7 +178,8 @@ def chosen_plan(
 ) -> tuple[SearchProblem, ChosenPlan]:
     """Search for a plan and write it, with the preprocessing of the network's images."""
     with search_session(config, network) as session:
-        call = options.request(config).search_call(folder.path, on_episode=folder.tracking.episode)
+        tracked = {"on_episode": folder.tracking.episode, "on_update": folder.tracking.update}
+        call = options.request(config).search_call(folder.path, **tracked)
         result = session.choose(call)
     if isinstance(result, SearchResult) and result.stopped_by == "interrupt":
         raise RunStoppedError(folder.path)

@@ -254,6 +254,24 @@ class ReinforcementSelector(Selector):
         actor = kept(*self._actors, self.model.actor.optimizer) if critics_alone else nullcontext()
         with seeded(self.seed, number, _LEARNING), actor:
             self.model.train(options.updates_per_episode or self.env.layers, options.batch_size)
+        if self.on_update is not None:
+            self.on_update(number, self._numbers(number, episode))
+
+    def _numbers(self, number: int, episode: Episode) -> dict[str, float]:
+        """Return the mean losses of the last update, and values and noise of the episode's actions."""
+        seen, acted = torch.from_numpy(episode.observations[:-1]), torch.from_numpy(episode.actions)
+        warming_up = number <= self.agent_options.warmup_episodes
+        with torch.no_grad():
+            values = torch.cat(self.model.critic(seen, acted))
+            noise = self.agent_options.warmup_noise if warming_up else self._noise(number, seen)
+        logged = self.model.logger.name_to_value
+        losses = {name: logged.get(f"train/{name}", math.nan) for name in ("actor_loss", "critic_loss")}
+        return {**losses, "mean_q": float(values.mean()), "noise": noise}
+
+    def _noise(self, number: int, seen: torch.Tensor) -> float:
+        """Return the standard deviation of the policy's actions in an episode, from 1 on."""
+        del seen
+        return noise_at(self.agent_options, number - 1, self.episodes)
 
 
 @register_selector
@@ -285,6 +303,10 @@ class SACSelector(ReinforcementSelector):
     description = "soft actor-critic: a stochastic policy that is paid for entropy"
     algorithm = "SAC"
     stochastic = True
+
+    def _noise(self, number: int, seen: torch.Tensor) -> float:
+        _, spread, _ = cast("SAC", self.model).actor.get_action_dist_params(seen)
+        return float(spread.exp().mean())
 
     def _begin_with(self, policy: PolicyFile) -> None:
         super()._begin_with(policy)

@@ -40,6 +40,9 @@ class Proposal:
     actions: tuple[float, ...] = ()
 
 
+OnUpdate = Callable[[int, Mapping[str, float]], None]
+
+
 class Selector(ABC):
     """Chooses plans, one step after the other: `propose`, scoring by the caller, `observe`.
 
@@ -55,6 +58,7 @@ class Selector(ABC):
         action_kind: What its actions stand for; None where it has none.
         options: All options it has, defaults too; part of a search's identity when it is resumed.
         observed: Number of plans observed so far.
+        on_update: Called with the episode and the numbers of an agent's update, by name, for trackers.
     """
 
     name: ClassVar[str]
@@ -69,6 +73,7 @@ class Selector(ABC):
         self.episodes = episodes
         self.options: Mapping[str, Any] = {}
         self.observed = 0
+        self.on_update: OnUpdate | None = None
 
     def account(self, row: EpisodeRow) -> list[dict[str, Any]]:
         """Return what an agent observed and did in an episode, layer by layer, for the report."""

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from decomposition.operations import operation_from_dict
-from rankrl.errors import ConfigError, StorageError
+from rankrl.errors import CheckpointError, ConfigError, StorageError
 from rankrl.plan_search.run import best_rows, run_search
 from rankrl.plan_search.scores.evaluation import CANDIDATES_FILE, EPISODES_FILE, recorded_steps
 from rankrl.plan_search.selectors import create_selector
@@ -51,6 +51,37 @@ def test_patience_stops_a_search_that_no_longer_improves(small_problem, syntheti
     result = search(small_problem, synthetic_evaluator, episodes=500, patience=5)
     assert result.stopped_by == "patience"
     assert len(result.rows) == result.best.episode + 5
+
+
+@pytest.mark.parametrize("selector", ["random", "cmaes", "ddpg"])
+def test_a_limit_of_plans_counts_different_ones(
+    small_problem, synthetic_evaluator, selector, tmp_path
+) -> None:
+    def run(plans=None, folder=None):
+        synthetic_evaluator.restore({})
+        chosen = create_selector(selector, small_problem, seed=1, episodes=30)
+        return run_search(
+            *(small_problem, synthetic_evaluator, chosen),
+            episodes=30,
+            plans=plans,
+            folder=folder,
+            resume=True,
+        )
+
+    whole = run()
+    count = whole.plans - 1
+    limited = run(count)
+    assert limited.plans == limited.evaluations == count > 1
+    assert limited.stopped_by == "plans"
+    keys = [row.key for row in limited.rows]
+    assert keys == [row.key for row in whole.rows[: len(keys)]]
+    assert len(set(keys[:-1])) == count - 1
+    run(count, tmp_path)
+    record = tmp_path / EPISODES_FILE
+    record.write_bytes(b"".join(record.read_bytes().splitlines(keepends=True)[: len(keys) // 2]))
+    assert [row.key for row in run(count, tmp_path).rows] == keys
+    with pytest.raises(CheckpointError, match="plans was"):
+        run(2, tmp_path)
 
 
 def test_plans_that_were_scored_before_can_be_the_best(small_problem, synthetic_evaluator) -> None:
@@ -120,7 +151,7 @@ def test_a_full_disk_keeps_the_steps_before(
     assert [row.key for row in resumed.rows] == [row.key for row in whole.rows]
 
 
-@pytest.mark.parametrize("limits", [{"episodes": 0}, {"seconds": 0.0}, {"patience": -1}])
+@pytest.mark.parametrize("limits", [{"episodes": 0}, {"seconds": 0.0}, {"patience": -1}, {"plans": 0}])
 def test_limits_out_of_range_are_refused(small_problem, synthetic_evaluator, limits) -> None:
     selector = create_selector("random", small_problem)
     with pytest.raises(ConfigError, match=next(iter(limits))):

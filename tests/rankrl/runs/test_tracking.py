@@ -40,6 +40,7 @@ def epoch(number: int) -> EpochRow:
 def track(tracking: Tracking) -> None:
     tracking.episode(episode(1))
     tracking.episode(episode(2))
+    tracking.update(2, {"critic_loss": 0.25, "noise": 0.3})
     tracking.epochs("finetune")(epoch(1))
     tracking.result(METRICS)
 

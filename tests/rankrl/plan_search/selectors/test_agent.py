@@ -163,6 +163,23 @@ def test_the_buffer_holds_what_the_environment_shows_whether_played_or_recorded(
             observation, *_ = env.step(np.array([action]))
 
 
+@pytest.mark.parametrize("name", AGENTS)
+def test_updates_tell_losses_values_and_noise(small_problem, name) -> None:
+    told = {}
+    selectors = [
+        create_selector(name, small_problem, episodes=6, warmup_episodes=3, batch_size=8) for _ in range(2)
+    ]
+    selectors[0].on_update = lambda episode, values: told.update({episode: dict(values)})
+    rewards = [0.5, 0.25, 0.875, 0.5, 0.5, 0.75]
+    assert play(selectors[0], rewards) == play(selectors[1], rewards)
+    assert list(told) == [3, 4, 5, 6]
+    assert all(list(each) == ["actor_loss", "critic_loss", "mean_q", "noise"] for each in told.values())
+    assert np.isfinite([list(each.values()) for each in told.values()]).all()
+    assert told[3]["noise"] == AgentOptions.warmup_noise
+    if name != "sac":
+        assert [told[number]["noise"] for number in (4, 6)] == pytest.approx([0.3, 0.05])
+
+
 def test_seeded_draws_leave_the_global_generators_alone() -> None:
     torch.manual_seed(5)
     np.random.seed(5)
