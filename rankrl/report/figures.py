@@ -289,11 +289,12 @@ def upper_legend(figure: Figure, *, columns: int) -> None:
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
+    narrow = is_narrow(tuple(figure.get_size_inches().tolist()))
     figure.legend(
         list(entries.values()),
         list(entries),
         loc="outside upper left",
-        ncols=min(3, columns) if is_narrow(figure.get_size_inches()) else columns,
+        ncols=min(3, columns) if narrow else columns,
         frameon=False,
         fontsize=FONT,
         labelcolor=PALETTE["ink"],

@@ -51,6 +51,10 @@ log = logging.getLogger(__name__)
 _FEWEST_STEPS_JUDGED = 100
 
 
+def _taken(indices: Tensor, device: torch.device, values: Tensor) -> Tensor:
+    return values[indices].to(device)
+
+
 def train(
     model: nn.Module,
     data: ImageData,
@@ -264,8 +268,8 @@ def train_on(
     def walk(seed: int) -> Iterator[tuple[Inputs, Any]]:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
         for indices in order.split(size)[:steps]:
-            some = tree_map_only(Tensor, lambda y, index=indices: y[index].to(device), labels)
-            yield mapped(lambda x: x.to(device), rows(inputs, indices)), some
+            taken = partial(_taken, indices, device)
+            yield mapped(lambda x: x.to(device), rows(inputs, indices)), tree_map_only(Tensor, taken, labels)
 
     weights = None if taught is None else quantity_weights(taught, inputs)
     epochs = Epochs(
