@@ -41,13 +41,6 @@ def test_names_are_those_that_match_sorted(entries: set[str], pattern: str) -> N
     assert registry.names(pattern) == sorted(name for name in entries if fnmatchcase(name, pattern))
 
 
-def test_patterns_choose_names() -> None:
-    registry = registry_of("tensor_ring", "tucker", "tensor_train", "cp")
-    assert registry.names("tensor_*") == ["tensor_ring", "tensor_train"]
-    assert registry.names("t?cker") == ["tucker"]
-    assert registry.names("T*") == []
-
-
 @pytest.mark.parametrize("error", [ValueError, PlanError])
 def test_unknown_names_are_refused_with_all_there_are_and_the_nearest(error: type[Exception]) -> None:
     registry: Registry[int] = Registry("colour", error)

@@ -169,10 +169,13 @@ def test_what_closes_all_at_once_is_opened_again_up_to_the_target() -> None:
     torch.testing.assert_close(masked.removed()(images), masked(images), atol=1e-5, rtol=1e-5)
 
 
-def test_the_hard_limit_holds_beside_a_target() -> None:
+@pytest.mark.parametrize(("strength", "target"), [(0.1, 0.9), (0.0, None)])
+def test_the_hard_limit_holds_beside_a_target_and_without_a_penalty(
+    strength: float, target: float | None
+) -> None:
     masked = masked_network("group_lasso")
-    options = MaskTrainingOptions(epochs=2, strength=0.1, limit=0.5)
-    train_masks(masked, batches(4), F.cross_entropy, options, cost=parameters, target=0.9)
+    options = MaskTrainingOptions(epochs=1 if target is None else 2, strength=strength, limit=0.5)
+    train_masks(masked, batches(4), F.cross_entropy, options, cost=parameters, target=target)
     assert len(masked.kept_channels()["0"]) <= 3
 
 
@@ -204,13 +207,6 @@ def test_the_quality_jump_of_fixing_the_masks_is_measured() -> None:
     assert jump.fixed == pytest.approx(accuracy(masked.removed()))
     assert 0 <= jump.sampled <= 1
     assert 0 <= jump.deterministic <= 1
-
-
-def test_a_hard_limit_holds_without_any_penalty() -> None:
-    masked = masked_network("group_lasso")
-    options = MaskTrainingOptions(epochs=1, strength=0.0, limit=0.5)
-    train_masks(masked, batches(), F.cross_entropy, options)
-    assert len(masked.kept_channels()["0"]) == 3
 
 
 def test_the_temperature_is_annealed_linearly() -> None:

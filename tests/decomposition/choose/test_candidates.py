@@ -1,24 +1,41 @@
-"""Candidate sets: what each candidate costs and loses, and which of them are worth trying."""
+"""Candidates of layers: ranks, costs, and input channels that are not read."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+import json
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from decomposition import (
+    Budget,
     Candidate,
     CandidateSet,
     Cost,
     DecompositionError,
     Factorise,
+    FitLibrary,
+    LatencyTable,
     LayerPlan,
     LayerSpec,
+    Quantise,
+    allocate,
+    allocate_many,
+    compressible_layers,
     plan_from_choices,
 )
+from decomposition.calibration.metric import Narrowing
+from decomposition.choose.allocation import CostTable, least_fraction
 from decomposition.choose.candidates import MEASURES
 
 SPEC = LayerSpec("layer", 0, "linear", 8, 8, (), (), 1, False)
@@ -174,3 +191,273 @@ def test_a_site_of_several_layers_puts_its_operations_into_each() -> None:
     assert dense["second"] == LayerPlan("second", reason=DENSE.reason)
     with pytest.raises(ValueError, match="zip"):
         plan_from_choices([site], [0, 1], specs, (8,), "a test")
+
+
+SHAPE = (3, 10, 10)
+costs = st.integers(1, 20).map(float)
+errors = st.floats(0.01, 0.9)
+
+
+def cost(value: float) -> Cost:
+    return Cost(round(10 * value), round(10 * value), round(40 * value), value)
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Stands for the operation that removes a block, which is another package's."""
+
+    block: str
+    kind = "gone"
+    stage = -1
+    removes = True
+    integer = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"operation": self.kind, "block": self.block}
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[list[CandidateSet], tuple[float, ...]]:
+    """Sites of made-up candidates, some of which read less of the one in front, or compute in integers.
+
+    Some leave the network, together with a neighbour or alone.
+    """
+    count = draw(st.integers(2, 4))
+    reading = [False, *draw(st.lists(st.booleans(), min_size=count - 1, max_size=count - 1))]
+    blocks = draw(st.lists(st.sampled_from([None, "a", "a", "b"]), min_size=count, max_size=count))
+    sites = []
+    for site in range(count):
+        levels = 2 if site + 1 < count and reading[site + 1] else 0
+
+        def candidate(
+            operations: tuple[Any, ...], error: float, level: int, levels: int = levels
+        ) -> Candidate:
+            own = draw(costs)
+            narrower = tuple(
+                None if draw(st.integers(0, 5)) == 0 and operations else cost(own * share)
+                for share in draw(st.lists(st.floats(0.3, 1.1), min_size=levels, max_size=levels))
+            )
+            reads = tuple(range(4 - level)) if level else None
+            return Candidate(operations, cost(own), error, "x", reads=reads, level=level, narrower=narrower)
+
+        found = [
+            candidate((Factorise("cp", (j + 1,)),), draw(errors), 0) for j in range(draw(st.integers(1, 2)))
+        ]
+        found.append(candidate((Quantise(),), draw(errors), 0))
+        found += [candidate((), draw(errors), level) for level in (1, 2) if reading[site]]
+        block = blocks[site]
+        if block is not None:
+            gone = Candidate((Gone(block),), cost(0.0), draw(errors), "x", narrower=(None,) * levels)
+            found += [gone, replace(gone, passes_int8_through=True)]
+        found.append(
+            replace(candidate((), 0.0, 0), cost=cost(25.0), narrower=(cost(20.0), cost(12.0))[:levels])
+        )
+        spec = LayerSpec(str(site), site, "linear", 4, 4, (), (), 1, False)
+        sites.append(CandidateSet(spec, tuple(found), producer=str(site - 1) if reading[site] else None))
+    borders = draw(st.sampled_from([(), tuple(float(j) for j in range(1, count))]))
+    return sites, borders
+
+
+def everything(sites: list[CandidateSet]) -> itertools.product[tuple[int, ...]]:
+    return itertools.product(*(range(len(each)) for each in sites))
+
+
+def spent_by_hand(sites: list[CandidateSet], borders: tuple[float, ...], choices: tuple[int, ...]) -> float:
+    """What a plan takes, one site after the other, from the candidates alone."""
+    total = 0.0
+    chosen = [site.candidates[j] for site, j in zip(sites, choices, strict=True)]
+    for j, each in enumerate(chosen):
+        own: Cost | None = each.cost
+        if j + 1 < len(chosen) and chosen[j + 1].level:
+            own = each.narrower[chosen[j + 1].level - 1]
+        total += float("inf") if own is None or own.time is None else own.time
+        if borders and j + 1 < len(chosen) and each.integer != chosen[j + 1].integer:
+            total += borders[j]
+    for (site, here), (behind, there) in pairwise(zip(sites, chosen, strict=True)):
+        together = site.removal is not None and site.removal == behind.removal
+        if together and (here.removed, here.removed and here.integer) != (
+            there.removed,
+            there.removed and there.integer,
+        ):
+            total = float("inf")
+    return total
+
+
+@given(chain=chains())
+def test_neighbours_are_counted_together(chain: tuple[list[CandidateSet], tuple[float, ...]]) -> None:
+    sites, borders = chain
+    budget = Budget(1.0, "latency", 100.0, 3.0, borders)
+    table = CostTable(sites, replace(budget, fraction=0.5))
+    every = np.array(list(everything(sites)))
+    every = every[:: len(every) // 60 + 1]
+    used = table.used(every)[:, 0] * (50.0 - 3.0)
+    for choices, share in zip(map(tuple, every.tolist()), used, strict=True):
+        expected = spent_by_hand(sites, borders, choices)
+        assert budget.spent(sites, choices) == pytest.approx(3.0 + expected)
+        assert share == pytest.approx(expected)
+        if not np.isfinite(expected):
+            continue
+        for position in range(len(sites)):
+            extra = budget.extra(sites, np.array(choices), position)[0]
+            for candidate, value in enumerate(extra):
+                changed = (*choices[:position], candidate, *choices[position + 1 :])
+                assert value == pytest.approx(spent_by_hand(sites, borders, changed) - expected, abs=1e-9)
+
+
+@given(chain=chains(), multiplier=st.floats(0.001, 10))
+def test_the_way_of_least_cost_is_found_exactly(
+    chain: tuple[list[CandidateSet], tuple[float, ...]], multiplier: float
+) -> None:
+    sites, borders = chain
+    table = CostTable(sites, Budget(1.0, "latency", 100.0, 0.0, borders))
+    price = np.array([[multiplier]])
+    chosen = table.least(table.losses + table.shares(price), price)[0]
+
+    def value(choices: tuple[int, ...]) -> float:
+        losses = sum(each.losses[j] for each, j in zip(sites, choices, strict=True))
+        return float(losses) + multiplier * spent_by_hand(sites, borders, choices) / 100.0
+
+    assert value(tuple(chosen.tolist())) == pytest.approx(min(map(value, everything(sites))))
+
+
+@given(chain=chains(), share=st.floats(0, 1), seed=st.integers(0, 10))
+def test_the_budget_holds(
+    chain: tuple[list[CandidateSet], tuple[float, ...]], share: float, seed: int
+) -> None:
+    sites, borders = chain
+    total = spent_by_hand(sites, borders, tuple(site.dense for site in sites))
+    budget = Budget(1.0, "latency", total, 0.0, borders)
+    least = min(spent_by_hand(sites, borders, choices) for choices in everything(sites)) / total
+    assert least_fraction(sites, budget) == pytest.approx(least)
+    budget = replace(budget, fraction=min(1.0, least + share * max(0.0, 1 - least) + 1e-9))
+    limit = budget.fraction * total * (1 + 1e-9)
+    assert spent_by_hand(sites, borders, tuple(allocate(sites, budget).tolist())) <= limit
+    weights = np.random.default_rng(seed).standard_normal((3, len(sites)))
+    for choices in allocate_many(sites, budget, weights):
+        assert spent_by_hand(sites, borders, tuple(choices.tolist())) <= limit
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Stands for the operation that removes channels, which is another package's."""
+
+    channels: tuple[int, ...]
+    kind = "kept"
+    stage = -1
+    removes = False
+
+
+@pytest.fixture(scope="module")
+def new_library(untouched_small_net: nn.Module) -> Callable[[], FitLibrary]:
+    def calibrated() -> FitLibrary:
+        torch.manual_seed(1)
+        images = torch.randn(32, *SHAPE)
+        return FitLibrary.calibrated(
+            untouched_small_net,
+            SHAPE,
+            "cp",
+            images,
+            precisions=["float32", "int8"],
+            narrowings={"3": Narrowing("0", (6, 3))},
+        )
+
+    return calibrated
+
+
+@pytest.fixture(scope="module")
+def library(new_library: Callable[[], FitLibrary]) -> FitLibrary:
+    return new_library()
+
+
+@pytest.fixture(scope="module")
+def sites(library: FitLibrary) -> list[CandidateSet]:
+    return library.all_candidates(limit=2)
+
+
+def test_a_library_proposes_layers_that_read_less(library: FitLibrary, sites: list[CandidateSet]) -> None:
+    reading = [each for each in sites[1].candidates if each.reads is not None]
+    assert [(each.level, str(each)) for each in reading] == [
+        (1, "reads 6 channels"),
+        (1, "reads 6 channels; int8"),
+        (2, "reads 3 channels"),
+        (2, "reads 3 channels; int8"),
+    ]
+    assert sites[1].producer == "0"
+    for each in reading:
+        weight = library.weight("3", each.operations, each.reads)
+        assert not bool(weight[:, [j for j in range(8) if j not in each.reads]].any())
+    errors = [each.error for each in reading]
+    assert 0 < errors[0] < errors[2]
+    assert errors[1] > errors[0]
+    assert all(each.narrower == () for each in sites[1].candidates)
+    # 8 x 3 x 9 weights and a batch norm's 16 become 6 x 3 x 9 and 12.
+    assert sites[0].saved("params")[sites[0].dense].tolist() == [0, 2 * 27 + 4, 5 * 27 + 10]
+    assert sites[0].saved("bytes")[sites[0].dense, 2] == 4 * (5 * 27 + 10)
+
+
+def pickled(function: Callable[[Any], Any], jobs: Iterable[Any], work: str) -> Iterator[Any]:
+    """What processes do, in this one."""
+    for job in jobs:
+        yield pickle.loads(pickle.dumps(function(pickle.loads(pickle.dumps(job)))))
+
+
+def test_layers_apart_are_fitted_the_same(
+    new_library: Callable[[], FitLibrary], sites: list[CandidateSet]
+) -> None:
+    library, again = new_library(), []
+    library.fit_all(
+        [library.unfitted(name, limit=2) for name in library.specs], again.append, workers=pickled
+    )
+    assert sorted(again, key=lambda site: site.name) == sites
+    assert set(library.cache.selections) == {("3", 6), ("3", 3)}
+
+
+@pytest.mark.slow  # imports torch anew
+def test_processes_find_the_same(library: FitLibrary, sites: list[CandidateSet]) -> None:
+    assert library.all_candidates(limit=2, workers=1) == sites
+
+
+def test_ranks_without_room_do_not_go_together_with_fewer_outputs(small_net: nn.Module) -> None:
+    narrowings = {"3": Narrowing("0", (2,))}
+    specs = compressible_layers(small_net, SHAPE)
+    library = FitLibrary(small_net, specs, "tucker", narrowings=narrowings)
+    first = library.unfitted("0", limit=8)
+    refused = [each.narrower == (None,) for each in first.candidates]
+    assert any(refused)
+    assert not all(refused)
+    assert np.isneginf(first.saved("params")[refused, 1]).all()
+
+
+def test_a_plan_takes_the_channels_from_the_layer_in_front(
+    small_net: nn.Module, sites: list[CandidateSet]
+) -> None:
+    specs = compressible_layers(small_net, SHAPE)
+    index = next(j for j, each in enumerate(sites[1].candidates) if each.level == 2 and not each.operations)
+    keep: Any = Kept
+    plan = plan_from_choices(sites, [0, index, sites[2].dense], specs, SHAPE, "a test", keep=keep)
+    assert plan["0"].operations == (
+        Kept(sites[1].candidates[index].reads or ()),
+        *sites[0].candidates[0].operations,
+    )
+    assert plan["3"].operations == ()
+    with pytest.raises(DecompositionError, match=r"reads 3 channels, and there is no operation"):
+        plan_from_choices(sites, [0, index, sites[2].dense], specs, SHAPE, "a test")
+
+
+def test_a_table_of_times_knows_narrower_layers(sites: list[CandidateSet]) -> None:
+    times = {site.name: [float(j + 1) for j in range(len(site))] for site in sites}
+    rows = [[0.9 * time, 0.5 * time] for time in times["0"]]
+    table = LatencyTable(times, 1.0, "a test", {}, {"0": rows})
+    table = LatencyTable.from_dict(json.loads(json.dumps(table.to_dict())))
+    attached = table.attach(sites)
+    assert attached[0].saved("latency")[-1].tolist() == pytest.approx(
+        [0, 0.1 * times["0"][-1], 0.5 * times["0"][-1]]
+    )
+    # What was not measured saves nothing.
+    plain = replace(table, narrowed={}).attach(sites)[0]
+    assert not plain.saved("latency")[plain.dense].any()
+
+
+def test_candidates_that_read_less_do_not_beat_the_others(sites: list[CandidateSet]) -> None:
+    kept = sites[1].efficient("params").candidates
+    assert {each.level for each in kept} == {0, 1, 2}
