@@ -61,21 +61,16 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         importance_scale: float = IMPORTANCE_SCALE,
         descriptors: Sequence[str] | None = None,
     ) -> None:
-        problems = _problems(problem)
-        rewards = _rewards(reward, len(problems))
-        if len(problems) > 1:
+        pairs = _pairs(problem, reward)
+        if len(pairs) > 1:
             features = tuple(dict.fromkeys((*features, "budget")))
         self._spec: EnvSpec | None = None
+        encoders = [ObservationEncoder(each, features, descriptors) for each, _ in pairs]
         self._tasks = [
-            _Task(
-                each,
-                function,
-                create_action_map(each, action, scale=importance_scale),
-                ObservationEncoder(each, features, descriptors),
-            )
-            for each, function in zip(problems, rewards, strict=True)
+            _Task(each, function, create_action_map(each, action, scale=importance_scale), encoder)
+            for (each, function), encoder in zip(pairs, encoders, strict=True)
         ]
-        sizes = {task.encoder.size for task in self._tasks}
+        sizes = {encoder.size for encoder in encoders}
         if len(sizes) > 1:
             raise ConfigError(
                 f"the problems' observations differ in length with features={list(features)}; leave out "
@@ -182,24 +177,23 @@ class _Task:
     last_reward: float = 0.0
 
 
-def _problems(given: Any) -> list[SearchProblem]:
-    problems = list(given) if isinstance(given, list | tuple) else [given]
-    if problems and all(isinstance(each, SearchProblem) for each in problems):
-        return problems
-    raise ConfigError(
-        f"{ENVIRONMENT_ID} needs problem=, the layers that ranks are chosen for, got {shown(given)}; "
-        "rankrl.make_task(model, inputs, params=0.4).env() makes the environment of a network (docs/agent.md)"
+def _pairs(problem: Any, reward: Any) -> list[tuple[SearchProblem, PlanReward | None]]:
+    """Return every problem with its reward."""
+    problems = problem if isinstance(problem, list | tuple) else [problem]
+    rewards = (
+        reward if isinstance(reward, list | tuple) else [reward] * (len(problems) if reward is None else 1)
     )
-
-
-def _rewards(given: Any, count: int) -> list[PlanReward | None]:
-    rewards = list(given) if isinstance(given, list | tuple) else [given] * (count if given is None else 1)
-    if len(rewards) == count:
-        return rewards
-    raise ConfigError(
-        f"{counted(count, 'problem')} and {counted(len(rewards), 'reward')}: give one of each, such as "
-        "reward=[task.reward for task in tasks]"
-    )
+    if not problems or not all(isinstance(each, SearchProblem) for each in problems):
+        raise ConfigError(
+            f"{ENVIRONMENT_ID} needs problem=, the layers that ranks are chosen for, got {shown(problem)}; "
+            "rankrl.make_task(model, inputs, params=0.4).env() makes a network's environment (docs/agent.md)"
+        )
+    if len(rewards) != len(problems):
+        raise ConfigError(
+            f"{counted(len(problems), 'problem')} and {counted(len(rewards), 'reward')}: give one of each, "
+            "such as reward=[task.reward for task in tasks]"
+        )
+    return list(zip(problems, rewards, strict=True))
 
 
 Act = Callable[[int, np.ndarray], np.ndarray]
