@@ -389,12 +389,9 @@ def test_the_average_follows_weights_and_buffers_ever_more_slowly(decay: float) 
     assert not any(parameter.requires_grad for parameter in average.parameters())
 
 
-@pytest.mark.parametrize("lr", [1e20])
-def test_a_loss_that_diverges_names_epoch_step_and_rate(
-    digits: ImageData, make_network: MakeNetwork, lr: float
-) -> None:
+def test_a_loss_that_diverges_names_epoch_step_and_rate(digits: ImageData, make_network: MakeNetwork) -> None:
     recipe = TrainingRecipe(
-        epochs=2, lr=lr, halvings=0, optimizer="sgd", schedule="constant", warmup=0.0, batch_size=64
+        epochs=2, lr=1e20, halvings=0, optimizer="sgd", schedule="constant", warmup=0.0, batch_size=64
     )
     with pytest.raises(NonFiniteError, match=r"in epoch 1, step \d+ of 17, at learning rate 1e\+20\. Lower"):
         train(make_network(0), digits, recipe, precision=FLOAT32)

@@ -283,21 +283,22 @@ def test_a_model_that_fixes_its_batch_size_is_refused_with_advice(tmp_path: Path
         export_onnx(Fixed(), tmp_path / "model.onnx", SHAPE)
 
 
-@pytest.mark.parametrize("opset", [0, 17, 1000])
-def test_an_opset_out_of_range_is_refused(make: Maker, tmp_path: Path, opset: int) -> None:
-    with pytest.raises(ExportError, match="must lie between 18 and"):
-        export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE, opset=opset)
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 8, 8), (0, 3, 8, 8), (3, 8, 8)])
-def test_a_sample_of_another_shape_is_refused(make: Maker, tmp_path: Path, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ExportError, match="sample has the shape"):
-        export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE, sample=torch.zeros(shape))
-
-
-def test_metadata_that_is_no_text_is_refused(make: Maker, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="strings to strings"):
-        export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE, metadata={"plan": {"a": 1}})  # type: ignore[dict-item]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"opset": opset}, "must lie between 18 and") for opset in (0, 17, 1000)),
+        *(
+            ({"sample": torch.zeros(shape)}, "sample has the shape")
+            for shape in ((2, 1, 8, 8), (0, 3, 8, 8), (3, 8, 8))
+        ),
+        ({"metadata": {"plan": {"a": 1}}}, "strings to strings"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    make: Maker, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ExportError, match=message):
+        export_onnx(make("plain"), tmp_path / "model.onnx", SHAPE, **options)
 
 
 def test_a_model_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
