@@ -177,14 +177,6 @@ def uniform(problem: SearchProblem, members: Sequence[np.ndarray]) -> Choices | 
     return None
 
 
-def uniform_plans(sites: Sequence[CandidateSet], measure: str, share: float) -> dict[str, Choices]:
-    """Return each format's and arithmetic's plan at one share of every layer, by name."""
-    return {
-        _title(name, integer): _at_share(members, _shares(sites, members, measure), share)
-        for (name, integer), members in families(sites).items()
-    }
-
-
 def _title(name: str, integer: bool) -> str:
     return f"uniform {name}{' int8' if integer else ''}"
 

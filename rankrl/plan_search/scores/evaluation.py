@@ -69,6 +69,11 @@ class RememberingEvaluator(ABC):
     def value(self, choices: Choices) -> Any:
         """Return the score of the network under a plan, or the outputs from which `scores` computes it."""
 
+    def part(self, choices: Choices, start: int, stop: int) -> Any:
+        """Return the value of a plan on batches `start` to `stop` alone, where there are batches."""
+        del start, stop
+        return self.value(choices)
+
     def scores(self, choices: Choices, value: Any) -> tuple[float, float]:
         """Return the score and the accuracy of a plan; a score that is a single number stands for both."""
         del choices

@@ -265,6 +265,11 @@ class PlanEvaluator(RememberingEvaluator):
             self._written = choices
         return self.network.logits(self._x[start:stop])
 
+    def part(self, choices: Choices, start: int, stop: int) -> np.ndarray:
+        """Return `forward` as an array, for another process."""
+        logits: np.ndarray = self.forward(choices, start, stop).cpu().numpy()
+        return logits
+
     def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
         """Measure the divergence of the class probabilities when one layer alone is compressed.
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -78,52 +79,26 @@ class _Task:
 
 
 @dataclass(frozen=True)
-class _PlanScorer:
-    """Builds the function that computes class scores in a worker."""
+class _Scorer:
+    """Builds the function that scores plans, or parts of one, in a worker."""
 
-    model: nn.Module
-    library: FixedFits
-    problem: SearchProblem
-    data: ScoredImages
-    options: EvaluatorOptions
-    precision: Precision
-    workers: Workers
+    make: Callable[[], PlanEvaluator | ScoreEvaluator]
 
-    def __call__(self) -> Any:
-        precision = self.precision
-        if self.workers.cluster != "local":  # the worker's devices may differ from the main process's
-            device = select_device() if self.workers.gpus > 0 else torch.device("cpu")
-            precision = replace(precision, device=device)
-        evaluator = PlanEvaluator(
-            self.model, self.library, self.problem, self.data, options=self.options, precision=precision
-        )
+    def __call__(self) -> Callable[[_Task], tuple[Any, float]]:
+        evaluator = self.make()
 
-        def score(task: _Task) -> tuple[np.ndarray, float]:
+        def score(task: _Task) -> tuple[Any, float]:
             begin = time.perf_counter()
-            logits = evaluator.forward(task.choices, task.start, task.stop).cpu().numpy()
-            return logits, time.perf_counter() - begin
+            return evaluator.part(task.choices, task.start, task.stop), time.perf_counter() - begin
 
         return score
 
 
-@dataclass(frozen=True)
-class _FunctionScorer:
-    """Builds the function that calls the user's score in a worker."""
-
-    model: nn.Module
-    library: FixedFits
-    problem: SearchProblem
-    score: Score
-    example: Inputs
-
-    def __call__(self) -> Any:
-        evaluator = ScoreEvaluator(self.model, self.library, self.problem, self.score, self.example)
-
-        def score(task: _Task) -> tuple[float, float]:
-            begin = time.perf_counter()
-            return evaluator.value(task.choices), time.perf_counter() - begin
-
-        return score
+def _in_worker(workers: Workers, precision: Precision, *arguments: Any, **options: Any) -> PlanEvaluator:
+    if workers.cluster != "local":  # the worker's devices may differ from the main process's
+        device = select_device() if workers.gpus > 0 else torch.device("cpu")
+        precision = replace(precision, device=device)
+    return PlanEvaluator(*arguments, precision=precision, **options)
 
 
 _Local = TypeVar("_Local", PlanEvaluator, ScoreEvaluator)
@@ -192,17 +167,18 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
         if self._on_gpus and options.batch_size is None:
             options = replace(options, batch_size=batch_size("cuda"))
         self._local = PlanEvaluator(model, library, problem, data, options=options, precision=precision)
-        scorer = _PlanScorer(
+        make = partial(
+            _in_worker,
+            cluster.workers,
+            self._local.precision,
             copied(model).cpu(),
             FixedFits(library, problem),
             replace(problem, library=None),
             data,
             # Tasks are ranges of batches, so workers use this process's batch size on any device.
-            replace(options, batch_size=self._local.batch_size),
-            self._local.precision,
-            cluster.workers,
+            options=replace(options, batch_size=self._local.batch_size),
         )
-        self._pool = cluster.pool(scorer)
+        self._pool = cluster.pool(_Scorer(make))
 
     @property
     def fingerprint(self) -> str:
@@ -246,10 +222,8 @@ class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
     ) -> None:
         self.problem = problem
         self._local = ScoreEvaluator(model, library, problem, score, example)
-        scorer = _FunctionScorer(
-            model, FixedFits(library, problem), replace(problem, library=None), score, example
-        )
-        self._pool = cluster.pool(scorer)
+        fits, bare = FixedFits(library, problem), replace(problem, library=None)
+        self._pool = cluster.pool(_Scorer(partial(ScoreEvaluator, model, fits, bare, score, example)))
 
     def _values(self, plans: Sequence[Choices]) -> dict[Choices, tuple[float, float]]:
         return dict(zip(plans, self._pool.map([_Task(plan) for plan in plans]), strict=True))
