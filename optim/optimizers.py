@@ -24,8 +24,8 @@ from optim.settings import (
     check_update_count,
 )
 
-# Options of every optimizer besides those that are checked numbers.
-_SWITCHES = ("maximize", "foreach", "capturable")
+# Options added later: states saved without them leave them unchanged.
+_ADDED = {"maximize": False, "foreach": None, "capturable": False}
 
 
 class OnnxOptimizer(Optimizer):
@@ -83,17 +83,25 @@ class OnnxOptimizer(Optimizer):
 
         Args:
             state_dict: What `state_dict()` of an optimizer of the same class and parameter shapes returned.
+                `maximize`, `foreach` and `capturable` stay as they are here where a group of it lacks them.
 
         Raises:
             TypeError: If an option or an update count is not a number.
             ValueError: If groups, options or shapes do not match this optimizer, or a count is negative.
         """
-        super().load_state_dict(deepcopy(state_dict))
+        own = deepcopy(state_dict)
+        for saved, group in zip(own["param_groups"], self.param_groups, strict=False):  # torch compares them
+            for name in _ADDED:
+                saved.setdefault(name, group[name])
+        super().load_state_dict(own)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for index, group in enumerate(state["param_groups"]):
-            needed = ["lr", "first_update_count", *self.attributes, *_SWITCHES]
-            check_keys(f"param group {index} of the state", group, needed)
+            for name, default in _ADDED.items():  # missing in older pickled optimizers
+                group.setdefault(name, default)
+            check_keys(
+                f"param group {index} of the state", group, ["lr", "first_update_count", *self.attributes]
+            )
             group.update(self._checked(group))
             for param in group["params"]:
                 if param in state["state"]:

@@ -342,6 +342,34 @@ def test_groups_share_no_tensor_of_a_rate(name: str, make_params: Callable, clon
 
 
 @onnx_optimizers
+@pytest.mark.parametrize("option", [{"maximize": True}, {"foreach": False}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("whole", [False, True], ids=["state", "optimizer"])
+def test_a_state_saved_before_an_option_existed_is_continued(
+    name: str, option: dict[str, Any], whole: bool, make_params: Callable, clone_params: Callable
+) -> None:
+    params = make_params(SHAPES)
+    options = {} if whole else option  # an optimizer pickled whole says nothing of what it did not know
+    optimizer = create_optimizer(name, params, lr=0.1, **options)
+    run(optimizer, 3)
+    saved = optimizer.__getstate__() if whole else optimizer.state_dict()
+    saved = copy.deepcopy(saved)
+    for group in saved["param_groups"]:
+        for added in option:
+            del group[added]
+    if whole:
+        restored = type(optimizer).__new__(type(optimizer))
+        restored.__setstate__(saved)
+        copies = [param for group in restored.param_groups for param in group["params"]]
+    else:
+        copies = clone_params(params)
+        restored = create_optimizer(name, copies, lr=0.7, **option)
+        restored.load_state_dict(saved)
+    run(optimizer, 3, seed=4)
+    run(restored, 3, seed=4)
+    assert_same(params, copies)
+
+
+@onnx_optimizers
 def test_a_group_may_mix_dtypes(name: str, make_params: Callable, clone_params: Callable) -> None:
     mixed = [*make_params([(3,), (2, 2)]), *make_params([(3,)], torch.float64), *make_params([(4,)], seed=1)]
     copies = clone_params(mixed)
