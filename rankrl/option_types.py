@@ -86,12 +86,9 @@ def described(wanted: Any) -> str:
 
 def shown(value: Any) -> str:
     """Return a value as the command line writes it, shortened."""
-    text = {True: "true", False: "false", None: "null"}[value] if _is_singleton(value) else repr(value)
+    plain = value is None or isinstance(value, bool)
+    text = {True: "true", False: "false", None: "null"}[value] if plain else repr(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-
-
-def _is_singleton(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
 
 
 def _in_words(wanted: Any) -> list[str]:

@@ -150,7 +150,9 @@ class Sample:
     @property
     def has_classes(self) -> bool:
         """Whether the labels are numbers of classes."""
-        return isinstance(self.labels, Tensor) and self.labels.ndim == 1 and not _is_real(self.labels)
+        labels = self.labels
+        is_vector = isinstance(labels, Tensor) and labels.ndim == 1
+        return is_vector and not (labels.is_floating_point() or labels.is_complex())
 
     def labelled(self) -> Sample:
         """Leave out inputs without a class, if labels are classes."""
@@ -233,10 +235,6 @@ def read_samples(
     if not isinstance(heldout, int | float):
         return samples["data"], samples["heldout"], samples.get("test")
     return *samples["data"].parted(heldout, seed), samples.get("test")
-
-
-def _is_real(labels: Tensor) -> bool:
-    return labels.is_floating_point() or labels.is_complex()
 
 
 def _joined(labels: Sequence[Any], what: str) -> Any:

@@ -171,7 +171,8 @@ def uniform(problem: SearchProblem, members: Sequence[np.ndarray]) -> Choices | 
     """Return one family's plan with the largest equal share of every layer within the budget, if any."""
     shares = _shares(problem.sites, members, problem.measure)
     for level in sorted({float(share) for each in shares for share in each if share < 1}, reverse=True):
-        plan = _at_share(members, shares, level)
+        pairs = zip(members, shares, strict=True)
+        plan = tuple(int(indices[_under(share, level)]) for indices, share in pairs)
         if problem.keeps_budget(plan):
             return plan
     return None
@@ -185,10 +186,6 @@ def _shares(sites: Sequence[CandidateSet], members: Sequence[np.ndarray], measur
     """Return the cost of each member of a family, as a share of its dense layer's."""
     costs = [site.cost(measure).astype(float) for site in sites]
     return [cost[each] / cost[site.dense] for cost, each, site in zip(costs, members, sites, strict=True)]
-
-
-def _at_share(members: Sequence[np.ndarray], shares: Sequence[np.ndarray], level: float) -> Choices:
-    return tuple(int(indices[_under(share, level)]) for indices, share in zip(members, shares, strict=True))
 
 
 def _under(shares: np.ndarray, level: float) -> int:

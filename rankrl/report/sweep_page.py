@@ -174,10 +174,6 @@ _write_number = "{:g}".format
 _write_ratio = "{:.2f}×".format
 
 
-def _unchanged(run: GatheredRun) -> str | None:
-    return UNCHANGED if run.latency_change == UNCHANGED else None
-
-
 def _score(run: GatheredRun) -> float | None:
     return run.final.score if run.final is not None and run.metrics.get("score_name") else None
 
@@ -208,7 +204,10 @@ COLUMNS = (
     _measure("macs", "MACs", _final("macs"), format_large),
     _measure("macs_ratio", "Fewer MACs", _reduction("macs", "macs"), _write_ratio),
     _measure("latency_ms", "Latency", _final("latency_ms"), format_latency),
-    _measure("latency_ratio", "Faster", _reduction("latency", "latency_ms"), _write_ratio, words=_unchanged),
+    _measure(
+        *("latency_ratio", "Faster", _reduction("latency", "latency_ms"), _write_ratio),
+        words=lambda run: UNCHANGED if run.latency_change == UNCHANGED else None,
+    ),
     _measure("file_bytes", "File", _final("file_bytes"), format_bytes),
     Column("best_in", "Best in", lambda run: ", ".join(run.best_in)),
     Column("folder", "Folder", lambda run: str(run.folder)),

@@ -163,7 +163,6 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     steps.add_notes(metrics, folder)
     setup = collect_setup(steps.command(), config.seed)
     page = write_comparison(folder.path, rows, metrics, setup, latex=config.compare.latex)
-    steps.track_result(folder, metrics)
     folder.finish(metrics)
     console = Console()
     console.print(_table(rows))

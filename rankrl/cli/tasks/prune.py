@@ -18,7 +18,7 @@ from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compression import both_chose
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
-from rankrl.networks.module import FileModule
+from rankrl.networks.module import FileModule, calibrating_images
 from rankrl.operations import RemoveBlock, kept_channels, removed_blocks
 from rankrl.plan_search.run import search_numbers
 from rankrl.pruners.options import PruningOptions
@@ -44,7 +44,8 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         network = steps.searched_network(config, data, dense, folder)
         if not network.without_file:
             _ = network.baseline  # refuses a network that cannot be exported, before pruning
-        images, state = steps.fitted_images(config, data, dense), folder.state / "pruned.safetensors"
+        images = calibrating_images(dense, data, config.calibration.images, seed=config.seed)
+        state = folder.state / "pruned.safetensors"
         pruned = prune_network(dense, data, pruning, images, state_file=state)
     metrics: dict[str, Any] = {
         **_head(config, data, dense, decomposing),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from decomposition import CompressionPlan, FitLibrary, save_compressed
 from decomposition.cache import Cache
@@ -135,11 +135,6 @@ def dense_training(
     return result
 
 
-def fitted_images(config: AppConfig, data: ImageData, dense: nn.Module) -> Tensor:
-    """Return the training images that layers are fitted to, in the network's fastest layout."""
-    return calibrating_images(dense, data, config.calibration.images, seed=config.seed)
-
-
 def image_scoring(config: AppConfig, data: ImageData, network: nn.Module) -> ImageScoring:
     """Return the scoring of a network's plans on held-out images."""
     return heldout_scoring(network, data, options.search_options(config), seed=config.seed)
@@ -147,14 +142,13 @@ def image_scoring(config: AppConfig, data: ImageData, network: nn.Module) -> Ima
 
 def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folder: RunFolder) -> FileModule:
     """Return the dense network as searches and reports see it, with its calibration images."""
-    images, export = fitted_images(config, data, dense), options.export_options(config)
     return image_network(
         dense,
         data,
-        images,
+        calibrating_images(dense, data, config.calibration.images, seed=config.seed),
         image_scoring(config, data, dense),
         config.decomposition,
-        export,
+        options.export_options(config),
         folder.state,
         seed=config.seed,
         cache=Cache(cache_folder()),
@@ -355,12 +349,6 @@ def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str
     return {"plan": plan.to_json(), "metrics": json.dumps(numbers)}
 
 
-def track_result(folder: RunFolder, metrics: Mapping[str, Any]) -> None:
-    """Pass the results among the metrics to the trackers."""
-    inputs = ("seed", "preprocessing")
-    folder.tracking.result({key: value for key, value in metrics.items() if key not in inputs})
-
-
 def finish(
     folder: RunFolder,
     metrics: dict[str, Any],
@@ -372,7 +360,6 @@ def finish(
     if epochs:
         metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
     add_notes(metrics, folder)
-    track_result(folder, metrics)
     page = write_run(folder, metrics, command=command(), layers=layers, epochs=epochs)
     console = Console()
     for make in (measured_table, device_table, runtimes_table, summary_table):
@@ -388,10 +375,12 @@ def command() -> list[str]:
 
 
 def add_notes(metrics: dict[str, Any], folder: RunFolder) -> None:
-    """Add the notes of the run's steps to the metrics: trainings and warnings."""
+    """Add the notes of the run's steps to the metrics, trainings and warnings; pass all to the trackers."""
     if folder.notes.trainings:
         metrics["trainings"] = folder.notes.trainings
     metrics["warnings"] = folder.notes.warnings
+    inputs = ("seed", "preprocessing")
+    folder.tracking.result({key: value for key, value in metrics.items() if key not in inputs})
 
 
 def print_end(console: Console, metrics: Mapping[str, Any], page: Path) -> None:
