@@ -171,11 +171,18 @@ def uniform(problem: SearchProblem, members: Sequence[np.ndarray]) -> Choices | 
     """Return one family's plan with the largest equal share of every layer within the budget, if any."""
     shares = _shares(problem.sites, members, problem.measure)
     for level in sorted({float(share) for each in shares for share in each if share < 1}, reverse=True):
-        pairs = zip(members, shares, strict=True)
-        plan = tuple(int(indices[_under(share, level)]) for indices, share in pairs)
+        plan = _at_share(members, shares, level)
         if problem.keeps_budget(plan):
             return plan
     return None
+
+
+def uniform_plans(sites: Sequence[CandidateSet], measure: str, share: float) -> dict[str, Choices]:
+    """Return each format's and arithmetic's plan at one share of every layer, by name."""
+    return {
+        _title(name, integer): _at_share(members, _shares(sites, members, measure), share)
+        for (name, integer), members in families(sites).items()
+    }
 
 
 def _title(name: str, integer: bool) -> str:
@@ -186,6 +193,10 @@ def _shares(sites: Sequence[CandidateSet], members: Sequence[np.ndarray], measur
     """Return the cost of each member of a family, as a share of its dense layer's."""
     costs = [site.cost(measure).astype(float) for site in sites]
     return [cost[each] / cost[site.dense] for cost, each, site in zip(costs, members, sites, strict=True)]
+
+
+def _at_share(members: Sequence[np.ndarray], shares: Sequence[np.ndarray], level: float) -> Choices:
+    return tuple(int(indices[_under(share, level)]) for indices, share in zip(members, shares, strict=True))
 
 
 def _under(shares: np.ndarray, level: float) -> int:
