@@ -110,12 +110,7 @@ def accepted_layout(model: nn.Module, example: Inputs) -> torch.memory_format:
 
 
 def to_fastest_layout(model: nn.Module, example: Inputs) -> torch.memory_format:
-    """Convert a network's weights to the fastest memory layout, and return that layout for the inputs.
-
-    Args:
-        model: The network, changed in place; its values stay as they were.
-        example: An input or two, on the network's device.
-    """
+    """Convert a network's weights to the fastest memory layout, and return that layout for the inputs."""
     weights = {parameter: parameter.data for parameter in model.parameters() if parameter.ndim == 4}
     for parameter, weight in weights.items():
         parameter.data = weight.contiguous(memory_format=torch.channels_last)

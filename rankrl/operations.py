@@ -178,11 +178,7 @@ class RemoveBlock(GroupOperation):
         return f"removed with block {self.block}"
 
     def check(self, spec: LayerSpec) -> None:
-        """Refuse a layer that is not in the block.
-
-        Raises:
-            PlanError: If it is not.
-        """
+        """Refuse a layer that is not in the block."""
         if not spec.name.startswith(f"{self.block}."):
             raise PlanError(
                 f"layer {spec.name!r} cannot be removed with block {self.block!r}: it is not in it"
@@ -198,11 +194,7 @@ class RemoveBlock(GroupOperation):
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], where: str) -> Self:
-        """Read the block's name.
-
-        Raises:
-            PlanError: If it is no text.
-        """
+        """Read the block's name."""
         if not isinstance(values["block"], str) or not values["block"]:
             raise PlanError(f"{where}: block must be the name of a module, got {values['block']!r}")
         return cls(values["block"])
@@ -211,11 +203,7 @@ class RemoveBlock(GroupOperation):
     def group_structure(
         cls, model: nn.Module, operations: Mapping[str, Self], input_shape: InputShape
     ) -> nn.Module:
-        """Return a copy of `model` without the blocks.
-
-        Raises:
-            PlanError: If one is no residual block that can be removed, or a layer in it stays.
-        """
+        """Return a copy of `model` without the blocks."""
         return remove_blocks(model, _checked(model, operations, input_shape))
 
     @classmethod
@@ -230,9 +218,6 @@ class RemoveBlock(GroupOperation):
         """Return a copy of `model` without the blocks.
 
         With `options.sequential` the remaining layers compensate for them.
-
-        Raises:
-            PlanError: If one is no residual block that can be removed, or a layer in it stays.
         """
         blocks = _checked(model, operations, input_shape)
         if images is not None and options.sequential:

@@ -14,17 +14,7 @@ CALIBRATION_BATCH = 256
 
 
 def calibration_images(data: ImageData, count: int, *, seed: int, augmented: bool = False) -> Tensor:
-    """Draw normalised training images (count, C, H, W), float32, for fitting layers.
-
-    Args:
-        data: The dataset.
-        count: How many; fewer where there are no more.
-        seed: Seed of the draw.
-        augmented: Crop and flip them as in training, which running statistics are re-estimated on.
-
-    Raises:
-        ConfigError: If `count` is not positive.
-    """
+    """Draw normalised training images (count, C, H, W), float32, for fitting layers."""
     check_calibration(count)
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))
     images: Images = data.train.subset(order[:count])

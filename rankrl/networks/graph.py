@@ -372,9 +372,7 @@ def fit_library(
 ) -> FitLibrary:
     """Calibrate the nodes and return the library of their fits; nothing is fitted yet.
 
-    Weights exist three times then: in the file's graph, in float32 in modules that the library reads their
-    shapes from, and in float64 for fits. Moments and sensitivities, (in * kernel)^2 and out^2 numbers of 8
-    bytes for each node, exist once.
+    Weights exist three times then: in the graph, in float32 in modules, and in float64 for fits.
     """
     usable, changing, batches = file.usable, file.changing, file.split.calibration
     inputs = sum(map(file.network.axes.size, batches))

@@ -48,10 +48,9 @@ _Values = dict[str, bytes]
 class ScoringGraph:
     """A graph with dense nodes that is opened with the weights of any plan.
 
-    It is rewritten once. For a plan only the constants that differ from the last plan's are exchanged, and a
-    session is opened; no node is changed. (onnxruntime can be handed constants along with the model,
-    `SessionOptions.add_initializer`; its convolutions then compute with those of the model all the same,
-    seen in 1.31.) The shift of a node's mean output is corrected where a parameter behind it takes it up.
+    It is rewritten once; for a plan, constants that differ are exchanged and a session is opened
+    (`SessionOptions.add_initializer` leaves convolutions with those of the model, seen in 1.31). The shift of
+    a node's mean output is corrected where a parameter behind it takes it up.
     """
 
     def __init__(

@@ -86,10 +86,8 @@ def channel_narrowings(
 ) -> dict[str, Narrowing]:
     """Return the numbers of input channels that a layer may keep, by the name of the reading layer.
 
-    Channels between two layers can be removed without changing the rest of the network where one layer writes
-    them, one reads them, and the two follow each other: inside a residual block, or along a plain chain.
-    Channels that several layers share, of a residual stream for example, or that a layer norm normalises
-    together, are removed by `task=prune`.
+    Channels can go where one layer writes them, one reads them, and the two follow each other. Channels that
+    several layers share, or that a layer norm normalises together, are removed by `task=prune`.
     """
     wrong = [each for each in fractions if not 0 < each < 1]
     if wrong:

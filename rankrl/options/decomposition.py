@@ -124,11 +124,7 @@ def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:
 
 
 def check_precisions(names: Sequence[str] | None) -> None:
-    """Refuse names of precisions that there are not, and none at all; null is allowed.
-
-    Raises:
-        ConfigError: Naming the precision and what is allowed.
-    """
+    """Refuse names of precisions that there are not, and none at all; null is allowed."""
     allowed = ", ".join(PRECISIONS)
     for name in names or ():
         if name not in PRECISIONS:

@@ -40,11 +40,7 @@ class ScoringOptions:
 
 
 def check_choice(option: str, value: object, choices: Any) -> None:
-    """Refuse a value that is none of a Literal's.
-
-    Raises:
-        ConfigError: Naming the option, the value and what is allowed.
-    """
+    """Refuse a value that is none of a Literal's."""
     allowed = get_args(choices)
     if value not in allowed:
         raise ConfigError(
@@ -162,14 +158,7 @@ def budget_line(budget: Mapping[str, Any]) -> str:
 
 
 def check_budgets(fractions: Mapping[str, float | None]) -> None:
-    """Refuse fractions that are none, and more than two budgets.
-
-    Args:
-        fractions: Fractions to keep by what is counted; None sets no budget.
-
-    Raises:
-        ConfigError: One is outside (0, 1], or more than two are set.
-    """
+    """Refuse fractions that are none, and more than two budgets."""
     for name, value in fractions.items():
         if value is not None and not 0 < value <= 1:
             raise ConfigError(
@@ -179,11 +168,7 @@ def check_budgets(fractions: Mapping[str, float | None]) -> None:
 
 
 def check_number_of_budgets(fractions: Mapping[str, float | None]) -> None:
-    """Refuse more than two budgets.
-
-    Raises:
-        ConfigError: More than two are set.
-    """
+    """Refuse more than two budgets."""
     asked = [f"budget.{name}={value}" for name, value in fractions.items() if value is not None]
     if len(asked) > 2:
         raise ConfigError(
@@ -288,11 +273,7 @@ class SearchOptions(ScoringOptions):
 def check_limits(
     episodes: int, seconds: float | None, patience: int | None, plans: int | None = None
 ) -> None:
-    """Refuse limits of a search that leave no plan to score.
-
-    Raises:
-        ConfigError: A limit is not positive.
-    """
+    """Refuse limits of a search that leave no plan to score."""
     limits = {"episodes": episodes, "seconds": seconds, "patience": patience, "plans": plans}
     for name, value in limits.items():
         if value is not None and not value > 0:
@@ -301,11 +282,7 @@ def check_limits(
 
 
 def check_workers(size: int | None, cluster: str, cpus: int = 1, gpus: float = 0.0) -> None:
-    """Refuse options of workers that cannot be right.
-
-    Raises:
-        ConfigError: Naming the option.
-    """
+    """Refuse options of workers that cannot be right."""
     check_choice("search.cluster", cluster, Cluster)
     if size is None and cluster != "local":
         raise ConfigError(f"search.cluster={cluster} needs search.workers=N, the number of workers")

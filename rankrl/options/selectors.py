@@ -72,11 +72,7 @@ class AgentOptions:
 
 
 def check_importance_scale(scale: float) -> None:
-    """Refuse a log-importance of action 1 that is not positive.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Refuse a log-importance of action 1 that is not positive."""
     if not scale > 0:
         raise ConfigError(f"importance_scale must be positive, got {scale}")
 

@@ -128,11 +128,7 @@ class TrackingOptions:
 
 
 def check_calibration(count: int) -> None:
-    """Refuse a number of calibration images.
-
-    Raises:
-        ConfigError: It is not positive.
-    """
+    """Refuse a number of calibration images."""
     if count < 1:
         raise ConfigError(f"calibration.images must be at least 1, got {count}")
 

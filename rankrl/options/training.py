@@ -161,27 +161,13 @@ def _listed(names: str | Path | Sequence[str | Path] | None) -> tuple[str, ...]:
 
 
 def check_whole(name: str, value: object, least: int) -> None:
-    """Refuse what is no whole number from `least` on.
-
-    Raises:
-        ConfigError: Naming the option.
-    """
+    """Refuse what is no whole number from `least` on."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 
 def check_number(options: object, name: str, allowed: str, holds: Callable[[float], bool]) -> None:
-    """Refuse an option that is no number or out of its range.
-
-    Args:
-        options: What has the option.
-        name: The option.
-        allowed: The range, in words.
-        holds: Tells whether a number lies in it.
-
-    Raises:
-        ConfigError: Naming the option.
-    """
+    """Refuse an option that is no number or out of its range."""
     value = getattr(options, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
         raise ConfigError(f"{name} must be {allowed}, got {value!r}")

@@ -217,14 +217,9 @@ class LatencyBudget:
     def problem(self, library: FitLibrary) -> SearchProblem:
         """Return the search problem whose budget holds for greedy's plan when it is exported and timed.
 
-        The times of single layers do not quite add up to that of a network. So greedy's plan is exported and
-        timed as a whole, the table is corrected by it (`correction`), and the budget is set to the table's
-        new sum for the plan, until a plan just keeps the requested fraction. The result is cached in the
-        table's folder, so that a resumed search has the same problem. On another device only the networks of
-        its kit were timed, and the budget is kept with a margin.
-
-        Where the fastest plan misses the budget by no more than two timings of one file differ, the search
-        uses it.
+        Times of layers do not quite add up: greedy's plan is timed as a whole, the table corrected by it,
+        until a plan just keeps the fraction (cached, so that a resumed search has the same problem). On
+        another device, where only its kit's networks were timed, the budget is kept with a margin.
         """
         table, _ = self._measured_sites
         key = self._key(table, self.fraction)

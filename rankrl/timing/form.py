@@ -139,9 +139,7 @@ _STEP_RUNS = 60  # many, since steps and a straight line differ by little
 def fast_multiple(folder: Path | None = None, runtime: str = DEFAULT_RUNTIME) -> int:
     """Return the number whose multiples are the fastest ranks, in a runtime on this processor.
 
-    Latency grows with the rank in steps. The number is the width of the widest step with the same time
-    halfway and at its end, by the times of a few convolutions (16 with AVX-512, which computes 16 channels at
-    a time).
+    It is the width of the widest step in which the times of a few convolutions grow (16 with AVX-512).
     """
     conditions = measuring_conditions(_SHAPE[0], 1, runtime)
     key = digest(conditions, STEPS, _SHAPE, _STEP_RUNS)
@@ -193,12 +191,9 @@ def fastest_form(
 ) -> tuple[nn.Module, str, Path | None]:
     """Return the form of a compressed network that is fastest in the runtime, its name, and its file.
 
-    Fewer multiply-accumulates are not always faster: `staged` runs the cores of every layer as layers,
-    `contracted` contracts them to dense weights once, when the file is loaded, `mixed` takes for each layer
-    the form that is faster between its neighbours. All hold the same cores, and the first wins among forms
-    that are equally fast. The choice is kept in the scratch folder, so that a resumed run repeats it whatever
-    a later timing gives. The file is None where no file of this form was written now: without cores, with
-    rounded cores, or with a form other than `staged` that was chosen before.
+    Fewer multiply-accumulates are not always faster: `staged` runs the cores of a layer as layers,
+    `contracted` multiplies them once, `mixed` takes what is faster in each layer. The choice is kept in
+    `scratch` for a resumed run. The file is None where no file of this form was written now.
     """
     layers = factorised_layers(network)
     if not layers:

@@ -215,11 +215,9 @@ class NetworkTimer:
         }
 
     def layers(self, sites: Sequence[CandidateSet]) -> LatencyTable:
-        """Return the times of all candidates of all sites, and of the whole dense network.
+        """Return the times of all candidates and of the rest of the network, measured once and kept.
 
-        The rest is the dense network's time without its layers. Where candidates compute in integers, their
-        times are scaled so that, with the same rest, the dense layers in integers add up to the time of the
-        dense network in integers. A table is measured once and kept.
+        Integers are scaled so that dense layers in integers add up to that network's time with the same rest.
         """
         options = self.options
         about = self.about(sites)

@@ -27,10 +27,8 @@ def collapse(
 ) -> str | None:
     """Return a message if a compressed network answers no better than a constant, else None.
 
-    An output of several quantities has collapsed where one of them has a score of 0 or less; any other output
-    without classes where its squared error is at least that of the original's mean output (R^2 <= 0); one
-    with classes where it has the original's class hardly more often than one answer to all inputs. With so
-    few inputs that this may be chance, both criteria must hold.
+    Outputs without classes have collapsed where R^2 <= 0, those with classes where they have the original's
+    class hardly more often than one answer to all inputs; on few inputs both must hold.
     """
     for output, guess in zip(outputs, constant, strict=True):
         shown, name, worst = _no_better(output, guess, inputs), output.name, output.worst

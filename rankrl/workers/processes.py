@@ -52,10 +52,7 @@ class WorkerPool(Protocol):
 
 
 class LocalWorkers:
-    """Processes on this machine.
-
-    They are started by the first tasks. They ignore Ctrl-C, which the main process handles, and end when the
-    main process does, however it ends.
+    """Processes on this machine, started by the first tasks; they ignore Ctrl-C and end with the main one.
 
     Where one dies, all are started anew, and only unfinished tasks are done again.
     """

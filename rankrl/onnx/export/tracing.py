@@ -318,24 +318,6 @@ def verify_onnx(
     """Compare an ONNX file in a runtime with its model in PyTorch (float32, evaluation mode, CPU).
 
     Compared at the batch sizes 1 and 7, or at the file's own where it was exported with a fixed one.
-
-    Args:
-        model: The model that was exported; it is not changed.
-        path: The ONNX file.
-        inputs: Real inputs, N >= 1 of them (a tensor, a tuple or a dict of tensors); repeated where a batch
-            needs more than N.
-        tolerance: The largest absolute difference of any output element that is accepted. Where outputs
-            exceed 1 it is multiplied by their largest magnitude, as rounding errors are.
-        preprocessing: What a file that was exported with it does itself. The inputs are then the uint8 images
-            (N, height, width, channels) that the file takes; the model gets them normalised by PyTorch.
-        runtime: What runs the file.
-
-    Returns:
-        The largest absolute difference over both batch sizes and all outputs.
-
-    Raises:
-        ConfigError: The runtime is unknown, or cannot be used here.
-        ExportError: The difference is above the tolerance or not finite, or the outputs' shapes differ.
     """
     real = as_inputs(inputs)
     if count_inputs(real) == 0:

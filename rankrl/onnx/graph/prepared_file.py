@@ -115,11 +115,9 @@ def chosen_ranges(
 
 
 def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]:
-    """Count parameters, multiply-accumulates and the bytes of the parameters of a whole network.
+    """Count parameters, multiply-accumulates for one input and the stored bytes of a whole network.
 
-    Parameters are the elements of all constants in floating point, and of the weights that are stored in
-    integers; bytes what these constants take as the file stores them; multiply-accumulates those of
-    convolutions and products with a weight, for one input.
+    Parameters are the elements of constants in floating point and of weights that are stored in integers.
     """
     integers = {site.name for site in sites if site.spec.refusal is not None}
     params = size = 0

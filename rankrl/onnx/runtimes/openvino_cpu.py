@@ -32,10 +32,7 @@ class OpenVinoSession(Session):
 class OpenVino(Runtime):
     """OpenVINO on the CPU (extra `openvino`), from the same ONNX file.
 
-    Floating point is float32, as in the other runtimes: by default OpenVINO computes in bfloat16 where the
-    processor has that, and rounds inputs of layers with weights in integers to 8 bits. Pairs
-    of QuantizeLinear and DequantizeLinear become integer kernels. It is told to make one batch fast, not many
-    at a time, and threads are not bound to cores.
+    It computes in float32, not in bfloat16, is told to make one batch fast, and binds no threads to cores.
     """
 
     name: ClassVar[str] = "openvino"

@@ -76,13 +76,8 @@ def unknown_descriptors(names: Sequence[str]) -> list[str]:
 def layer_descriptors(problem: SearchProblem, names: Sequence[str] | None = None) -> np.ndarray:
     """Return the descriptors of every layer, in [0, 1], shape (layers, descriptors).
 
-    Those of the layer: its position in the network and among the layers of its module (its block); the ratio
-    of its channels; its shares of cost, parameters, MACs and of the loss of all layers under greedy's plan,
-    as logarithms relative to an even share; its importance (the weight of its errors at the network's
-    output); the share of its cost that greedy keeps, and the slopes of its loss by cost there; its error at
-    equal steps of log-cost. Some of these are repeated for the layers before and after it. Those of the task:
-    format and rounding of greedy's candidate, the fraction to keep by each measure (1 without a budget), and
-    the network's size. Those of `names` alone, in that order, where they are given.
+    Shares are logarithms relative to an even share; `names` chooses some, in that order. They are of the
+    layer, of its neighbours, and of the task: format, rounding, budgets and size of the network.
     """
     names = descriptor_names() if names is None else names
     own = _own(problem)
@@ -220,13 +215,7 @@ DESCRIBING: tuple[Feature, ...] = ("macs", "curve", "descriptors")
 
 
 class ObservationEncoder:
-    """Encodes observations.
-
-    An observation holds, in this order: the layer's index, output and input channels, kernel height and
-    width, stride height and width, and parameters (the embedding of patent WO2021102679; counts divided by
-    the largest layer's, channels and parameters as logarithms since they span decades); then the static
-    features asked for; then the previous layer's action; then the changing features asked for.
-    """
+    """Encodes a layer's own numbers (patent WO2021102679), static features, the previous action, others."""
 
     def __init__(
         self, problem: SearchProblem, features: Sequence[Feature], descriptors: Sequence[str] | None = None

@@ -148,10 +148,6 @@ class ScoredImages:
         std: Per-channel standard deviation for pixels in [0, 1].
         augmentation: Crops and flips for `ScoringOptions.augmented`.
         calibration: Normalised training images (N, C, H, W), float32, for `refitted` statistics.
-
-    Raises:
-        TypeError: `images` is not `Images` (test images choose nothing).
-        DataError: There are no images.
     """
 
     images: Images
@@ -177,20 +173,8 @@ class ScoredImages:
 class PlanEvaluator(RememberingEvaluator):
     """Scores compression plans of one network on images held out of its training set.
 
-    Images are normalised once; a plan costs one forward pass and the writing of the weights that differ from
-    the last plan's. Equal plans are scored once.
-
-    Args:
-        model: The dense network; it is copied.
-        library: The fits of its layers.
-        problem: The search problem made of them.
-        data: The images.
-        options: How plans are scored.
-        precision: Device and precision; the fastest safe one when omitted.
-
-    Raises:
-        ConfigError: `options.augmented` without an augmentation, `refitted` without calibration images, or
-            with candidates that take channels or blocks away.
+    A plan costs one forward pass and the weights that differ from the last plan's; equal plans are scored
+    once.
     """
 
     def __init__(
@@ -247,11 +231,7 @@ class PlanEvaluator(RememberingEvaluator):
         return self.forward(choices, 0, self.batches)
 
     def scores(self, choices: Choices, value: Tensor) -> tuple[float, float]:
-        """Return the metric and the accuracy of a plan with these class scores.
-
-        Raises:
-            NonFiniteError: A class score is NaN or infinite.
-        """
+        """Return the metric and the accuracy of a plan with these class scores."""
         self._check(value, choices)
         return self.metric(value), self.metric(value, "accuracy")
 
@@ -271,15 +251,9 @@ class PlanEvaluator(RememberingEvaluator):
         return logits
 
     def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Measure the divergence of the class probabilities when one layer alone is compressed.
+        """Measure each site's divergence, in nats, when it alone is compressed, on so many batches.
 
-        Args:
-            batches: On how many batches of held-out images, or on all where there are fewer.
-            only: The candidate of every site that is measured alone; None for all candidates.
-
-        Returns:
-            For every site the mean Kullback-Leibler divergence from the dense network's, in nats, under each
-            of its candidates; shape (candidates,), 0 for the dense one and for those that are not measured.
+        Each result has the shape (candidates,), 0 for the dense candidate and for those outside `only`.
         """
         sites, last = self.problem.sites, min(batches, self.batches)
         dense = self.forward(tuple(site.dense for site in sites), 0, last).log_softmax(1).double()
@@ -292,13 +266,7 @@ class PlanEvaluator(RememberingEvaluator):
         return each_alone(sites, divergence, only)
 
     def metric(self, logits: Tensor, metric: ScoreMetric | None = None, start: int = 0) -> float:
-        """Return a metric, 0 to 1.
-
-        Args:
-            logits: Class scores of N held-out images, (N, classes).
-            metric: The metric; that of the options when omitted.
-            start: Number of the first batch among these images.
-        """
+        """Return a metric, 0 to 1, of class scores (N, classes) whose first image begins batch `start`."""
         first = sum(map(len, self._x[:start]))
         scored = slice(first, first + len(logits))
         return accuracy_metric(

@@ -291,11 +291,9 @@ class ImageScoring:
         """Do nothing: the network was checked to be a classifier when it was built."""
 
     def weighed(self, library: FitLibrary, problem: SearchProblem) -> Sequence[CandidateSet]:
-        """Correct each site's losses by one measured divergence.
+        """Correct each site's losses by one divergence: its cheapest candidate alone, later layers refitted.
 
-        Each layer is compressed alone to its cheapest candidate, and all later layers are refitted, as in the
-        final network: without the refit, layers whose errors can be compensated count too much. Where
-        channels or blocks may go, which cannot be refitted quickly, the sites stay as they are.
+        Where channels or blocks may go, which cannot be refitted quickly, the sites stay as they are.
         """
         sites = problem.sites
         if any(site.narrows or site.removal is not None for site in sites):

@@ -58,12 +58,9 @@ class _Weight:
 class ScoringNetwork:
     """A copy of the dense network into which the weights of any plan can be written.
 
-    The approximation V of a weight W changes the mean of the layer's output by (W - V) E[x]. The layer's bias
-    compensates for that, or the running mean of the batch norm after it. Layers that have neither stay
-    uncorrected, as do all layers without input moments.
-
-    Batch norms are folded into the layers before them (one pass less over every feature map) when the folded
-    network gives the same class scores; a network whose batch norms cannot be folded runs as it is.
+    The approximation V of a weight W changes the layer's mean output by (W - V) E[x]; its bias, or the
+    running mean behind it, compensates for that where there is one. Batch norms are folded into the layers
+    before them where the folded network gives the same class scores.
 
     Shapes: example (N, C, H, W).
     """

@@ -46,13 +46,9 @@ _CAPACITY = 600
 class RewardModel:
     """Gaussian-process regression (Rasmussen & Williams 2006) of rewards on layer losses, by scikit-learn.
 
-    The inputs are the losses, not the actions: the allocation from actions to losses is neither smooth nor
-    one to one, while the reward is smooth and nearly linear in the losses, so that tens of plans suffice
-    where networks on actions need hundreds. The kernel is a squared exponential plus a linear one and noise;
-    its hyper-parameters maximise the likelihood.
-
-    The mean function (section 2.7 there) may be an additive model: the sum of the layers' losses weighted by
-    `counts`. The process then learns the residual.
+    The inputs are the losses, not the actions: the reward is nearly linear in them, so that tens of plans
+    suffice. The kernel is a squared exponential plus a linear one and noise, of maximum likelihood. The mean
+    (section 2.7 there) may be the sum of the losses weighted by `counts`.
     """
 
     def __init__(self, counts: np.ndarray | None = None) -> None:
@@ -190,12 +186,6 @@ class BayesSelector(Selector):
     A pretrained policy, by default the one that comes with rankrl where plans are ranks and roundings within
     a budget (`resolved_policy`), predicts the weight of each layer's loss: the process then learns only the
     residual. The first plan is the policy's own, the second greedy's, and the warm-up is around the first.
-
-    Args:
-        problem: What to choose for.
-        seed: Seed of the draws.
-        episodes: Plans that the decay of the step spans.
-        **options: Those of `BayesOptions`.
     """
 
     name = "bayes"

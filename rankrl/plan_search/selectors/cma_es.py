@@ -24,15 +24,6 @@ class CMAESSelector(Selector):
     """CMA-ES (extra `cmaes`) over the agent's own actions, from greedy's plan.
 
     The first plan is greedy's; whole generations follow, around a mean that begins there.
-
-    Args:
-        problem: What to choose for; it needs a budget and at least two layers.
-        seed: Seed of the draws.
-        episodes: Not used.
-        **options: Those of `CMAESOptions`.
-
-    Raises:
-        ConfigError: cmaes is not installed, or the problem has no budget or one layer alone.
     """
 
     name = "cmaes"

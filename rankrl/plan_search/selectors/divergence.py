@@ -45,11 +45,6 @@ class DivergenceSelector(Selector):
     Candidates of every layer are written into the otherwise dense network, and the divergence of its class
     probabilities is measured on a few held-out images. One plan, after some hundreds of forward passes of few
     images.
-
-    Args:
-        problem: What to choose for; it needs a budget, and its `divergences`.
-        seed: Not used.
-        episodes: Not used.
     """
 
     name = "divergence"
@@ -90,18 +85,9 @@ def depth_weights(layers: int, gamma: float, alpha: float) -> np.ndarray:
 class LEMSSelector(TPESelector):
     """Layer-wise error model search (Thoma et al., ICML 2026), with Optuna's TPE (extra `tpe`).
 
-    A layer's losses are scaled to one divergence, measured at its cheapest candidate (theirs has a tenth of
-    the parameters), and weighted by depth, since later layers propagate the errors of earlier ones. The
-    weights are those of the authors' code (github.com/lems-svd/lems, `harmonicv2`), and so are the ranges of
-    gamma and alpha. Layers count one by one, not in blocks, and the Lagrangian allocation replaces the
-    integer program. The first trial has gamma 0, the plan of the divergences alone; later ones are drawn by
-    TPE, uniformly for the first ten.
-
-    Args:
-        problem: What to choose for; it needs a budget, and its `divergences`.
-        seed: Seed of the draws.
-        episodes: Not used.
-        **options: Those of `LEMSOptions`.
+    A layer's losses are scaled to one divergence, measured at its cheapest candidate, and weighted by depth.
+    Weights and ranges of gamma and alpha are those of github.com/lems-svd/lems (`harmonicv2`); the Lagrangian
+    allocation replaces the integer program. The first trial has gamma 0, TPE draws the others.
     """
 
     name = "lems"

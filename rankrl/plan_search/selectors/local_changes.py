@@ -22,12 +22,6 @@ class LocalSelector(Selector):
 
     A change adds normal noise to the log-importance of a random share of the layers; the budget is then
     allocated anew. The actions are the agent's, without any learning.
-
-    Args:
-        problem: What to choose for; it needs a budget.
-        seed: Seed of the draws.
-        episodes: Not used; the step size is constant.
-        **options: Those of `LocalOptions`.
     """
 
     name = "local"

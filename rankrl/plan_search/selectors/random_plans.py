@@ -17,17 +17,8 @@ from rankrl.plan_search.space.problem import SearchProblem
 def random_choices(problem: SearchProblem, generator: np.random.Generator) -> np.ndarray:
     """Draw candidates that keep the budget and spend it: no layer's next larger candidate would still fit.
 
-    Removable blocks are removed with probability 1/2, or more where the budget requires it. Layers are
-    visited in random order, each drawing uniformly among the candidates that leave the others at least their
-    cheapest; the rest of the budget is then spent in random order. Without a budget all candidates are drawn
-    uniformly.
-
-    Args:
-        problem: The search problem.
-        generator: Where randomness comes from.
-
-    Returns:
-        Index of a candidate for every site, shape (sites,).
+    Layers are visited in random order, each drawing among what leaves the others their cheapest; removable
+    blocks go with probability 1/2, or more where the budget requires it.
     """
     if problem.budget is None:
         return np.array([generator.integers(len(site)) for site in problem.sites])
@@ -78,14 +69,7 @@ def _fitting(extra: np.ndarray, left: np.ndarray) -> np.ndarray:
 
 @register_selector
 class RandomSelector(Selector):
-    """Independent random plans that spend the budget.
-
-    Args:
-        problem: What to choose for.
-        seed: Seed of the draws.
-        episodes: Not used; every draw is independent.
-        **options: Those of `StepOptions`.
-    """
+    """Independent random plans that spend the budget."""
 
     name = "random"
     description = "independent random plans that spend the budget"

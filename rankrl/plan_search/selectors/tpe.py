@@ -30,15 +30,6 @@ class TPESelector(Selector):
 
     Every trial draws with a seed derived from the search's seed and the trial's number. The study on disk is
     a copy for Optuna's dashboards, made anew when a search is resumed.
-
-    Args:
-        problem: What to choose for; it needs a budget.
-        seed: Seed of the draws.
-        episodes: Not used.
-        **options: Those of `StepOptions`.
-
-    Raises:
-        ConfigError: Optuna is not installed, or the problem has no budget.
     """
 
     name = "tpe"

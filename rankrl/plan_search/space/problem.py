@@ -96,27 +96,7 @@ class SearchProblem:
         latencies: LatencyTable | None = None,
         library: FitLibrary | None = None,
     ) -> SearchProblem:
-        """Describe the search over a model.
-
-        Args:
-            model: The dense network.
-            sites: The candidates of its compressible layers (`FitLibrary.all_candidates`). The problem keeps
-                those that no other beats both in error and in what the budget counts (parameters without
-                a budget).
-            input_shape: Shape of one input without the batch axis, or a batch of inputs.
-            params: Fraction of the parameters that may be kept, in (0, 1], or None.
-            macs: Fraction of the multiply-accumulates that may be kept, in (0, 1], or None.
-            bytes: Fraction of the parameters' bytes that may be kept, in (0, 1], or None.
-            latency: Fraction of the dense network's time that may be kept, in (0, 1], or None.
-            latencies: The candidates' measured times, for a budget in time. Candidates that are slower than
-                their dense layer are left out of the search.
-            library: The fits that the candidates come from; `vbmf` looks into it.
-
-        Raises:
-            ConfigError: More than two budgets are given, a budget in time comes without measured times, or
-                there is no layer to decompose.
-            DecompositionError: A budget is outside (0, 1], or no plan can reach it.
-        """
+        """Describe the search over a model."""
         parameters = count_parameters(model)
         totals = {
             "params": parameters,
@@ -147,22 +127,7 @@ class SearchProblem:
         library: FitLibrary | None = None,
         preparation: tuple[Rewrite, ...] = (),
     ) -> SearchProblem:
-        """Describe the search over a network by its layers and costs.
-
-        Args:
-            specs: Every layer of the network in forward order.
-            sites: As for `from_model`.
-            input_shape: As for `from_model`.
-            totals: `params`, `macs` and `bytes` of the dense network.
-            fractions: Fractions that may be kept, by measure; `latency` is the last.
-            latencies: As for `from_model`.
-            library: As for `from_model`.
-            preparation: Rewrites of the network before the search, recorded in its plans.
-
-        Raises:
-            ConfigError: As `from_model`.
-            DecompositionError: As `from_model`.
-        """
+        """Describe the search over a network by its layers and costs."""
         check_number_of_budgets(fractions)
         latency = fractions.get("latency")
         if latency is not None and latencies is None:

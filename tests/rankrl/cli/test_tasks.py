@@ -111,18 +111,18 @@ def test_without_arguments_it_is_the_first_run(
 
 
 @pytest.mark.parametrize(
-    ("experiment", "objective"),
+    ("experiment", "formats", "objective"),
     [
-        ("amc", {"reward": "amc", "metric": "accuracy", "action": "ratio"}),
-        ("icassp2020", {"reward": "weighted", "metric": "accuracy", "action": "rank"}),
+        ("amc", "auto", {"reward": "amc", "metric": "accuracy", "action": "ratio"}),
+        ("icassp2020", "tensor_ring", {"reward": "weighted", "metric": "accuracy", "action": "rank"}),
     ],
 )
 def test_published_methods_are_experiments(
-    run: Callable[..., Path], dense: str, experiment: str, objective: dict[str, str]
+    run: Callable[..., Path], dense: str, experiment: str, formats: str, objective: dict[str, str]
 ) -> None:
     folder = run(experiment, "task=search", f"experiment={experiment}", dense, "selector.warmup_episodes=1")
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert (metrics["decomposition"], metrics["selector"], metrics["budget"]) == ("tensor_ring", "ddpg", {})
+    assert (metrics["decomposition"], metrics["selector"], metrics["budget"]) == (formats, "ddpg", {})
     assert objective.items() <= metrics["search"].items()
     assert metrics["search"]["episodes"] == 3
     assert "no budget" in (folder / "report.html").read_text()
