@@ -157,11 +157,8 @@ def mean_loss(
 def expected_changes(margins: Array, before: Array, after: Array) -> float:
     """Return the share of inputs whose class is expected to change.
 
-    On n inputs the share that did change moves in steps of 1/n: twenty inputs say nothing of a loss of half a
-    point. Which answer meets which error is chance, though, so that every error is added to every answer,
-    classes in the order of their scores.
-
-    Shapes: margins (M, classes), before (N, classes).
+    Few inputs say nothing of a small share, so every error is added to every answer, classes in the order of
+    their scores. Shapes: margins (M, classes), before (N, classes).
     """
     order = np.argsort(-before, axis=1)
     errors = np.take_along_axis(after - before, order, 1)

@@ -46,8 +46,7 @@ def faster_positions(
 ) -> dict[str, SeveralPositions]:
     """Return the axis and number of positions of nodes that are faster when they compute several at once.
 
-    Every node is timed alone in each of its ways, and then the network as a whole; the result is empty where
-    that is no faster.
+    Nodes are timed alone, then the network as a whole; the result is empty where that is no faster.
     """
     if not _ways(network, sites, max(STEPS)):
         return {}

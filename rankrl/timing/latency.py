@@ -224,7 +224,7 @@ def time_in_turns(
     """Time several ONNX files in turns (A B C, C B A, ...), each in its runtime.
 
     Files of which sessions would together take more than half of the free memory are timed one after the
-    other: each session keeps the memory of its largest pass.
+    other.
     """
     for name, value, least in (("batch", batch, 1), ("runs", runs, 1), ("warm_up", warm_up, 0)):
         if value < least:

@@ -69,9 +69,7 @@ class CannotCaptureError(Exception):
 class GraphedPass:
     """A pass that is captured once and then replayed, for batches of one shape.
 
-    The kernels are those that run without the graph, so results are equal. The constructor leaves buffers and
-    PyTorch's random generators unchanged, even where it fails: a resumed training captures again, and must
-    continue as if it had not.
+    Results are equal. Buffers and PyTorch's random generators stay as they were, even where capturing fails.
     """
 
     def __init__(self, compute: Pass, model: nn.Module, x: Tensor, y: Tensor) -> None:

@@ -59,9 +59,8 @@ log = logging.getLogger(__name__)
 def allowed_error(simulated: float, file: float) -> float:
     """Return the largest error allowed between an integer file and its simulation.
 
-    Two roundings of one network may drift apart, step by step, by as much as rounding changes the outputs, or
-    more where they round to different sides. Where one changes them several times as much as the other, they
-    round different values.
+    Two roundings drift apart by about as much as rounding changes the outputs; several times as much is a
+    fault.
     """
     return max(_LARGEST_ERROR, _TIMES * min(simulated, file) + _SLACK)
 

@@ -415,12 +415,9 @@ class HeldoutScore:
 
 
 class OwnMeasure:
-    """The score of a user's network: their own function, or on held-out inputs; a `Measure`.
+    """The score of a user's network, by `judge` or on `heldout`; a `Measure`.
 
-    Args:
-        judge: The function, or `heldout` itself without one.
-        heldout: The held-out inputs.
-        unseen: Those that chose no plan, on which a loss is certified; None where there are none.
+    A loss is certified on `unseen`, inputs that chose no plan; None where there are none.
     """
 
     unit = "score"

@@ -51,9 +51,7 @@ a refit walks through two graphs at a time.
 class GraphWalk:
     """The inputs of the nodes of a graph, each computed from values that were computed before.
 
-    All batches go on to a node before any goes on to the next. Values that are still to be read are kept for
-    as many batches as there is room for; the others begin again where they last had room, at the worst at the
-    inputs of the network.
+    All batches go on to a node before any goes on to the next; batches without room begin again.
     """
 
     def __init__(

@@ -77,10 +77,9 @@ class Directions:
 class Sketch:
     """A random projection S of the outputs for one input on few numbers, with E[S'S] = I.
 
-    Every number is added, with a random sign, to one of 256 sums, equally many to each (Weinberger et al.,
-    "Feature Hashing for Large Scale Multitask Learning", ICML 2009; a sparse case of the random signs of
-    Achlioptas 2003). Products of rows keep their expectation, with a standard deviation of at most about
-    sqrt(2 / 256) of the product of their lengths. Few numbers stay as they are.
+    Every number is added, with a random sign, to one of 256 sums (feature hashing, Weinberger et al., ICML
+    2009); products of rows keep their expectation, with a standard deviation of about sqrt(2 / 256) of their
+    lengths' product. Few numbers stay as they are.
     """
 
     def __init__(self, numbers: int, generator: np.random.Generator, kept: int = SKETCHED) -> None:

@@ -91,9 +91,8 @@ def weighed(
 ) -> list[CandidateSet]:
     """Combine the sites' predicted losses with one measured divergence each, by a weighted geometric mean.
 
-    A site's importance is multiplied by the `_MEASURED`-th power of one candidate's measured / predicted
-    loss, relative to the median site. The measurement includes the effect of later layers on an error; the
-    prediction has no noise of few images.
+    The measurement includes the effect of later layers on an error; the prediction has no noise of few
+    images.
     """
     losses = np.array([site.losses[probe] for site, probe in zip(sites, only, strict=True)])
     measured, told = np.asarray(divergences, dtype=float), losses > 0

@@ -210,10 +210,7 @@ def _affine(norm: BatchNorm) -> tuple[Tensor, Tensor]:
 
 
 class RefittingNetwork:
-    """A copy of the dense network whose layers are refitted under every plan.
-
-    Compared with `ScoringNetwork`, a plan costs one more pass over the calibration images and a small fit of
-    every layer (`decomposition.choose.quick_refit`).
+    """A copy of the dense network whose layers are refitted under every plan (`choose.quick_refit`).
 
     Shapes: calibration (N, C, H, W).
     """

@@ -42,9 +42,7 @@ def measured(
 class DivergenceSelector(Selector):
     """Minimises the sum of the divergences measured with one layer alone compressed, within the budget.
 
-    Candidates of every layer are written into the otherwise dense network, and the divergence of its class
-    probabilities is measured on a few held-out images. One plan, after some hundreds of forward passes of few
-    images.
+    One plan, after some hundreds of forward passes of a few held-out images.
     """
 
     name = "divergence"
@@ -73,9 +71,7 @@ class DivergenceSelector(Selector):
 def depth_weights(layers: int, gamma: float, alpha: float) -> np.ndarray:
     """Return the weights of the layers' losses, (layers,): 1 for the last, 1 + gamma for the first.
 
-    Layer l of L has 1 + gamma h_l, where h_l is the sum of (k + 1)^-alpha over k = l, ..., L - 1, scaled to
-    run from 1 to 0. With alpha = 0 it falls evenly with depth, with a larger alpha mostly at the first
-    layers.
+    Layer l of L has 1 + gamma h_l: the sum of (k + 1)^-alpha over k = l, ..., L - 1, scaled to [0, 1].
     """
     sums = ((1.0 + np.arange(layers)) ** -alpha)[::-1].cumsum()[::-1]
     return 1 + gamma * (sums - sums[-1]) / max(sums[0] - sums[-1], 1e-12)  # 0 for a single layer

@@ -58,9 +58,8 @@ def take_one_gpu(job: int, environment: MutableMapping[str, str] = os.environ) -
 def job_folder(folder: RunFolder, config: Mapping[str, Any], sweep_folder: Path) -> RunFolder:
     """Return the folder of a job, with earlier results of the same job moved or copied into it.
 
-    A job with the same options elsewhere in the sweep's folder gets the new name if that is longer, as in
-    `budget.params-0.5+seed-0`, and no other job's; else it keeps its own. A finished one below the folder
-    `reuse` is copied.
+    Elsewhere in the sweep's folder it is renamed if the new name is longer; below `reuse` a finished one is
+    copied.
     """
     own, sweep = digest(config), sweep_identifier(sweep_folder)
     known = _known_jobs(sweep_folder, sweep).get(own, folder)
