@@ -64,9 +64,10 @@ def check_options(owner: str, group: str, values: Mapping[str, Any], allowed: Op
 
 def check_option(name: str, value: Any, wanted: Any) -> None:
     """Refuse a value that is not of an option's type, NaN and infinities."""
-    if any(not math.isfinite(number) for number in _floats(value)):
+    leaves = list(_leaves(value))
+    if any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves):
         raise ConfigError(f"{name} must be finite, got {shown(value)}; {_allowed(wanted)}")
-    if any(abs(number) > _LARGEST for number in _integers(value)):
+    if any(isinstance(leaf, int) and abs(leaf) > _LARGEST for leaf in leaves):
         raise ConfigError(f"{name} must be a whole number of at most 64 bits, got {shown(value)}")
     if value == "" and wanted is not Any and _fits(value, wanted):
         raise ConfigError(f"{name} is empty; {_allowed(wanted)}")
@@ -190,14 +191,6 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(each)
     else:
         yield value
-
-
-def _floats(value: Any) -> Iterator[float]:
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, float))
-
-
-def _integers(value: Any) -> Iterator[int]:
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, int))
 
 
 def _allowed(wanted: Any) -> str:
