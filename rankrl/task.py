@@ -83,7 +83,7 @@ class SearchTask:
 
         Args:
             reward: From choices to the reward of the plan; None for the task's own (`reward`).
-            action: `importance` or `rank`; None for what `selector=ddpg` takes.
+            action: `importance`, `rank` or `ratio`; None for what `selector=ddpg` takes.
             features: What is observed besides the layer itself and the previous action; by default what
                 `selector=ddpg` observes.
 
