@@ -265,6 +265,11 @@ def run_search(
             if not proposals:
                 stopped_by = "selector"
                 break
+            if not all(problem.keeps_budget(proposal.choices) for proposal in proposals):
+                text = (
+                    "selector %r proposes a plan over the budget; let it check problem.keeps_budget(choices)"
+                )
+                log.warning(text, selector.name)
             evaluations = evaluator.evaluate([proposal.choices for proposal in proposals])
             rewards = [reward(evaluation) for evaluation in evaluations]
             selector.observe(proposals, rewards)

@@ -221,8 +221,8 @@ def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
 
 
 _CAPTION = (
-    "Every selector had the same evaluator, the same fits and as many evaluations. Test images gave the test "
-    "accuracy and nothing else. Best reward first."
+    "Every selector had the same evaluator, fits and number of episodes; a plan that is proposed again is "
+    "not scored again. Test images choose nothing. Best reward first."
 )
 
 

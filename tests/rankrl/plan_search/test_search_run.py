@@ -14,6 +14,7 @@ from rankrl.errors import CheckpointError, ConfigError, StorageError
 from rankrl.plan_search.run import best_rows, run_search
 from rankrl.plan_search.scores.evaluation import CANDIDATES_FILE, EPISODES_FILE, recorded_steps
 from rankrl.plan_search.selectors import create_selector
+from rankrl.plan_search.selectors.selector import Proposal
 
 
 def press_ctrl_c() -> None:
@@ -38,6 +39,19 @@ def test_the_best_plan_wins(small_problem, synthetic_evaluator) -> None:
     assert result.plan.chosen_by == "random"
     assert small_problem.keeps_budget(result.best.key)
     assert result.evaluations == synthetic_evaluator.calls
+
+
+def test_a_selector_that_leaves_the_budget_is_named(
+    small_problem, synthetic_evaluator, monkeypatch, caplog
+) -> None:
+    selector = create_selector("random", small_problem, seed=1, episodes=2)
+    dense = tuple(site.dense for site in small_problem.sites)
+    monkeypatch.setattr(selector, "propose", lambda: [Proposal(dense, "random")])
+    run_search(small_problem, synthetic_evaluator, selector, episodes=2)
+    assert "selector 'random' proposes a plan over the budget" in caplog.text
+    caplog.clear()
+    search(small_problem, synthetic_evaluator)
+    assert "over the budget" not in caplog.text
 
 
 def test_the_best_rows_are_different_plans_in_order(small_problem, synthetic_evaluator) -> None:
