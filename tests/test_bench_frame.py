@@ -1,4 +1,4 @@
-"""What the scripts that measure publish: sections, CSV files, the command and the machine."""
+"""Sections, CSV files, command and machine that measuring scripts publish."""
 
 from __future__ import annotations
 

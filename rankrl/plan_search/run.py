@@ -258,18 +258,16 @@ def run_search(
             selector.use_folder(folder)
         selector.on_update = on_update  # what is replayed was tracked before
 
-    start = time.perf_counter() - spent
+    start, warned = time.perf_counter() - spent, False
     with FinishOnInterrupt() as interrupt:
         while stopped_by is None:
             proposals = _affordable(selector.propose()[: episodes - len(rows)], rows, plans)
             if not proposals:
                 stopped_by = "selector"
                 break
-            if not all(problem.keeps_budget(proposal.choices) for proposal in proposals):
-                text = (
-                    "selector %r proposes a plan over the budget; let it check problem.keeps_budget(choices)"
-                )
-                log.warning(text, selector.name)
+            if not warned and not all(problem.keeps_budget(each.choices) for each in proposals):
+                warned, advice = True, "let it check problem.keeps_budget(choices)"
+                log.warning("selector %r proposes a plan over the budget; %s", selector.name, advice)
             evaluations = evaluator.evaluate([proposal.choices for proposal in proposals])
             rewards = [reward(evaluation) for evaluation in evaluations]
             selector.observe(proposals, rewards)

@@ -263,7 +263,7 @@ _OBSERVED = (
 
 
 def _agent(report: RunReport) -> Table:
-    """Return what an agent saw and did in its best episode, layer by layer."""
+    """Tabulate an agent's observations and actions in its best episode, by layer."""
     rows, caption = (report.metrics.get("search") or {}).get("agent") or (), ""
     names = [name for name in (rows[0]["observation"] if rows else ()) if name in _OBSERVED]
     if rows:

@@ -220,7 +220,7 @@ class ReinforcementSelector(Selector):
         return rollout(self.env, repeat(np.array(proposal.actions)), last_reward=self._last_reward)
 
     def account(self, row: EpisodeRow) -> list[dict[str, Any]]:
-        """Return what the agent observed of each layer in an episode, what it did, and what came of it."""
+        """List observation, action and candidate of every layer in an episode."""
         episode = rollout(self.env, repeat(np.array(json.loads(row.actions))))
         names, sites = self.env.encoder.names, self.problem.sites
         return [

@@ -76,7 +76,7 @@ class Selector(ABC):
         self.on_update: OnUpdate | None = None
 
     def account(self, row: EpisodeRow) -> list[dict[str, Any]]:
-        """Return what an agent observed and did in an episode, layer by layer, for the report."""
+        """List an agent's observation, action and candidate of every layer in an episode, for the report."""
         del row
         return []
 

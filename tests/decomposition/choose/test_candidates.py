@@ -263,7 +263,7 @@ def everything(sites: list[CandidateSet]) -> itertools.product[tuple[int, ...]]:
 
 
 def spent_by_hand(sites: list[CandidateSet], borders: tuple[float, ...], choices: tuple[int, ...]) -> float:
-    """What a plan takes, one site after the other, from the candidates alone."""
+    """Sum what a plan spends, one site after the other, from its candidates alone."""
     total = 0.0
     chosen = [site.candidates[j] for site, j in zip(sites, choices, strict=True)]
     for j, each in enumerate(chosen):
@@ -396,7 +396,7 @@ def test_a_library_proposes_layers_that_read_less(library: FitLibrary, sites: li
 
 
 def pickled(function: Callable[[Any], Any], jobs: Iterable[Any], work: str) -> Iterator[Any]:
-    """What processes do, in this one."""
+    """Run the work of processes in this process."""
     for job in jobs:
         yield pickle.loads(pickle.dumps(function(pickle.loads(pickle.dumps(job)))))
 
