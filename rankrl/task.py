@@ -12,7 +12,6 @@ import torch
 
 from decomposition import CompressionPlan
 from rankrl.errors import ConfigError
-from rankrl.option_types import shown
 from rankrl.options.selectors import ActionKind, AgentOptions, Feature
 from rankrl.plan_search.envs.rank_selection import PlanReward, RankSelectionEnv
 from rankrl.plan_search.scores.evaluation import Evaluation
@@ -65,12 +64,20 @@ class SearchTask:
         return len(self._scored)
 
     def score(self, choices: Sequence[int]) -> float:
-        """Score a plan as the search does; choices that are no plan of the problem raise a `ConfigError`."""
+        """Score a plan as the search does, also one over the budget (`within_budget`).
+
+        Raises:
+            ConfigError: The choices are no plan of the problem.
+        """
         return self._evaluated(choices).score
 
     def reward(self, choices: Sequence[int]) -> float:
         """Score a plan and return its reward, the score itself unless the reward weighs size."""
         return self._session.reward(self._evaluated(choices))
+
+    def within_budget(self, choices: Sequence[int]) -> bool:
+        """Whether a plan keeps the budget; always true without one."""
+        return self.problem.keeps_budget(self.problem.checked(choices))
 
     def env(
         self,
@@ -100,7 +107,7 @@ class SearchTask:
 
     def plan(self, choices: Sequence[int], chosen_by: str = "agent") -> CompressionPlan:
         """Return the plan of choices, to save, or for `rankrl.apply_plan`."""
-        return self.problem.plan(self._checked(choices), chosen_by)
+        return self.problem.plan(self.problem.checked(choices), chosen_by)
 
     @verb()
     def apply(self, choices: Sequence[int], target: str | Path | None = None) -> Any:
@@ -114,9 +121,15 @@ class SearchTask:
             The compressed module, or the `Compression` of the file.
 
         Raises:
-            ConfigError: The choices are no plan of the problem, or the target is missing or means nothing.
+            ConfigError: The choices are no plan of the problem or over the budget (`rankrl.apply_plan` takes
+                any `plan`), or the target is missing or means nothing.
         """
         plan = self.plan(choices)
+        if not self.within_budget(choices):
+            raise ConfigError(
+                "the plan is over the budget; task.within_budget(choices) says so beforehand, and "
+                "rankrl.apply_plan(network, task.plan(choices), inputs) applies it all the same"
+            )
         if (target is None) != (self._write is None):
             raise ConfigError(
                 "apply of a module returns it; leave target= out, and write it with rankrl.export_onnx"
@@ -129,17 +142,7 @@ class SearchTask:
 
     @verb()
     def _evaluated(self, choices: Sequence[int]) -> Evaluation:
-        key = self._checked(choices)
+        key = self.problem.checked(choices)
         (evaluation,) = self._session.evaluator.evaluate([key])
         self._scored.add(key)
         return evaluation
-
-    def _checked(self, choices: Sequence[int]) -> Choices:
-        key, sites = tuple(int(choice) for choice in choices), self.problem.sites
-        counts = [len(site.candidates) for site in sites]
-        if len(key) != len(sites) or not all(0 <= j < n for j, n in zip(key, counts, strict=True)):
-            raise ConfigError(
-                f"a plan has {len(sites)} choices, one a layer, below {counts}, the layers' numbers of "
-                f"candidates; got {shown(key)}; task.greedy is one"
-            )
-        return key

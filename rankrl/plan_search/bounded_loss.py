@@ -21,11 +21,12 @@ from rankrl.plan_search.measured_plans import (
     undominated,
     without_most_sensitive,
 )
-from rankrl.plan_search.run import ChosenPlan, SearchResult, best_rows
+from rankrl.plan_search.run import ChosenPlan, SearchResult
 from rankrl.plan_search.scores.evaluation import (
     CANDIDATES_FILE,
     EpisodeRow,
     Evaluation,
+    best_rows,
     known_evaluations,
     make_row,
     write_candidates,
@@ -45,10 +46,11 @@ def finalists(result: SearchResult, count: int) -> list[EpisodeRow]:
     """Return the `count` plans with the best rewards, and the preset (greedy's plan).
 
     With the preset among them, a search never ends with a worse plan than greedy's. A selector's first plan
-    replaces a missing preset.
+    within the budget replaces a missing preset.
     """
     rows = best_rows(result.rows, count)
-    preset = next((row for row in result.rows if row.phase == "preset"), result.rows[0])
+    allowed = [row for row in result.rows if row.within_budget]
+    preset = next((row for row in allowed if row.phase == "preset"), allowed[0])
     return rows if preset in rows else [*rows, preset]
 
 

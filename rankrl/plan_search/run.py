@@ -16,9 +16,10 @@ from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from decomposition.plan.plan import CompressionPlan
-from rankrl.errors import CheckpointError, ConfigError
+from rankrl.errors import CheckpointError, ConfigError, counted
 from rankrl.files import write_json
-from rankrl.options.search import check_limits
+from rankrl.option_types import shown
+from rankrl.options.search import budget_line, check_limits
 from rankrl.plan_search.measured_plans import MeasuredPlan, as_rows
 from rankrl.plan_search.scores.evaluation import (
     CANDIDATES_FILE,
@@ -26,6 +27,7 @@ from rankrl.plan_search.scores.evaluation import (
     EpisodeRow,
     EpisodesFile,
     Evaluator,
+    best_rows,
     known_evaluations,
     make_row,
     recorded_steps,
@@ -195,12 +197,6 @@ def with_row(
     return replace(result, plan=plan, key=row.key, row=row, missed=missed)
 
 
-def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:
-    """Return the rows of the `count` best different plans, best first, the earlier first among equals."""
-    different = {row.key: row for row in reversed(rows)}.values()  # the first of equal plans
-    return sorted(different, key=lambda row: (-row.reward, row.episode))[:count]
-
-
 def run_search(
     problem: SearchProblem,
     evaluator: Evaluator,
@@ -258,23 +254,28 @@ def run_search(
             selector.use_folder(folder)
         selector.on_update = on_update  # what is replayed was tracked before
 
-    start, warned = time.perf_counter() - spent, False
+    start = time.perf_counter() - spent
     with FinishOnInterrupt() as interrupt:
         while stopped_by is None:
-            proposals = _affordable(selector.propose()[: episodes - len(rows)], rows, plans)
+            proposals = _affordable(_proposed(problem, selector)[: episodes - len(rows)], rows, plans)
             if not proposals:
                 stopped_by = "selector"
                 break
-            if not warned and not all(problem.keeps_budget(each.choices) for each in proposals):
-                warned, advice = True, "let it check problem.keeps_budget(choices)"
-                log.warning("selector %r proposes a plan over the budget; %s", selector.name, advice)
             evaluations = evaluator.evaluate([proposal.choices for proposal in proposals])
             rewards = [reward(evaluation) for evaluation in evaluations]
             selector.observe(proposals, rewards)
             first, elapsed = len(rows), time.perf_counter() - start
             scored = zip(proposals, evaluations, rewards, strict=True)
             for number, (proposal, evaluation, value) in enumerate(scored, 1):
-                row = make_row(rows, proposal.choices, proposal.phase, evaluation, value, proposal.actions)
+                row = make_row(
+                    rows,
+                    proposal.choices,
+                    proposal.phase,
+                    evaluation,
+                    value,
+                    proposal.actions,
+                    within_budget=problem.keeps_budget(proposal.choices),
+                )
                 rows.append(replace(row, elapsed=elapsed, ends_step=number == len(proposals)))
             if table is not None:
                 table.append(rows[first:])
@@ -289,6 +290,8 @@ def run_search(
     if not rows:
         raise ConfigError(f"selector {selector.name!r} proposed no plan; check its options")
     best = best_rows(rows, 1)[0]
+    if stopped_by != "interrupt":
+        _check_budget(problem, selector, rows)
     return SearchResult(
         plan=problem.plan(best.key, selector.name),
         key=best.key,
@@ -299,6 +302,19 @@ def run_search(
         stopped_by=stopped_by,
         account=tuple(selector.account(best)),
     )
+
+
+def _check_budget(problem: SearchProblem, selector: Selector, rows: Sequence[EpisodeRow]) -> None:
+    """Refuse a search whose plans are all over the budget; warn where some are."""
+    over = sum(not row.within_budget for row in rows)
+    if not over or problem.budget is None:
+        return
+    limits = {limit.measure: round(limit.fraction, 4) for limit in problem.budget.limits}
+    counts = f"{over} of {counted(len(rows), 'plan')} that selector {selector.name!r} proposed"
+    advice = "let it propose plans with problem.keeps_budget(choices)"
+    if over == len(rows):
+        raise ConfigError(f"{counts} are over the {budget_line(limits)}, so there is none to take; {advice}")
+    log.warning("%s are over the %s and do not count; %s", counts, budget_line(limits), advice)
 
 
 def _setup(
@@ -376,6 +392,17 @@ def _set_aside(folder: Path) -> None:
         SETUP_FILE,
         EPISODES_FILE,
     )
+
+
+def _proposed(problem: SearchProblem, selector: Selector) -> list[Proposal]:
+    """Return the selector's proposals; refuse what is none, such as a plugin's mistake."""
+    proposals, name = selector.propose(), type(selector).__name__
+    if not isinstance(proposals, list) or not all(isinstance(each, Proposal) for each in proposals):
+        raise ConfigError(f"{name}.propose must return a list of Proposal, got {shown(proposals)}")
+    try:
+        return [replace(each, choices=problem.checked(each.choices)) for each in proposals]
+    except ConfigError as error:
+        raise ConfigError(f"{name}.propose: {error}") from error
 
 
 def _affordable(proposals: list[Proposal], rows: Sequence[EpisodeRow], plans: int | None) -> list[Proposal]:

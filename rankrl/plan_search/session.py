@@ -32,12 +32,16 @@ from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.run import (
     ChosenPlan,
     SearchResult,
-    best_rows,
     layer_costs,
     run_search,
     with_row,
 )
-from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator, MeasuresDivergences
+from rankrl.plan_search.scores.evaluation import (
+    EpisodeRow,
+    Evaluator,
+    MeasuresDivergences,
+    best_rows,
+)
 from rankrl.plan_search.scores.rewards import Reward, check_reward, create_reward, reward_source
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.selector import heuristic_choices

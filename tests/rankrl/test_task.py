@@ -125,8 +125,16 @@ def test_a_module_comes_back_and_a_file_is_written(made: Made, tmp_path: Path) -
 @pytest.mark.parametrize("choices", [(), (0,), (0, 99), (0, -1)])
 def test_what_is_no_plan_is_refused(small_task: rankrl.SearchTask, choices: tuple[int, ...]) -> None:
     for call_of in (small_task.score, small_task.reward, small_task.plan, small_task.apply):
-        with pytest.raises(ConfigError, match=r"a plan has 2 choices.*task\.greedy"):
+        with pytest.raises(ConfigError, match=r"a plan has 2 choices.*greedy's is \(\d, \d\)"):
             call_of(choices)
+
+
+def test_a_plan_over_the_budget_is_scored_and_not_applied(small_task: rankrl.SearchTask) -> None:
+    dense = tuple(site.dense for site in small_task.problem.sites)
+    assert small_task.score(dense) == pytest.approx(0)
+    assert [small_task.within_budget(plan) for plan in (dense, small_task.greedy)] == [False, True]
+    with pytest.raises(ConfigError, match=r"over the budget; task\.within_budget"):
+        small_task.apply(dense)
 
 
 def test_a_reward_may_be_named_or_given(tmp_path: Path) -> None:

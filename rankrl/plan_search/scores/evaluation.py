@@ -131,6 +131,7 @@ class EpisodeRow:
         actions: JSON of the numbers behind the plan from which the selector learns.
         elapsed: Seconds of the search up to the end of its step.
         ends_step: Whether it is the last plan of its step; those of one step are proposed together.
+        within_budget: Whether it keeps the budget; a plan that does not is never the best.
     """
 
     episode: int
@@ -147,6 +148,7 @@ class EpisodeRow:
     actions: str = "[]"
     elapsed: float = 0.0
     ends_step: bool = True
+    within_budget: bool = True
 
     @property
     def key(self) -> Choices:
@@ -166,9 +168,14 @@ def make_row(
     evaluation: Evaluation,
     reward: float,
     actions: Sequence[float] = (),
+    *,
+    within_budget: bool = True,
 ) -> EpisodeRow:
     """Make the row of an evaluation; `before` are the rows of all earlier plans."""
-    best = max(reward, before[-1].best_reward) if before else reward
+    found = any(row.within_budget for row in before)
+    best = reward if not before or (within_budget and not found) else before[-1].best_reward
+    if within_budget or not found:
+        best = max(best, reward)
     return EpisodeRow(
         episode=len(before) + 1,
         reward=reward,
@@ -182,7 +189,18 @@ def make_row(
         phase=phase,
         choices=json.dumps([int(choice) for choice in choices], separators=(",", ":")),
         actions=json.dumps(list(actions), separators=(",", ":")),
+        within_budget=within_budget,
     )
+
+
+def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:
+    """Return the rows of the `count` best different plans, best first, the earlier first among equals.
+
+    Plans over the budget are left out, unless all are.
+    """
+    allowed = [row for row in rows if row.within_budget] or rows
+    different = {row.key: row for row in reversed(allowed)}.values()  # the first of equal plans
+    return sorted(different, key=lambda row: (-row.reward, row.episode))[:count]
 
 
 def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dict[Choices, Evaluation]:

@@ -30,7 +30,8 @@ class Proposal:
     """A plan that a selector wants scored.
 
     Attributes:
-        choices: The plan: the candidate of every site. It keeps the problem's budget.
+        choices: The plan: the candidate of every site. It should keep the problem's budget: one that does not
+            is scored, but never taken.
         phase: What the selector was doing, for the record: `preset`, `warm-up`, `policy`, `random`, ...
         actions: Numbers behind the plan that `observe` needs besides, if any; they are recorded with it.
     """

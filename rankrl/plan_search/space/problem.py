@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, cast
@@ -23,6 +25,7 @@ from decomposition.plan.plan import CompressionPlan, fingerprint
 from decomposition.rewrites import Rewrite, rewrites_of
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels
+from rankrl.option_types import shown
 from rankrl.options.search import check_number_of_budgets
 
 
@@ -242,6 +245,18 @@ class SearchProblem:
             for total, measure in ((params, "params"), (macs, "macs"), (size, "bytes"))
         )
         return Cost(params, macs, size, time)
+
+    def checked(self, choices: Iterable[int]) -> Choices:
+        """Return choices as a tuple; refuse what is no plan of this problem."""
+        counts = [len(site.candidates) for site in self.sites]
+        with suppress(TypeError):  # no whole numbers
+            key = tuple(operator.index(choice) for choice in choices)
+            if len(key) == len(counts) and all(0 <= j < n for j, n in zip(key, counts, strict=True)):
+                return key
+        raise ConfigError(
+            f"a plan has {len(counts)} choices, one a layer, below {counts}, the layers' numbers of "
+            f"candidates; got {shown(choices)}; greedy's is {tuple(self.preset.tolist())}"
+        )
 
     def keeps_budget(self, choices: Sequence[int]) -> bool:
         """Whether the choices keep the budget; always true without one."""

@@ -16,7 +16,8 @@ from rankrl.plan_search import compare
 from rankrl.plan_search.bounded_loss import SearchCall, best_finalist, finalists
 from rankrl.plan_search.compare import ComparedSearch, winner
 from rankrl.plan_search.latency_budget import LatencyBudget
-from rankrl.plan_search.run import best_rows, run_search, with_row
+from rankrl.plan_search.run import run_search, with_row
+from rankrl.plan_search.scores.evaluation import best_rows
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions
 from rankrl.plan_search.scores.rewards import create_reward
 from rankrl.plan_search.scores.scoring import ImageScoring

@@ -11,8 +11,14 @@ import pytest
 
 from decomposition.operations import operation_from_dict
 from rankrl.errors import CheckpointError, ConfigError, StorageError
-from rankrl.plan_search.run import best_rows, run_search
-from rankrl.plan_search.scores.evaluation import CANDIDATES_FILE, EPISODES_FILE, recorded_steps
+from rankrl.plan_search.run import run_search
+from rankrl.plan_search.scores.evaluation import (
+    CANDIDATES_FILE,
+    EPISODES_FILE,
+    best_rows,
+    parse_rows,
+    recorded_steps,
+)
 from rankrl.plan_search.selectors import create_selector
 from rankrl.plan_search.selectors.selector import Proposal
 
@@ -41,17 +47,48 @@ def test_the_best_plan_wins(small_problem, synthetic_evaluator) -> None:
     assert result.evaluations == synthetic_evaluator.calls
 
 
-def test_a_selector_that_leaves_the_budget_is_named(
-    small_problem, synthetic_evaluator, monkeypatch, caplog
+def proposing(problem, *plans):
+    """A selector that proposes these plans, again and again."""
+    selector = create_selector("random", problem)
+    selector.propose = lambda: [Proposal(plans[selector.observed % len(plans)], "random")]
+    return selector
+
+
+def test_a_plan_over_the_budget_is_scored_and_never_the_best(
+    small_problem, synthetic_evaluator, tmp_path, caplog
 ) -> None:
-    selector = create_selector("random", small_problem, seed=1, episodes=2)
-    dense = tuple(site.dense for site in small_problem.sites)
-    monkeypatch.setattr(selector, "propose", lambda: [Proposal(dense, "random")])
-    run_search(small_problem, synthetic_evaluator, selector, episodes=2)
-    assert "selector 'random' proposes a plan over the budget" in caplog.text
+    dense, small = tuple(site.dense for site in small_problem.sites), small_problem.preset
+    selector = proposing(small_problem, dense, small, dense)
+    found = run_search(small_problem, synthetic_evaluator, selector, episodes=3, folder=tmp_path)
+    assert "2 of 3 plans that selector 'random' proposed are over the budget params 0.5" in caplog.text
+    first, second, third = found.rows
+    assert first.reward == third.reward > second.reward
+    assert found.best == found.row == second == best_rows(found.rows, 3)[0]
+    assert found.key == tuple(small)
+    assert [row.best_reward for row in found.rows] == [first.reward, second.reward, second.reward]
+    recorded = parse_rows((tmp_path / EPISODES_FILE).read_text())
+    assert [row.within_budget for row in recorded] == [False, True, False]
     caplog.clear()
     search(small_problem, synthetic_evaluator)
     assert "over the budget" not in caplog.text
+    with pytest.raises(ConfigError, match=r"2 of 2 plans that selector 'random' .* budget params 0\.5"):
+        run_search(small_problem, synthetic_evaluator, proposing(small_problem, dense), episodes=2)
+
+
+@pytest.mark.parametrize(
+    ("proposed", "message"),
+    [
+        (None, "propose must return a list of Proposal, got null"),
+        ([(0, 0)], "propose must return a list of Proposal"),
+        ([Proposal((0,), "random")], r"RandomSelector\.propose: a plan has \d choices.*greedy's is"),
+        ([Proposal((0.5, 0, 0), "random")], "a plan has"),
+    ],
+)
+def test_what_is_no_plan_is_refused(small_problem, synthetic_evaluator, proposed, message) -> None:
+    selector = create_selector("random", small_problem)
+    selector.propose = lambda: proposed
+    with pytest.raises(ConfigError, match=message):
+        run_search(small_problem, synthetic_evaluator, selector, episodes=2)
 
 
 def test_the_best_rows_are_different_plans_in_order(small_problem, synthetic_evaluator) -> None:
