@@ -39,7 +39,7 @@ from rankrl.errors import RankrlError
 from rankrl.files import write_atomically
 from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy
 from rankrl.plan_search.run import SearchResult, run_search
-from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator
+from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator, best_rows
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded, selector_options
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
@@ -84,7 +84,7 @@ def after(evaluations: int) -> list[int]:
 
 def best_plans(rows: Sequence[EpisodeRow], ends: Iterable[int]) -> dict[int, Choices]:
     """Find the best plan after some numbers of evaluations, by their number; after 0 that is the first."""
-    return {end: max(rows[: max(1, end)], key=lambda row: row.reward).key for end in ends}
+    return {end: best_rows(rows[: max(1, end)], 1)[0].key for end in ends}
 
 
 def search(

@@ -149,7 +149,7 @@ def tested(
                 episodes=len(result.rows),
                 evaluations=result.evaluations,
                 seconds=result.seconds,
-                best_rewards=tuple(row.best_reward for row in result.rows),
+                best_rewards=tuple(row.best_reward for row in result.different),
             )
         )
     return rows

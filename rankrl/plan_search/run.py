@@ -155,6 +155,14 @@ class SearchResult(ChosenPlan):
     objective: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def different(self) -> list[EpisodeRow]:
+        """The rows of the different plans, each where it was proposed first."""
+        first: dict[str, EpisodeRow] = {}
+        for row in self.rows:
+            first.setdefault(row.choices, row)
+        return list(first.values())
+
+    @property
     def evaluations(self) -> int:
         """Number of different plans that were scored."""
         return sum(not row.cached for row in self.rows)
@@ -162,7 +170,7 @@ class SearchResult(ChosenPlan):
     @property
     def plans(self) -> int:
         """Number of different plans, also those whose scores were known before the search."""
-        return len({row.choices for row in self.rows})
+        return len(self.different)
 
 
 def search_numbers(result: ChosenPlan) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class ComparisonRow:
     evaluations: int
     seconds: float
     best_rewards: tuple[float, ...]
+    """The best reward after one, two, ... different plans."""
 
 
 COLUMNS = tuple(field.name for field in fields(ComparisonRow) if field.name != "best_rewards")
@@ -65,7 +66,7 @@ _SHOWN = {
     "macs_kept": ("MACs kept, %", 100.0, 1),
     "test_accuracy": ("Test accuracy, %", 100.0, 2),
     "finetuned_accuracy": ("Fine-tuned, %", 100.0, 2),
-    "evaluations": ("Plans scored", 1.0, 0),
+    "evaluations": ("Plans scored", 1.0, 1),
     "seconds": ("Seconds", 1.0, 1),
 }
 """Title, factor and decimals of the columns of means."""
@@ -73,7 +74,7 @@ _SHOWN = {
 SHORT = ("best_reward", "test_accuracy", "finetuned_accuracy")
 """The measures that fit on a terminal."""
 
-_PROGRESS = "Best reward after so many plans."
+_PROGRESS = "Best reward after so many different plans."
 _AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
 
 
@@ -188,9 +189,9 @@ _ONE_PLAN = (0, (2, 2))
 
 
 def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WIDE) -> Figure:
-    """Draw the best reward so far over the episodes: the mean of each selector's searches and their range."""
+    """Draw the best reward so far over the plans: the mean of each selector's searches and their range."""
     figure, (axes,) = panels(size, 1)
-    style_axes(axes, "episode", "best reward so far")
+    style_axes(axes, "different plans", "best reward so far")
     _draw_rewards(axes, rows)
     number_axis(axes)
     whole_axis(axes, bins=6)
@@ -200,7 +201,7 @@ def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WI
 
 def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     longest = max(len(row.best_rewards) for row in rows)
-    episodes = np.arange(1, longest + 1)
+    plans = np.arange(1, longest + 1)
     for index, summary in enumerate(summarise(rows)):
         runs = [row.best_rewards for row in rows if row.selector == summary.selector]
         # A search that ended early keeps its last best reward.
@@ -208,7 +209,7 @@ def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
         one_plan = longest > 1 and all(len(run) == 1 for run in runs)
         colour = PALETTE[SERIES[index % len(SERIES)]]
         axes.plot(
-            episodes,
+            plans,
             curves.mean(0),
             color=colour,
             linestyle=_ONE_PLAN if one_plan else _DASHES[index // len(SERIES) % len(_DASHES)],
@@ -217,7 +218,7 @@ def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
             label=summary.selector,
         )
         if len(curves) > 1:
-            axes.fill_between(episodes, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0)
+            axes.fill_between(plans, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0)
 
 
 _CAPTION = (
@@ -246,7 +247,7 @@ def comparison_page(
                 "figure": drawing(
                     partial(rewards_figure, rows),
                     "rewards",
-                    "Best reward so far of every selector over the episodes; the table holds its values.",
+                    "Best reward so far of every selector over the plans; the table holds its values.",
                     "Mean over the seeds; the band spans them. Dashed: selectors with a single plan.",
                 ),
                 "table": progress_table(rows, f"{_PROGRESS}{explained}"),

@@ -431,6 +431,11 @@ def _never_refits(config: Config) -> bool:
     return narrows if statistics is None else bool(statistics != "refitted")
 
 
+def _ruled(config: Config) -> bool:
+    return config["task"] != "compare" and config["selector"]["name"] in heuristics()
+
+
+_RULE = "selector={selector} is a rule, which scores no plans; choose one that does, such as selector=bayes"
 _DECOMPOSING = ("decompose_params", "decompose_macs")
 _SEARCHING = ("pipeline", "search", "compare", "prune")
 _FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
@@ -519,8 +524,13 @@ IDLE = (
     ),
     Idle(
         ("search", "reward"),
-        lambda config: _in_file(config) and config["selector"]["name"] in heuristics(),
-        "selector={selector} is a rule, which scores no plans; choose one that does, such as selector=bayes",
+        lambda config: _in_file(config) and _ruled(config),
+        _RULE,
+    ),
+    Idle(
+        tuple(f"search.{each}" for each in ("episodes", "plans", "seconds", "patience", "finalists")),
+        _ruled,
+        _RULE,
     ),
     Idle(
         ("dataset.heldout", "dataset.train_images", "dataset.padding", "dataset.flip"),

@@ -124,6 +124,10 @@ CASES = [
         for section, option in (("search", "search.episodes=5"), ("reward", "reward=amc"))
     ),
     *(
+        (f"search.{name}", ("selector=greedy", f"search.{name}=5"), rf"search\.{name}=5 .* is a rule")
+        for name in ("episodes", "plans", "seconds", "patience", "finalists")
+    ),
+    *(
         (f"dataset.{name}", (*FILE, f"dataset.{name}={value}"), r"means nothing for dataset=inputs")
         for name, value in (("heldout", 5), ("train_images", 5), ("padding", 2), ("flip", "true"))
     ),
@@ -298,8 +302,8 @@ def test_a_network_trained_here_has_not_seen_the_held_out_images(
     assert "held-out images" in shown_by_whole_run
     assert NOTE not in shown_by_whole_run + (whole_run / "report.html").read_text()
     assert metrics["trainings"] == {
-        "train": {"lr": 0.02, "halvings": 0, "epochs": 2},
-        "finetune": {"lr": 1e-4, "halvings": 0, "epochs": 1},
+        "train": {"lr": 0.02, "halvings": 0, "epochs": 2, "epoch": metrics["trainings"]["train"]["epoch"]},
+        "finetune": {"lr": 1e-4, "halvings": 0, "epochs": 1, "epoch": 1},
     }
 
 
@@ -331,6 +335,7 @@ def test_a_fine_tuning_without_a_better_epoch_is_warned_of_where_something_was_l
     said = (folder / "rankrl.log").read_text()
     assert re.search(r"no epoch was better .* before \([\d.]+ %, the dense one [\d.]+ %\)", said)
     assert ("There was nothing to win back" in said) is not lost
+    assert "No epoch was better than the network was before" in (folder / "report.html").read_text()
     warnings = read_json(folder / "metrics.json")["warnings"]
     told = ["Try another learning rate (optim.lr)", "has collapsed: it answers 10.0% of 359 inputs right"]
     assert [text in each for text, each in zip(told, warnings, strict=lost)] == [True] * 2 * lost

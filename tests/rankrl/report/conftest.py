@@ -78,7 +78,7 @@ def make_episodes(count: int = 120) -> list[EpisodeRow]:
                 cached=episode % 7 == 6,
                 seconds=0.6,
                 phase=phase,
-                choices=json.dumps([3, 4]),
+                choices=json.dumps([3, episode]),
             )
         )
     return rows

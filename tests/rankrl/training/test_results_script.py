@@ -17,7 +17,7 @@ from command_line import QUICK, check_overrides, small_network, workplace
 pytestmark = pytest.mark.slow
 
 GRID = {
-    "recipe": ["selector=greedy", "search.episodes=1", "finetune=full", "tracking=none"],
+    "recipe": ["selector=greedy", "finetune=full", "tracking=none"],
     "networks": {"small, digits": {"options": [], "checkpoint": "small.safetensors"}},
     "cells": [
         {
