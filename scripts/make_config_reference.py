@@ -242,7 +242,7 @@ def comment(path: Path) -> str:
 
 
 def written_options(path: Path) -> list[tuple[str, str]]:
-    """Return what a configuration file sets, dotted; Hydra's own options are left out."""
+    """Return the choices of groups and what else a file sets, dotted; Hydra's own options are left out."""
 
     def leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
         for key, value in values.items():
@@ -252,7 +252,10 @@ def written_options(path: Path) -> list[tuple[str, str]]:
                 yield f"{prefix}{key}", str(yaml.safe_dump(value, default_flow_style=True)).split("\n")[0]
 
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return list(leaves({key: each for key, each in values.items() if key not in ("defaults", "hydra")}, ""))
+    chosen = [each for each in values.get("defaults", ()) if isinstance(each, Mapping)]
+    groups = [(key.removeprefix("override /"), str(name)) for each in chosen for key, name in each.items()]
+    own = {key: each for key, each in values.items() if key not in ("defaults", "hydra")}
+    return [*groups, *leaves(own, "")]
 
 
 def composed(*overrides: str) -> dict[str, Any]:
