@@ -308,8 +308,13 @@ def run_search(
         rows=tuple(rows),
         seconds=time.perf_counter() - start,
         stopped_by=stopped_by,
-        account=tuple(selector.account(best)),
+        account=tuple(selector.account(best, _reward_before(rows, best))),
     )
+
+
+def _reward_before(rows: Sequence[EpisodeRow], row: EpisodeRow) -> float:
+    """Return the last reward that was known when a row's step began, 0 in the first."""
+    return next((each.reward for each in reversed(rows[: row.episode - 1]) if each.ends_step), 0.0)
 
 
 def _check_budget(problem: SearchProblem, selector: Selector, rows: Sequence[EpisodeRow]) -> None:

@@ -17,6 +17,7 @@ from rankrl.errors import counted
 from rankrl.files import atomic_path, write_atomically
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.options.search import budget_line, objective_line
+from rankrl.plan_search.scores.evaluation import best_rows
 from rankrl.report.figures import (
     LEFT_DENSE,
     ONLY_ROUNDED,
@@ -231,9 +232,10 @@ def _search(report: RunReport) -> Drawing | None:
     rows = report.episodes
     if len(rows) < 2:  # the single plan of a heuristic is no search
         return None
-    best = max(rows, key=lambda row: row.reward)
+    (best,) = best_rows(rows, 1)
     seconds = number(report.metrics, "search", "seconds")
-    plans = counted(len(rows), "evaluated plan")
+    plans = counted(len({row.choices for row in rows}), "evaluated plan")
+    over = sum(not row.within_budget for row in rows)
     line = objective_line(report.metrics.get("search") or {}, report.metrics.get("budget") or {})
     caption = (
         f"{plans}{'' if seconds is None else f' in {seconds:.0f} s'} ({line}). "
@@ -242,6 +244,10 @@ def _search(report: RunReport) -> Drawing | None:
         f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs. "
         f"{heldout_note(report.metrics)}"
     )
+    if over:
+        caption += (
+            f" Of {counted(len(rows), 'episode')}, {over} had a plan over the budget, which do not count."
+        )
     return drawing(
         partial(reward_figure, rows),
         "reward",
@@ -267,7 +273,7 @@ def _agent(report: RunReport) -> Table:
     rows, caption = (report.metrics.get("search") or {}).get("agent") or (), ""
     names = [name for name in (rows[0]["observation"] if rows else ()) if name in _OBSERVED]
     if rows:
-        best = max(report.episodes, key=lambda row: row.reward).reward
+        best = best_rows(report.episodes, 1)[0].reward
         greedy = next((row.reward for row in report.episodes if row.phase == PRESET_PHASE), None)
         against = "" if greedy is None else f", greedy's plan {greedy:.4f}"
         more = len(rows[0]["observation"]) - len(names)
@@ -377,12 +383,15 @@ def _fine_tuning(report: RunReport) -> Drawing | None:
     if not report.epochs:
         return None
     best, score = max(report.epochs, key=lambda row: row.accuracy), epoch_score(report.metrics)
+    trained = (report.metrics.get("trainings") or {}).get("finetune") or {}
+    taken = " No epoch was better than the network was before, which is taken as it was."
     return drawing(
         partial(fine_tuning_figure, report.epochs, score=score),
         "fine-tuning",
         f"{score.title} and training loss per epoch of fine-tuning.",
         f"Best {score.words}: {score.write(best.accuracy)}, after epoch {best.epoch} "
-        f"of {len(report.epochs)}. {heldout_note(report.metrics)}".strip(),
+        f"of {len(report.epochs)}.{taken if trained.get('epoch') == 0 else ''} "
+        f"{heldout_note(report.metrics)}".strip(),
     )
 
 

@@ -88,6 +88,10 @@ class ReinforcementSelector(Selector):
     The first plan is greedy's, if actions know it; a warm-up around it follows, then the policy acts, with
     noise. With a pretrained policy the first plan is the policy's, without noise, the second is greedy's, and
     the warm-up, in which only the critics learn, is around the first.
+
+    The episodes are not those of stable-baselines3's `learn`, which draws noise from generators that run on
+    from one episode to the next, and holds the loop while plans are scored: a search is resumed from
+    `episodes.csv` alone, and workers score several plans of a step. Updates are its own `train`.
     """
 
     own_options: ClassVar[type[AgentOptions]] = AgentOptions
@@ -219,9 +223,10 @@ class ReinforcementSelector(Selector):
             return proposal.episode
         return rollout(self.env, repeat(np.array(proposal.actions)), last_reward=self._last_reward)
 
-    def account(self, row: EpisodeRow) -> list[dict[str, Any]]:
+    def account(self, row: EpisodeRow, last_reward: float) -> list[dict[str, Any]]:
         """List observation, action and candidate of every layer in an episode."""
-        episode = rollout(self.env, repeat(np.array(json.loads(row.actions))))
+        actions = np.array(json.loads(row.actions))
+        episode = rollout(self.env, repeat(actions), last_reward=last_reward)
         names, sites = self.env.encoder.names, self.problem.sites
         return [
             {

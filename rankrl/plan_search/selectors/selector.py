@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -76,9 +77,14 @@ class Selector(ABC):
         self.observed = 0
         self.on_update: OnUpdate | None = None
 
-    def account(self, row: EpisodeRow) -> list[dict[str, Any]]:
-        """List an agent's observation, action and candidate of every layer in an episode, for the report."""
-        del row
+    def account(self, row: EpisodeRow, last_reward: float) -> list[dict[str, Any]]:
+        """List an agent's observation, action and candidate of every layer in an episode, for the report.
+
+        Args:
+            row: The episode.
+            last_reward: The last reward that was observed before its step.
+        """
+        del row, last_reward
         return []
 
     def generator(self) -> np.random.Generator:
@@ -190,10 +196,29 @@ def register_selector(cls: _Class) -> _Class:
     """Class decorator: add a selector to the registry under its `name`.
 
     Raises:
-        ConfigError: The name is taken.
+        ConfigError: The name is taken, or the class cannot be made and called as a search does.
     """
+    _check_class(cls)
     _SELECTORS.add(cls.name, cls, cls.description)
     return cls
+
+
+def _check_class(cls: type[Any]) -> None:
+    """Refuse a class that is no selector, before anything takes time."""
+    needed = "a selector is a subclass of Selector with name, description and propose"
+    missing = [each for each in ("name", "description") if not isinstance(getattr(cls, each, None), str)]
+    missing += sorted(getattr(cls, "__abstractmethods__", ()))
+    if not issubclass(cls, Selector) or missing:
+        without = f" lacks {', '.join(missing)}" if missing else " is none"
+        raise ConfigError(f"{cls.__name__}{without}: {needed}")
+    try:
+        inspect.signature(cls).bind(None, **dict.fromkeys(_GIVEN[1:]))
+    except TypeError as error:
+        raise ConfigError(
+            f"{cls.__name__} cannot be made: {error}. It is called as {cls.__name__}(problem, seed=SEED, "
+            "episodes=EPISODES, **options), so its constructor takes these three, and its own options have "
+            "defaults"
+        ) from error
 
 
 def list_selectors() -> list[str]:
@@ -238,6 +263,11 @@ def create_selector(
     if episodes < 1:
         raise ConfigError(f"search.episodes must be at least 1, got {episodes}")
     selector = selector_class(name)(problem, seed=seed, episodes=episodes, **options)
+    if not hasattr(selector, "observed"):
+        raise ConfigError(
+            f"{type(selector).__name__}.__init__ must call super().__init__(problem, seed=seed, "
+            "episodes=episodes)"
+        )
     selector.options = {**selector_options(name), **options}
     return selector
 

@@ -9,6 +9,7 @@ import torch
 
 from rankrl.options.selectors import AgentOptions
 from rankrl.plan_search.envs.actions import create_action_map
+from rankrl.plan_search.run import run_search
 from rankrl.plan_search.selectors import Proposal, create_selector
 from rankrl.plan_search.selectors.reinforcement import ReinforcementSelector, noise_at, seeded
 from rankrl.plan_search.space.problem import SearchProblem
@@ -117,6 +118,25 @@ def test_the_seed_decides_and_another_differs(small_problem, name) -> None:
     )
     assert first == again
     assert first[-1].actions != other[-1].actions
+
+
+@pytest.mark.parametrize("plans_per_step", [1, 3])
+def test_the_account_holds_the_reward_that_the_agent_saw(
+    small_problem, synthetic_evaluator, tmp_path, plans_per_step
+) -> None:
+    options = {"action": "rank", "features": ("last_reward",), "plans_per_step": plans_per_step}
+
+    def run():
+        selector = create_selector("ddpg", small_problem, seed=1, episodes=13, **options)
+        how = {"episodes": 13, "folder": tmp_path, "resume": True}
+        return run_search(small_problem, synthetic_evaluator, selector, **how)
+
+    found = run()
+    ends = [row for row in found.rows if row.ends_step and row.episode < found.best.episode]
+    assert all(0 < row.reward < 1 for row in found.rows)
+    expected = round(ends[-1].reward, 3) if ends else 0.0
+    assert {row["observation"]["last_reward"] for row in found.account} == {pytest.approx(expected)}
+    assert run().account == found.account
 
 
 def test_noise_decays_from_the_first_to_the_last_episode() -> None:

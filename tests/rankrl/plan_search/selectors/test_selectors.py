@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from decomposition.choose.heuristics import get_heuristic, list_heuristics
 from rankrl.errors import ConfigError
 from rankrl.plan_search.selectors import (
+    Proposal,
     Selector,
     create_selector,
     list_selectors,
@@ -21,6 +22,7 @@ from rankrl.plan_search.selectors import (
     selector_options,
 )
 from rankrl.plan_search.selectors.random_plans import random_choices
+from rankrl.plan_search.selectors.selector import _SELECTORS
 from rankrl.plan_search.selectors.tpe import STUDY_FILE, STUDY_NAME
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.testing import SelectorContract
@@ -130,9 +132,52 @@ def test_episodes_must_be_positive(small_problem) -> None:
         create_selector("random", small_problem, episodes=0)
 
 
+class Whole(Selector):
+    """A selector with everything but a right constructor."""
+
+    name = "whole"
+    description = "a plugin's"
+
+    def propose(self) -> list[Proposal]:
+        return []
+
+
+def with_constructor(constructor) -> type[Selector]:
+    return type("Own", (Whole,), {"__init__": constructor})
+
+
 def test_a_name_is_taken_once() -> None:
-    with pytest.raises(ConfigError, match="random"):
-        register_selector(type("Another", (Selector,), {"name": "random", "description": ""}))
+    with pytest.raises(ConfigError, match="'random' already"):
+        register_selector(type("Another", (Whole,), {"name": "random"}))
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (type("Own", (), {}), "Own lacks name, description"),
+        (type("Own", (Selector,), {"name": "own", "description": "-"}), "Own lacks propose: .* subclass"),
+        (type("Own", (), {"name": "own", "description": "-"}), "Own is none: a selector is a subclass"),
+        (
+            with_constructor(lambda self, problem: None),
+            r"Own cannot be made: got an unexpected keyword argument 'seed'. It is called as Own\(problem, "
+            r"seed=SEED, episodes=EPISODES, \*\*options\)",
+        ),
+        (
+            with_constructor(lambda self, problem, seed, episodes, width: None),
+            "missing a required argument: 'width'.* have defaults",
+        ),
+    ],
+)
+def test_a_class_that_a_search_cannot_make_is_refused(cls, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        register_selector(cls)
+
+
+def test_a_constructor_calls_that_of_selectors(small_problem) -> None:
+    with _SELECTORS.restored():
+        register_selector(with_constructor(lambda self, problem, *, seed, episodes: None))
+        with pytest.raises(ConfigError, match=r"Own\.__init__ must call super\(\)\.__init__\(problem"):
+            create_selector("whole", small_problem)
 
 
 def test_without_optuna_tpe_says_what_to_install(small_problem, monkeypatch) -> None:
