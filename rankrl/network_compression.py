@@ -66,7 +66,7 @@ from rankrl.result import Compression, ModuleCompression, finish, run_numbers, s
 from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
 from rankrl.timing.form import faster_positions
 from rankrl.timing.network_timer import relative_time
-from rankrl.training import EpochRow, Loss, TrainingProgress, TrainingRecipe, check_loss, train_on
+from rankrl.training import Loss, TrainingProgress, TrainingRecipe, TrainingResult, check_loss, train_on
 from rankrl.training.loop import check_outputs, steps_of_an_epoch
 from rankrl.training.networks import DISTILLATION, together
 from rankrl.verify.agreement import agreement_score
@@ -207,9 +207,9 @@ def compress_module(
         raise KeyboardInterrupt(f"the search was stopped; the same call goes on with it in {run.path}")
     compressed = network.applied(search.plan)
     tuned: nn.Module | None = None
-    epochs: Sequence[EpochRow] = ()
+    training: TrainingResult | None = None
     if tuner.strategy is not None:
-        tuned, epochs = _tuned(copied(compressed), dense, tuner, fitted, judge, request.progress)
+        tuned, training = _tuned(copied(compressed), dense, tuner, fitted, judge, request.progress)
     last = compressed if tuned is None else tuned
     run.remove_results()  # of an earlier same call, so that files of two calls never mix
     search.plan.save(run.plan)
@@ -221,12 +221,14 @@ def compress_module(
         model=last.eval(),
         dense=dense,
         folder=run.path,
-        epochs=tuple(epochs),
+        epochs=() if training is None else training.history,
         test=None
         if tested is None or unseen is None
         else {"baseline": unseen(dense), "compressed": unseen(last)},
     )
     numbers = run_numbers(result) | taught
+    if training is not None:
+        numbers["trainings"] = {"finetune": training.numbers}
     if tuned is not None:
         numbers["compressed"]["agreement"] = agreement_score(measure.agreement(compressed))
     write_call(run, result, request, type(model).__name__, numbers)
@@ -325,8 +327,8 @@ def _tuned(
     fitted: Sample,
     judge: Score,
     progress: Progress,
-) -> tuple[nn.Module, Sequence[EpochRow]]:
-    """Return the fine-tuned network, and the epochs of our own training."""
+) -> tuple[nn.Module, TrainingResult | None]:
+    """Return the fine-tuned network, and the result of our own training."""
     types, recipe = own_types(network), tuner.recipe
     if tuner.loss is None:
         fitted = fitted.labelled()
@@ -335,7 +337,7 @@ def _tuned(
         returned = tuner.strategy(network.train())
         tuned = returned if isinstance(returned, nn.Module) else network
         # Lightning's Trainer leaves the network on the CPU, possibly in another type.
-        return back_in(tuned.to(model_device(dense)), types).eval(), ()
+        return back_in(tuned.to(model_device(dense)), types).eval(), None
     steps = recipe.epochs * steps_of_an_epoch(len(fitted), recipe.batch_size)
     with progress_bar("fine-tune", total=steps, progress=progress) as bar:
 
@@ -354,7 +356,7 @@ def _tuned(
             teacher=tuner.teacher_of(dense),
             on_step=show,
         )
-    return back_in(trained, types), result.history
+    return back_in(trained, types), result
 
 
 @dataclass(frozen=True)

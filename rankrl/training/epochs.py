@@ -174,6 +174,16 @@ class TrainingResult:
     lr: float
     halvings: int
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The entry of metrics.json: highest rate, epochs, and the one whose weights were taken, from 0."""
+        return {
+            "lr": self.lr,
+            "halvings": self.halvings,
+            "epochs": len(self.history),
+            "epoch": self.epoch,
+        }
+
 
 class DivergedError(Exception):
     """The training diverged; the message says where and at which rate."""

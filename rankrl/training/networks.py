@@ -232,7 +232,7 @@ def run_training(
         teacher.cpu()
     calibrate_ranges(network, range_images(data))
     log.info(
-        "%s: held-out accuracy %.4f after epoch %d, learning rate %.3g",
+        "%s: held-out accuracy %.4f after epoch %d, highest learning rate %.3g",
         description,
         result.accuracy,
         result.epoch,

@@ -248,11 +248,7 @@ def _trained(
         teacher=teacher,
         on_epoch=folder.tracking.epochs(stage),
     )
-    folder.notes.trainings[stage] = {
-        "lr": result.lr,
-        "halvings": result.halvings,
-        "epochs": len(result.history),
-    }
+    folder.notes.trainings[stage] = result.numbers
     if result.halvings:
         folder.warn(
             f"{title}: the training diverged at the learning rate {recipe.lr:.3g}; after "
