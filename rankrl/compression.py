@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -45,7 +46,7 @@ from rankrl.plan_search.scores.evaluators import Score
 from rankrl.plan_search.session import SearchGoal
 from rankrl.request import Request
 from rankrl.result import Compression, ModuleCompression
-from rankrl.runs.run_folder import RunFolder
+from rankrl.runs.run_folder import RunFolder, cache_folder
 from rankrl.task import SearchTask
 from rankrl.training import Loss
 from rankrl.verbs import verb
@@ -176,8 +177,8 @@ def compress(
             input that goes with every batch as it is, such as a rate. Axes that are left out are detected.
         folder: Where the search keeps its record, for a killed one to go on, if `target` is a file; None
             keeps nothing.
-        cache: Where fits, sensitivities and times are kept for later calls; None keeps times in the folder,
-            for this call.
+        cache: Where fits, sensitivities and times are kept for later calls; None for the environment's
+            RANKRL_CACHE, and without that for the folder, which keeps times for this call.
         seed: Seed of everything random.
         overwrite: Whether to begin anew in a folder with results of another call, which are removed at the
             end, instead of refusing it. The same call goes on all the same.
@@ -220,7 +221,7 @@ def compress(
         selector,
         selector_options or {},
         seed,
-        _path(cache),
+        _cache(cache),
         progress,
         _score_name(score, score_name),
         overwrite,
@@ -302,7 +303,7 @@ def search(
         batch_axes: As for `compress`.
         folder: Where the search keeps its state, so that a killed one goes on when called again; None keeps
             nothing. A score that was edited since begins anew. No two calls may work in it at once.
-        cache: Where fits and times are kept for later searches; None keeps times in `folder`, for this one.
+        cache: As for `compress`; `folder` keeps times for this search.
         seed: Seed of everything random.
         progress: As for `compress`.
 
@@ -321,7 +322,7 @@ def search(
     budget, time = BudgetOptions(drop, minimise, params, macs, bytes, latency), _timing(timing, file)
     goal = SearchGoal(budget, search or SearchOptions(), time, reward, reward_options or {})
     options = _decomposition(network, decomposition)
-    request = Request(goal, options, selector, selector_options or {}, seed, _path(cache), progress)
+    request = Request(goal, options, selector, selector_options or {}, seed, _cache(cache), progress)
     request = request.timed_in(request.cache, _path(folder))
     with nullcontext() if folder is None else RunFolder(Path(folder)).held():
         if file is not None:
@@ -380,7 +381,7 @@ def make_task(
     )
     goal = SearchGoal(budget, search or SearchOptions(), time, reward, reward_options or {})
     options = _decomposition(network, decomposition)
-    request = Request(goal, options, "bayes", seed=seed, cache=_path(cache), progress=progress)
+    request = Request(goal, options, "bayes", seed=seed, cache=_cache(cache), progress=progress)
     request = request.timed_in(request.cache, None)
     of_data_set = isinstance(inputs, ImageData)
     _check_score("make_task", score, optional=file is not None or of_data_set)
@@ -462,7 +463,7 @@ def _applied_to_file(
     seed: int = 0,
 ) -> Compression:
     goal = SearchGoal(timing=_timing(timing, network))
-    request = Request(goal, decomposition or DecompositionOptions(), seed=seed, cache=_path(cache))
+    request = Request(goal, decomposition or DecompositionOptions(), seed=seed, cache=_cache(cache))
     return apply_to_file(
         FileSource(network, inputs, images, batch_axes, heldout, score), plan, target, request
     )
@@ -499,7 +500,7 @@ def timing_kit(
         heldout: What layers are not fitted to.
         images: How images become inputs.
         batch_axes: The axes of a batch.
-        cache: Where calibrations are kept.
+        cache: Where calibrations are kept; None for the environment's RANKRL_CACHE, if it is set.
         seed: Seed of everything random.
 
     Raises:
@@ -508,7 +509,7 @@ def timing_kit(
     file, folder = _file(network, "timing_kit"), Path(folder)
     how = replace(_timing(timing, file), table=folder / TIMES_FILE)
     goal = SearchGoal(BudgetOptions(latency=1.0), timing=how)
-    request = Request(goal, _decomposition(network, decomposition), seed=seed, cache=_path(cache))
+    request = Request(goal, _decomposition(network, decomposition), seed=seed, cache=_cache(cache))
     if file is None:
         assert isinstance(network, nn.Module)
         _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
@@ -525,6 +526,12 @@ def _check_score(verb: str, score: object, *, optional: bool) -> None:
 
 def _path(path: str | Path | None) -> Path | None:
     return None if path is None else Path(path)
+
+
+def _cache(path: str | Path | None) -> Path | None:
+    """Return the folder of fits and times: RANKRL_CACHE, if it is set, where a call names none."""
+    named = os.environ.get("RANKRL_CACHE")
+    return cache_folder() if path is None and named else _path(path)
 
 
 def _timing(timing: LatencyOptions | None, file: Path | None) -> LatencyOptions:

@@ -144,6 +144,16 @@ def test_a_reward_may_be_named_or_given(tmp_path: Path) -> None:
     assert rollout(task.env(lambda choices: 7.5), repeat(np.zeros(2))).reward == 7.5
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_the_environment_names_the_cache_of_calls_that_name_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    monkeypatch.setenv("RANKRL_CACHE", str(other))
+    of_module(tmp_path, **({"cache": own} if named else {}))
+    assert [any(folder.rglob("*.*")) for folder in (own, other)] == [named, not named]
+
+
 def test_what_a_task_cannot_be_made_of_is_refused() -> None:
     data = load_dataset("digits")
     model = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes)
