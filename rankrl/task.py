@@ -46,7 +46,7 @@ class SearchTask:
     ) -> None:
         self._session, self._write = session.__enter__(), write
         self._scratch = scratch  # removed with the task
-        self._scored: set[Choices] = set()
+        self._scored: dict[Choices, float] = {}  # the rewards
         self.problem: SearchProblem = session.problem
 
     def close(self) -> None:
@@ -57,6 +57,12 @@ class SearchTask:
     def greedy(self) -> Choices:
         """Greedy's plan, which actions of 0 give, too."""
         return tuple(self.problem.preset.tolist())
+
+    @property
+    def best(self) -> Choices:
+        """The plan with the best reward of those that were scored and keep the budget; greedy's before any."""
+        within = filter(self.problem.keeps_budget, self._scored)
+        return max(within, key=self._scored.__getitem__, default=self.greedy)
 
     @property
     def plans(self) -> int:
@@ -144,5 +150,5 @@ class SearchTask:
     def _evaluated(self, choices: Sequence[int]) -> Evaluation:
         key = self.problem.checked(choices)
         (evaluation,) = self._session.evaluator.evaluate([key])
-        self._scored.add(key)
+        self._scored[key] = self._session.reward(evaluation)
         return evaluation

@@ -140,10 +140,11 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_python(page: Path, code: str, scope: dict[str, Any]) -> None:
-    name = re.match(r"# (\w+\.py)\n", code)
+    name = re.match(r"# (\w+)\.py\n", code)
     if name is not None:
-        Path(name[1]).write_text(code)
+        Path(f"{name[1]}.py").write_text(code)
         importlib.invalidate_caches()
+        code = f"from {name[1]} import *"  # as a plugin it is imported, not defined twice
     code = code.replace("episodes=100", "episodes=3")
     exec(compile(code, page.name, "exec"), scope)
 
@@ -167,7 +168,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytes
             else:
                 monkeypatch.setattr(sys.modules[module], name, dict(registry))
         yield monkeypatch
-    sys.modules.pop("my_models", None)
+    for name in ("my_models", "my_selectors"):
+        sys.modules.pop(name, None)
     GlobalHydra.instance().clear()
     root.handlers, root.level = handlers, level
 

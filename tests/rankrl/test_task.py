@@ -96,6 +96,7 @@ def test_plans_score_and_are_played_as_the_search_recorded_them(made: Made) -> N
         played = rollout(task.env(), repeat(np.array(json.loads(row.actions))))
         assert (played.choices, played.reward) == (row.key, row.reward)
     assert task.plans == len({row.key for row in rows})
+    assert task.reward(task.best) == max(row.reward for row in rows)
 
 
 def test_the_environments_pass_both_checkers(made: Made) -> None:
@@ -131,7 +132,9 @@ def test_what_is_no_plan_is_refused(small_task: rankrl.SearchTask, choices: tupl
 
 def test_a_plan_over_the_budget_is_scored_and_not_applied(small_task: rankrl.SearchTask) -> None:
     dense = tuple(site.dense for site in small_task.problem.sites)
+    assert small_task.best == small_task.greedy
     assert small_task.score(dense) == pytest.approx(0)
+    assert small_task.best != dense
     assert [small_task.within_budget(plan) for plan in (dense, small_task.greedy)] == [False, True]
     with pytest.raises(ConfigError, match=r"over the budget; task\.within_budget"):
         small_task.apply(dense)

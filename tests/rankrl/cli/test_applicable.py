@@ -303,7 +303,7 @@ def test_a_network_trained_here_has_not_seen_the_held_out_images(
     assert NOTE not in shown_by_whole_run + (whole_run / "report.html").read_text()
     assert metrics["trainings"] == {
         "train": {"lr": 0.02, "halvings": 0, "epochs": 2, "epoch": metrics["trainings"]["train"]["epoch"]},
-        "finetune": {"lr": 1e-4, "halvings": 0, "epochs": 1, "epoch": 1},
+        "finetune": {"lr": 1e-4, "halvings": 0, "epochs": 1, "epoch": 0},
     }
 
 

@@ -16,13 +16,6 @@ from rankrl.plan_search.selectors.selector import _SELECTORS
 
 Command = Callable[..., None]
 PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
-OPTION = '''
-    def __init__(self, problem, *, seed, episodes, stride: int = 1):
-        """Args:
-        stride: Steps."""
-        super().__init__(problem, seed=seed, episodes=episodes)
-
-    def propose(self):'''
 ENTRY_POINTS = "fresh_selector-1.0.dist-info/entry_points.txt"
 
 
@@ -35,7 +28,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert definition is not None
     folder = tmp_path / "site"
     (folder / ENTRY_POINTS).parent.mkdir(parents=True)
-    (folder / "fresh_selector.py").write_text(definition[1].replace("\n    def propose(self):", OPTION))
+    (folder / "fresh_selector.py").write_text(definition[1])
     (folder / ENTRY_POINTS).with_name("METADATA").write_text("Name: fresh-selector\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(folder)
     with _SELECTORS.restored():
@@ -56,17 +49,17 @@ def test_an_installed_package_is_listed(
     page = capfd.readouterr().out
     assert re.search(r"  fresh_selector +fresh-selector\n", page)
     assert re.search(r"  selector .* fresh,", page)
-    assert "  stride: 1\n" in page
+    assert "  count: 1\n" in page
 
 
 def test_its_options_are_checked(installed: None) -> None:
-    assert checked_arguments(["task=search", "selector=fresh", "selector.stride=2"])
+    assert checked_arguments(["task=search", "selector=fresh", "selector.count=2"])
     with pytest.raises(ConfigError, match="Did you mean 'fresh'"):
         checked_arguments(["selector=frsh"])
-    with pytest.raises(ConfigError, match=r"Did you mean 'selector\.stride'"):
-        checked_arguments(["selector=fresh", "selector.strde=2"])
-    with pytest.raises(ConfigError, match=r"selector\.stride must be a whole number, got 'a'"):
-        checked_arguments(["selector=fresh", "selector.stride=a"])
+    with pytest.raises(ConfigError, match=r"Did you mean 'selector\.count'"):
+        checked_arguments(["selector=fresh", "selector.coutn=2"])
+    with pytest.raises(ConfigError, match=r"selector\.count must be a whole number, got 'a'"):
+        checked_arguments(["selector=fresh", "selector.count=a"])
 
 
 def test_a_module_is_named_on_the_command_line_or_by_an_experiment(tmp_path: Path) -> None:
@@ -110,9 +103,9 @@ def test_a_search_by_it(rankrl: Command, installed: None) -> None:
 def test_the_leaderboard_takes_selectors_of_plugins(capfd: pytest.CaptureFixture[str]) -> None:
     import leaderboard
 
-    given = ["--folder", "runs", "--rows", "rows.csv", "--selectors", "fresh:stride=2"]
+    given = ["--folder", "runs", "--rows", "rows.csv", "--selectors", "fresh:count=2"]
     with pytest.raises(SystemExit):
         leaderboard.parse(given)
     assert "there is no selector 'fresh'" in capfd.readouterr().err
     (chosen,) = leaderboard.parse([*given, "--plugins", "fresh_selector"]).selectors
-    assert (chosen.selector, chosen.options) == ("fresh", {"stride": 2})
+    assert (chosen.selector, chosen.options) == ("fresh", {"count": 2})
