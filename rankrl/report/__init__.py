@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from rankrl.report.run_folder import LayerRow, RunReport, collect_setup
-from rankrl.report.run_tables import ReportError, heldout_note
-from rankrl.report.sweep_page import load_runs, results_table, write_sweep_report
-from rankrl.report.write import (
+from rankrl.report.run_tables import (
+    ReportError,
     conclusion,
     device_table,
+    heldout_note,
     measured_table,
-    run_page,
     runtimes_table,
     summary_table,
-    write_report,
 )
+from rankrl.report.sweep_page import load_runs, results_table, write_sweep_report
+from rankrl.report.write import run_page, write_report
 
 __all__ = [
     "LayerRow",

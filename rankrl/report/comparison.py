@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +19,6 @@ from rankrl.options.search import objective_line
 from rankrl.report.figures import (
     PALETTE,
     SERIES,
-    WIDE,
     drawing,
     number_axis,
     panels,
@@ -30,8 +26,18 @@ from rankrl.report.figures import (
     upper_legend,
     whole_axis,
 )
-from rankrl.report.run_tables import UNKNOWN, Table, format_accuracy, heldout_note, number, rival_note
-from rankrl.report.write import Head, render, run_title, save_figure
+from rankrl.report.run_tables import (
+    UNKNOWN,
+    Card,
+    Table,
+    csv_text,
+    format_accuracy,
+    heldout_note,
+    number,
+    rival_note,
+    run_title,
+)
+from rankrl.report.write import eyebrow, render, save_figure
 
 
 @dataclass(frozen=True)
@@ -53,10 +59,7 @@ class ComparisonRow:
     """The best reward after one, two, ... different plans."""
 
 
-COLUMNS = tuple(field.name for field in fields(ComparisonRow) if field.name != "best_rewards")
-"""The columns of `compare.csv`, in order."""
-
-MEASURES = COLUMNS[2:]
+MEASURES = tuple(field.name for field in fields(ComparisonRow))[2:-1]
 """Numbers whose means and spreads are shown."""
 
 _SHOWN = {
@@ -109,10 +112,12 @@ def interval_note(counts: Iterable[int]) -> str:
     return f"mean ± half of its 95 % interval over {' or '.join(map(str, several))} seeds (Student's t)"
 
 
+def _plain(row: ComparisonRow) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name != "best_rewards"}
+
+
 @dataclass(frozen=True)
 class SelectorSummary:
-    """The summary of one selector's searches."""
-
     selector: str
     runs: int
     measures: dict[str, Spread]
@@ -135,7 +140,6 @@ def summarise(rows: Sequence[ComparisonRow]) -> list[SelectorSummary]:
 def comparison_cells(
     rows: Sequence[ComparisonRow], measures: Sequence[str] = tuple(_SHOWN)
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the table of means as text."""
     summaries = summarise(rows)
     taken = [name for name in measures if any(name in summary.measures for summary in summaries)]
     cells = [
@@ -150,7 +154,6 @@ def _cell(spread: Spread | None, measure: str) -> str:
 
 
 def means_table(rows: Sequence[ComparisonRow], caption: str = "") -> Table:
-    """Return the table of means."""
     return Table(caption, *comparison_cells(rows))
 
 
@@ -167,7 +170,6 @@ def progress_table(rows: Sequence[ComparisonRow], caption: str = "") -> Table:
 
 
 def comparison_markdown(rows: Sequence[ComparisonRow]) -> str:
-    """Return the tables in Markdown."""
     table = progress_table(rows)
     note = interval_note(summary.runs for summary in summarise(rows))
     explained = f"\nNumbers: {note}.\n" if note else ""
@@ -175,22 +177,13 @@ def comparison_markdown(rows: Sequence[ComparisonRow]) -> str:
     return f"{means_table(rows).markdown()}{explained}{progress}"
 
 
-def comparison_csv(rows: Sequence[ComparisonRow]) -> str:
-    """Return `compare.csv`: one row for every search."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return text.getvalue()
-
-
 _DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)))
 _ONE_PLAN = (0, (2, 2))
 
 
-def rewards_figure(rows: Sequence[ComparisonRow], size: tuple[float, float] = WIDE) -> Figure:
+def rewards_figure(rows: Sequence[ComparisonRow]) -> Figure:
     """Draw the best reward so far over the plans: the mean of each selector's searches and their range."""
-    figure, (axes,) = panels(size, 1)
+    figure, (axes,) = panels(1)
     style_axes(axes, "different plans", "best reward so far")
     _draw_rewards(axes, rows)
     number_axis(axes)
@@ -221,6 +214,11 @@ def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
             axes.fill_between(plans, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0)
 
 
+_ANSWERS = {
+    "best_reward": "Highest reward",
+    "test_accuracy": "Highest test accuracy, %",
+    "finetuned_accuracy": "Highest after fine-tuning, %",
+}
 _CAPTION = (
     "Every selector had the same evaluator, fits and number of episodes; a plan that is proposed again is "
     "not scored again. Test images choose nothing. Best reward first."
@@ -230,31 +228,44 @@ _CAPTION = (
 def comparison_page(
     rows: Sequence[ComparisonRow], metrics: Mapping[str, Any], setup: Mapping[str, str]
 ) -> str:
-    """Write the page of a comparison as one self-contained HTML document."""
-    rival = rival_note(metrics)
+    rival, accuracy = rival_note(metrics), number(metrics, "baseline", "accuracy")
     note = interval_note(summary.runs for summary in summarise(rows))
-    explained = f" Numbers: {note}." if note else ""
-    accuracy = number(metrics, "baseline", "accuracy")
-    dense = "" if accuracy is None else f"The dense network has {format_accuracy(accuracy)}."
-    line = objective_line(metrics.get("search") or {}, metrics.get("budget") or {})
-    searched = f"Plans were searched for the {line}." if metrics.get("search") else ""
-    notes = (f"{_CAPTION}{explained}", searched, dense, f"{rival}." if rival else "", heldout_note(metrics))
+    explained = f"Numbers: {note}." if note else ""
+    dense = "" if accuracy is None else f"The dense network's test accuracy is {format_accuracy(accuracy)}."
+    notes = (_CAPTION, explained, dense, f"{rival}." if rival else "", heldout_note(metrics))
+    search = {}
+    if metrics.get("search"):
+        search["Search"] = objective_line(metrics["search"], metrics.get("budget") or {})
     return render(
-        Head(f"Selectors compared: {run_title(metrics)}", warnings=metrics.get("warnings") or ()),
+        f"Selectors compared: {run_title(metrics)}",
         {
             "Result": {"table": means_table(rows, " ".join(filter(None, notes)))},
             "Search": {
                 "figure": drawing(
-                    partial(rewards_figure, rows),
+                    rewards_figure(rows),
                     "rewards",
                     "Best reward so far of every selector over the plans; the table holds its values.",
                     "Mean over the seeds; the band spans them. Dashed: selectors with a single plan.",
                 ),
-                "table": progress_table(rows, f"{_PROGRESS}{explained}"),
+                "table": progress_table(rows, f"{_PROGRESS} {explained}".strip()),
             },
-            "Setup": {"facts": setup},
+            "Setup": {"facts": {**search, **setup}},
         },
+        eyebrow=eyebrow(metrics, setup),
+        warnings=metrics.get("warnings") or (),
+        cards=_headline(rows),
     )
+
+
+def _headline(rows: Sequence[ComparisonRow]) -> list[Card]:
+    """Return the selector with the highest mean of each measure that matters."""
+    cards = []
+    for measure, title in _ANSWERS.items():
+        known = [summary for summary in summarise(rows) if measure in summary.measures]
+        if known:
+            best = max(known, key=lambda summary: summary.measures[measure].mean)
+            cards.append(Card(title, _cell(best.measures[measure], measure), best.selector))
+    return cards
 
 
 _LATEX = {
@@ -296,7 +307,7 @@ def write_comparison(
 
     With `latex` also `compare.tex` and the curves as a PDF.
     """
-    write_atomically(folder / "compare.csv", comparison_csv(rows))
+    write_atomically(folder / "compare.csv", csv_text([_plain(row) for row in rows]))
     write_atomically(folder / "compare.md", comparison_markdown(rows))
     save_figure(rewards_figure(rows), folder / "plots" / "rewards.png")
     if latex:

@@ -6,7 +6,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib as mpl
@@ -14,12 +14,12 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter, ScalarFormatter
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from decomposition import list_formats
 from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.report.run_folder import DETERMINISTIC_PHASE, PRESET_PHASE, WARM_UP_PHASE, LayerRow, layer_formats
-from rankrl.report.run_tables import HELDOUT_ACCURACY, Measure, format_count, format_large, format_share
+from rankrl.report.run_tables import HELDOUT_ACCURACY, Measure
 from rankrl.training import EpochRow
 
 _MARGIN = 0.05  # of the range, on either side
@@ -39,7 +39,7 @@ def percent_axis(axes: Axes, *, which: str = "y", bins: int = 6, low: float | No
     axes.set(**{f"{which}lim": (max(0.0, least - margin) if low is None else low, end)})
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(MaxNLocator(nbins=bins, steps=_STEPS))
-    axis.set_major_formatter(PercentFormatter(1.0))
+    axis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
     for artist in axes.lines:
         artist.set_clip_on(False)
 
@@ -66,7 +66,6 @@ def whole_axis(axes: Axes, *, which: str = "x", bins: int = 8) -> None:
 
 
 def _drawn(axes: Axes, which: str) -> tuple[float, float]:
-    """Find the smallest and the largest value drawn on a panel or on those that share its axis."""
     shared = (axes.get_shared_x_axes() if which == "x" else axes.get_shared_y_axes()).get_siblings(axes)
     spans = [getattr(panel.dataLim, f"interval{which}") for panel in shared]
     values = [float(value) for span in spans for value in span if math.isfinite(value)]
@@ -94,11 +93,8 @@ PALETTE = {
 SERIES = tuple(role for role in PALETTE if role.startswith("series-"))
 """Roles of the colours of formats and selectors, in order."""
 
-WIDE = (9.4, 3.5)
-"""Size in inches of a figure on a page or in a file."""
-
-NARROW = (4.1, 3.3)
-"""Size in inches of a figure in a window as narrow as a telephone's."""
+WIDTH, HEIGHT = 9.4, 3.5
+"""Size in inches of a figure of one row, on a page or in a file."""
 
 FONT = 8.5
 """Size of all text in a figure, in points."""
@@ -109,19 +105,12 @@ _AVERAGED_FRACTION = 20
 _MARKERS = ("o", "s", "^", "D", "v", "P", "p", "X")
 
 
-def is_narrow(size: Sequence[float]) -> bool:
-    """Tell whether a figure is for narrow windows."""
-    return size[0] <= NARROW[0]
-
-
-def panels(
-    size: tuple[float, float], count: int, *, columns: int = 2, sharey: bool = False
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels, side by side in wide windows and on top of one another in narrow ones."""
-    across = 1 if is_narrow(size) else min(columns, count)
+def panels(count: int, *, columns: int = 2, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels, side by side as far as there are columns."""
+    across = min(columns, count)
     rows = math.ceil(count / across)
-    height = size[1] if rows == 1 else _PANEL * rows * size[1]
-    figure = Figure(figsize=(size[0], height), layout="constrained")
+    height = HEIGHT if rows == 1 else _PANEL * rows * HEIGHT
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, list(figure.subplots(rows, across, sharey=sharey, squeeze=False).flat)
 
 
@@ -136,9 +125,9 @@ def method_styles(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WIDE) -> Figure:
+def reward_figure(episodes: Sequence[EpisodeRow]) -> Figure:
     """Draw the search: every episode's reward, the moving average, the best so far, the reference plans."""
-    figure, (axes,) = panels(size, 1)
+    figure, (axes,) = panels(1)
     style_axes(axes, "episode", "reward")
     searched = [row for row in episodes if row.phase != PRESET_PHASE]
     if searched:
@@ -154,7 +143,7 @@ def reward_figure(episodes: Sequence[EpisodeRow], size: tuple[float, float] = WI
             )
             axes.plot(row.episode, row.reward, ".", color=PALETTE["muted"], markersize=5)
     number_axis(axes)
-    whole_axis(axes, bins=5 if is_narrow(size) else 8)
+    whole_axis(axes)
     upper_legend(figure, columns=6)
     return figure
 
@@ -186,14 +175,13 @@ REMOVED = "removed"
 _COMPRESSED = "compressed"
 
 
-def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) -> Figure:
+def layers_figure(layers: Sequence[LayerRow]) -> Figure:
     """Draw the plan: the share of its parameters that each layer keeps, and its ranks.
 
     Where layers have several formats, bars have the formats' colours.
     """
     ranked = any(row.ranks for row in layers)
-    width, height = size
-    figure = Figure(figsize=(width, height * (1.55 if ranked else 1.15)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, HEIGHT * (1.55 if ranked else 1.15)), layout="constrained")
     ratios = (3, 2) if ranked else None
     drawn = figure.subplots(2 if ranked else 1, sharex=True, height_ratios=ratios, squeeze=False)
     shares, ranks = drawn[0, 0], drawn[-1, 0]
@@ -210,7 +198,7 @@ def layers_figure(layers: Sequence[LayerRow], size: tuple[float, float] = WIDE) 
     percent_axis(shares, low=0.0)
     if ranked:
         _draw_ranks(ranks, layers)
-    step = max(1, math.ceil(len(layers) / (width * 4.2)))
+    step = max(1, math.ceil(len(layers) / (WIDTH * 4.2)))
     ranks.set_xticks(range(0, len(layers), step), [row.name for row in layers[::step]], rotation=90)
     ranks.set_xlim(-0.7, len(layers) - 0.3)
     upper_legend(figure, columns=len(colours) + 1)
@@ -248,11 +236,9 @@ def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:
     axes.set_ylim(bottom=0)
 
 
-def fine_tuning_figure(
-    epochs: Sequence[EpochRow], size: tuple[float, float] = WIDE, *, score: Measure = HELDOUT_ACCURACY
-) -> Figure:
+def fine_tuning_figure(epochs: Sequence[EpochRow], *, score: Measure = HELDOUT_ACCURACY) -> Figure:
     """Draw fine-tuning: the score on held-out inputs and training loss per epoch."""
-    figure, (left, right) = panels(size, 2)
+    figure, (left, right) = panels(2)
     numbers = [row.epoch for row in epochs]
     for axes, label, values, colour in (
         (left, score.words, [row.accuracy for row in epochs], "accent"),
@@ -284,17 +270,15 @@ def style_axes(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def upper_legend(figure: Figure, *, columns: int) -> None:
-    """Put one legend above all panels of a figure, with three columns at most in a narrow one."""
     entries: dict[str, Artist] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    narrow = is_narrow(tuple(figure.get_size_inches().tolist()))
     figure.legend(
         list(entries.values()),
         list(entries),
         loc="outside upper left",
-        ncols=min(3, columns) if narrow else columns,
+        ncols=columns,
         frameon=False,
         fontsize=FONT,
         labelcolor=PALETTE["ink"],
@@ -318,15 +302,13 @@ class Block:
 
 @dataclass(frozen=True)
 class PlanDrawing:
-    """The blocks of all layers."""
-
     blocks: Sequence[Block]
     legend: Sequence[tuple[str, str]]
     caption: str
 
 
-def plan_drawing(layers: Sequence[LayerRow]) -> PlanDrawing | None:
-    """Draw the layers in forward order; None without layers.
+def plan_drawing(layers: Sequence[LayerRow], titles: Sequence[str]) -> PlanDrawing | None:
+    """Draw the layers in forward order, with titles to point at; None without layers.
 
     The height of an outline grows with the fourth root of the layer's parameters, so that the smallest are
     seen next to the largest.
@@ -340,38 +322,17 @@ def plan_drawing(layers: Sequence[LayerRow]) -> PlanDrawing | None:
             round(max(_LEAST, 100 * (row.params_before / largest) ** 0.25), 1),
             round(100 * min(1.0, row.kept), 1),
             colours.get(kind, "accent"),
-            _title(row),
+            title,
         )
-        for row, kind in zip(layers, kinds, strict=True)
+        for row, kind, title in zip(layers, kinds, titles, strict=True)
     ]
     empty = "; an empty one left the network" if REMOVED in kinds else ""
     return PlanDrawing(
         blocks,
         [(kind.replace("_", " "), role) for kind, role in colours.items()],
         "Every layer from the input to the output: the outline is what it had, the filling what is "
-        f"left{empty}. Point at a layer for its operations.",
+        f"left{empty}. Point at a layer for its row of the table.",
     )
-
-
-def _title(row: LayerRow) -> str:
-    """Return the tooltip of a layer: shape, operations and costs, one on each line."""
-    facts = [f"{row.name}: {'×'.join(map(str, row.shape))}"]
-    if row.ranks:
-        facts.append(f"{row.format.replace('_', ' ') or 'ranks'} {', '.join(map(str, row.ranks))}")
-    if row.channels is not None:
-        facts.append("{} of {} channels".format(*row.channels))
-    if row.precision:
-        facts.append(row.precision)
-    facts.append(
-        f"{format_share(row.kept)} of the parameters: {format_count(row.params_after)} of "
-        f"{format_count(row.params_before)}"
-    )
-    facts.append(f"MACs: {format_large(row.macs_after)} of {format_large(row.macs_before)}")
-    if row.error is not None:
-        facts.append(f"relative error {row.error:.3f}")
-    if row.reason:
-        facts.append(row.reason)
-    return "\n".join(facts)
 
 
 _WRAPPING = re.compile(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>", re.DOTALL)
@@ -408,19 +369,10 @@ def inline_svg(figure: Figure, identifier: str, description: str) -> str:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure in two sizes; the page shows the one that fits the window."""
-
-    wide: str
-    narrow: str
+    svg: str
+    description: str
     caption: str
 
 
-def drawing(
-    draw: Callable[[tuple[float, float]], Figure], identifier: str, description: str, caption: str
-) -> Drawing:
-    """Draw a figure for wide and for narrow windows."""
-    wide, narrow = (
-        inline_svg(draw(size), f"{identifier}-{name}", description)
-        for name, size in (("wide", WIDE), ("narrow", NARROW))
-    )
-    return Drawing(wide, narrow, caption)
+def drawing(figure: Figure, identifier: str, description: str, caption: str) -> Drawing:
+    return Drawing(inline_svg(figure, identifier, description), description, caption)

@@ -7,8 +7,9 @@ import json
 import platform
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import torch
 from rankrl.device import processor_name, usable_cores
 from rankrl.errors import counted
 from rankrl.plan_search.scores.evaluation import EpisodeRow, parse_rows
-from rankrl.report.run_tables import ReportError, Stage, latency_change, stages
+from rankrl.report.run_tables import BASELINE, Measure, ReportError, costs, qualities, stages
 from rankrl.training import EpochRow
 
 WARM_UP_PHASE = "warm-up"
@@ -33,8 +34,6 @@ DETERMINISTIC_PHASE = "deterministic"
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer before and after."""
-
     name: str
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -50,7 +49,6 @@ class LayerRow:
 
     @property
     def kept(self) -> float:
-        """The fraction of the layer's parameters that is left."""
         return self.params_after / self.params_before
 
     @property
@@ -77,7 +75,6 @@ class RunReport:
 
 
 def read_metrics(folder: str | Path) -> dict[str, Any]:
-    """Read `metrics.json`."""
     path = Path(folder) / "metrics.json"
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
@@ -93,7 +90,6 @@ def read_metrics(folder: str | Path) -> dict[str, Any]:
 
 
 def read_episodes(folder: str | Path) -> list[EpisodeRow]:
-    """Read `episodes.csv`."""
     path = Path(folder) / "episodes.csv"
     if not path.exists():
         return []
@@ -112,34 +108,33 @@ _CONFIGURATION = Path("state", "configuration.json")
 
 @dataclass(frozen=True)
 class GatheredRun:
-    """One run of many."""
-
     folder: Path
     status: Status
     error: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    stages: tuple[Stage, ...] = ()
     has_page: bool = False
     overrides: tuple[str, ...] = ()
     best_in: tuple[str, ...] = ()
 
-    @property
-    def baseline(self) -> Stage | None:
-        """The dense network."""
-        return self.stages[0] if self.stages and self.stages[0].name == "Baseline" else None
+    @cached_property
+    def measures(self) -> Mapping[str, Measure]:
+        """The qualities and costs of its networks, by key."""
+        return {each.key: each for each in (*qualities(self.metrics), *costs(self.metrics))}
 
-    @property
-    def final(self) -> Stage | None:
-        """The compressed network at the end of the run; None if the run compressed nothing."""
-        last = self.stages[-1] if self.stages else None
-        return None if last is None or last.name == "Baseline" else last
+    @cached_property
+    def is_compressed(self) -> bool:
+        """Whether it ended with another network than the dense one."""
+        return any(stage.name != BASELINE for stage in stages(self.metrics))
 
-    @property
-    def latency_change(self) -> str:
-        """The ratio of times as text, such as `1.70× faster`."""
-        before, after = (None if costs is None else costs.latency_ms for costs in (self.baseline, self.final))
-        return latency_change(self.metrics, before, after)
+    def before(self, key: str) -> float | None:
+        """Return a measure of the dense network."""
+        known = key in self.measures and self.metrics.get("baseline")
+        return self.measures[key].before if known else None
+
+    def after(self, key: str) -> float | None:
+        """Return a measure of the last network; None if the run compressed nothing."""
+        return self.measures[key].after if key in self.measures and self.is_compressed else None
 
     @property
     def method(self) -> str:
@@ -161,7 +156,6 @@ class GatheredRun:
 
     @property
     def budgets(self) -> Mapping[str, Any]:
-        """The budgets that are set, by measure."""
         budget = self.metrics.get("budget", self.config.get("budget"))
         if not isinstance(budget, Mapping):
             return {}
@@ -175,7 +169,6 @@ class GatheredRun:
 
 
 def gather_runs(folder: str | Path) -> list[GatheredRun]:
-    """Read all runs below a folder."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ReportError(f"there is no folder {folder}; give the folder of a sweep with runs=FOLDER")
@@ -205,29 +198,31 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, above: Path) -> GatheredRun:
-    folder = path.relative_to(above)
-    record = _object(path / _CONFIGURATION)
-    config, overrides = record.get("config"), record.get("overrides")
-    known: dict[str, Any] = {
-        "config": config if isinstance(config, dict) else {},
-        "overrides": tuple(map(str, overrides)) if isinstance(overrides, list) else (),
-    }
-    page = (path / "report.html").is_file()
-    if not (path / "metrics.json").is_file():
-        failed = (path / "error.json").is_file()
-        error = str(_object(path / "error.json").get("error", "")) if failed else ""
-        return GatheredRun(folder, "failed" if failed else "unfinished", error, **known)
-    try:
-        metrics = read_metrics(path)
-        return GatheredRun(
-            folder, "finished", metrics=metrics, stages=tuple(stages(metrics)), has_page=page, **known
-        )
-    except ReportError as error:
-        return GatheredRun(folder, "failed", str(error), **known)
+    record, overrides = _object(path / _CONFIGURATION), ()
+    config = record.get("config")
+    if isinstance(record.get("overrides"), list):
+        overrides = tuple(map(str, record["overrides"]))
+    run = GatheredRun(
+        path.relative_to(above),
+        "unfinished",
+        config=config if isinstance(config, dict) else {},
+        overrides=overrides,
+        has_page=(path / "report.html").is_file(),
+    )
+    if (path / "metrics.json").is_file():
+        try:
+            finished = replace(run, status="finished", metrics=read_metrics(path))
+            _ = finished.measures  # refuses numbers that are none
+        except ReportError as error:
+            return replace(run, status="failed", error=str(error))
+        return finished
+    if (path / "error.json").is_file():
+        return replace(run, status="failed", error=str(_object(path / "error.json").get("error", "")))
+    return run
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one if it cannot be read."""
+    """Read the object in a JSON file, or an empty one if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -236,13 +231,11 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 DATE = "Date"
-"""Key of the time of writing in a setup."""
 
 _PACKAGES = ("rankrl", "torch", "onnx", "onnxruntime", "stable-baselines3", "numpy")
 
 
 def collect_setup(command: Sequence[str], seed: int) -> dict[str, str]:
-    """Describe this run and this machine for the report."""
     setup = {DATE: date_line(), "Command": shlex.join(command), "Seed": str(seed)}
     versions = [f"Python {platform.python_version()}"]
     for package in _PACKAGES:

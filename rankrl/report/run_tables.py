@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import table as terminal
 
 from rankrl.errors import RankrlError, counted
+from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.timing import is_unchanged
 
 
@@ -18,26 +21,24 @@ class ReportError(RankrlError):
     """A run folder lacks a file that the report needs, or holds a damaged one."""
 
 
-_SPACE = "\N{NO-BREAK SPACE}"
+SPACE = "\N{NO-BREAK SPACE}"
+"""Stands between a number and its unit."""
 
-UNKNOWN = "–"
-"""Stands where a number was not measured."""
+UNKNOWN = "–"  # was not measured
+UNCHANGED = "unchanged"  # differs by no more than the noise
 
-UNCHANGED = "unchanged"
-"""Stands where a time differs by no more than the noise."""
+BASELINE = "Baseline"  # the stage of the dense network
 
 _CLOCKS = {"processor": "processor time", "wall": "time on the wall"}
-
-
-_TERMINAL = 80
-"""Characters that a usual terminal shows in a line."""
+_TERMINAL = 80  # characters of a line on a usual terminal
 
 
 @dataclass(frozen=True)
 class Table:
     """A table for pages, the terminal and Markdown; it is false without rows.
 
-    The first cell of each row is the row's heading, which leads to one of `links`, if there are any.
+    The first cell of each row is the row's heading, which leads to one of `links`, if there are any. The
+    title is shown on the terminal alone, where headings are broken if the table would be too wide.
     """
 
     caption: str
@@ -46,14 +47,19 @@ class Table:
     text_columns: Sequence[int] = (0,)
     links: Sequence[str | None] = ()
     is_wide: bool = False
+    title: str | None = None
 
     def __bool__(self) -> bool:
-        """Tell whether the table has rows."""
         return bool(self.rows)
 
-    def printed(self, title: str | None = None) -> terminal.Table:
-        """Return the table for the terminal, with headings broken where it would be too wide."""
-        shown = terminal.Table(title=title, title_style="bold", header_style="bold", caption=self.caption)
+    @property
+    def row_count(self) -> int:
+        return len(self.rows)
+
+    def __rich__(self) -> terminal.Table:
+        shown = terminal.Table(
+            title=self.title, title_style="bold", header_style="bold", caption=self.caption
+        )
         cells = [
             max((len(line) for row in self.rows for line in row[index].splitlines()), default=0)
             for index in range(len(self.columns))
@@ -72,6 +78,21 @@ class Table:
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Write rows with the same keys as CSV, the keys first."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+class Card(NamedTuple):
+    name: str
+    value: str
+    note: str
+
+
 @dataclass(frozen=True)
 class Stage:
     """One state of the model; None where a number was not measured."""
@@ -86,37 +107,29 @@ class Stage:
     file_bytes: float | None = None
 
 
+_STAGES = {"baseline": BASELINE, "compressed": "Compressed", "finetuned": "Fine-tuned"}
+_MEASURED = ("accuracy", "params", "macs", "agreement", "score")
+
+
 def stages(metrics: Mapping[str, Any]) -> list[Stage]:
-    """Return the stages that a run went through, read from its metrics."""
     found = [
-        _stage(metrics, key, name)
-        for name, key in (("Baseline", "baseline"), ("Compressed", "compressed"))
-        if metrics.get(key)
+        Stage(name, **{key: number(metrics, section, key) for key in _MEASURED})
+        for section, name in _STAGES.items()
+        if metrics.get(section)
     ]
     if metrics.get("finetuned"):
+        tuned = found.pop()
         last = found[-1] if found else Stage("")
-        tuned = _stage(metrics, "finetuned", "Fine-tuned")
         if metrics.get("epochs") or tuned.accuracy != last.accuracy or "agreement" in metrics["finetuned"]:
             found.append(replace(tuned, params=last.params, macs=last.macs))
-    if found:
-        found[-1] = _with_file(metrics, found[-1], "")
-    if found and found[0].name == "Baseline":
-        found[0] = _with_file(metrics, found[0], "baseline_")
+    for index, prefix in ((-1, ""), *([(0, "baseline_")] if metrics.get("baseline") else [])):
+        if found:
+            latency, size = (number(metrics, "onnx", prefix + key) for key in ("latency_ms", "file_bytes"))
+            found[index] = replace(found[index], latency_ms=latency, file_bytes=size)
     return found
 
 
-def _stage(metrics: Mapping[str, Any], section: str, name: str) -> Stage:
-    keys = ("accuracy", "params", "macs", "agreement", "score")
-    return Stage(name, **{key: number(metrics, section, key) for key in keys})
-
-
-def _with_file(metrics: Mapping[str, Any], stage: Stage, prefix: str) -> Stage:
-    latency, size = (number(metrics, "onnx", f"{prefix}{key}") for key in ("latency_ms", "file_bytes"))
-    return replace(stage, latency_ms=latency, file_bytes=size)
-
-
 def dense_int8(metrics: Mapping[str, Any]) -> Stage | None:
-    """Return the stage of the dense network in 8-bit integers; None if it was not measured."""
     if not metrics.get("dense_int8"):
         return None
     latency, faster = (
@@ -136,7 +149,6 @@ def dense_int8(metrics: Mapping[str, Any]) -> Stage | None:
 
 
 def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
-    """Return one number of the metrics, or None if it is missing."""
     value = (metrics.get(section) or {}).get(key)
     if value is None:
         return None
@@ -159,17 +171,14 @@ def heldout_note(metrics: Mapping[str, Any]) -> str:
 
 
 def format_accuracy(accuracy: float | None) -> str:
-    """Write a fraction as percent with two decimals."""
-    return UNKNOWN if accuracy is None else f"{100 * accuracy:.2f}{_SPACE}%"
+    return UNKNOWN if accuracy is None else f"{100 * accuracy:.2f}{SPACE}%"
 
 
 def format_share(share: float) -> str:
-    """Write a fraction as percent with one decimal."""
-    return f"{round(100 * share, 1) + 0.0:.1f}{_SPACE}%"  # + 0.0 turns -0.0 into 0.0
+    return f"{round(100 * share, 1) + 0.0:.1f}{SPACE}%"  # + 0.0 turns -0.0 into 0.0
 
 
 def format_count(count: float | None) -> str:
-    """Write a count in full."""
     return UNKNOWN if count is None else f"{count:,.0f}"
 
 
@@ -179,22 +188,19 @@ def format_large(count: float | None) -> str:
         return UNKNOWN
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= unit:
-            return f"{count / unit:#.4g}".rstrip(".") + _SPACE + name
+            return f"{count / unit:#.4g}".rstrip(".") + SPACE + name
     return f"{count:.0f}"
 
 
 def format_bytes(count: float | None) -> str:
-    """Write bytes in thousands, millions or billions, to four digits."""
     return UNKNOWN if count is None else f"{format_large(count)}B"
 
 
 def format_latency(milliseconds: float | None) -> str:
-    """Write milliseconds to three digits."""
-    return UNKNOWN if milliseconds is None else f"{milliseconds:#.3g}".rstrip(".") + f"{_SPACE}ms"
+    return UNKNOWN if milliseconds is None else f"{milliseconds:#.3g}".rstrip(".") + f"{SPACE}ms"
 
 
 def format_number(value: float | None) -> str:
-    """Write a number to four digits."""
     return UNKNOWN if value is None else f"{value:.4g}".replace("-", "−")
 
 
@@ -213,20 +219,12 @@ def format_ratio(ratio: float | None, better: str, worse: str) -> str:
     return f"{ratio:.2f}× {better}" if ratio >= 1 else f"{1 / ratio:.2f}× {worse}"
 
 
-def ratio(metrics: Mapping[str, Any], name: str, before: float | None, after: float | None) -> float | None:
+def _ratio(metrics: Mapping[str, Any], name: str, before: float | None, after: float | None) -> float | None:
     """Return the ratio original ÷ compressed: the metrics' own, or that of the two values."""
     recorded = number(metrics, "ratios", name)
     if recorded is not None or before is None or not after:
         return recorded
     return before / after
-
-
-def latency_change(metrics: Mapping[str, Any], before: float | None, after: float | None) -> str:
-    """Write `1.70× faster`, `1.25× slower`, or `unchanged` where times differ by no more than the noise."""
-    faster = ratio(metrics, "latency", before, after)
-    if faster is None or faster <= 0:
-        return UNKNOWN
-    return format_speed(faster, *_latency_interval(metrics))
 
 
 def format_speed(faster: float, low: float | None, high: float | None) -> str:
@@ -235,7 +233,6 @@ def format_speed(faster: float, low: float | None, high: float | None) -> str:
 
 
 def latency_note(metrics: Mapping[str, Any]) -> str:
-    """Return a paragraph on the conditions and the uncertainty of the latency."""
     onnx = metrics.get("onnx") or {}
     parts = [f"Latency is the median {_CLOCKS.get(str(onnx.get('clock')), 'time')}"]
     batch, threads = number(metrics, "onnx", "batch"), number(metrics, "onnx", "threads")
@@ -247,7 +244,7 @@ def latency_note(metrics: Mapping[str, Any]) -> str:
     low, high = _latency_interval(metrics)
     if low is not None and high is not None:
         sentences.append(
-            f"The original takes {low:.2f} to {high:.2f} times as long (95{_SPACE}% interval of the ratio of "
+            f"The original takes {low:.2f} to {high:.2f} times as long (95{SPACE}% interval of the ratio of "
             "their times)"
         )
     sentences += filter(None, [rival_note(metrics)])
@@ -270,15 +267,15 @@ def _latency_interval(metrics: Mapping[str, Any], section: str = "onnx") -> tupl
 
 
 AGREEMENT = "Agreement"
-"""Title of how far outputs agree with the original's."""
 
 
 @dataclass(frozen=True)
 class Measure:
     """A quality of a run's networks, higher is better, or a cost.
 
-    `values` has one for each stage, `rival` is that of the dense network in 8-bit integers, `kept` the share
-    of the original's value that is left, and `cost` names a cost within a sentence.
+    `values` has one for each stage, `rival` is that of the dense network in 8-bit integers, `ratio` the
+    original's cost over the last network's, `kept` the share of the original's value that is left, and `cost`
+    names a cost within a sentence.
     """
 
     title: str
@@ -288,44 +285,24 @@ class Measure:
     kept: float | None = None
     rival: float | None = None
     cost: str = ""
+    key: str = ""
+    ratio: float | None = None
 
     @property
     def words(self) -> str:
-        """Its name within a sentence: "test accuracy", "mean IoU"."""
         return self.title.lower() if self.title[1:].islower() else self.title
 
     @property
     def is_share(self) -> bool:
-        """Whether values are fractions that are written as percent."""
         return self.write is format_accuracy
 
     @property
     def before(self) -> float | None:
-        """The original's value."""
         return self.values[0]
 
     @property
     def after(self) -> float | None:
-        """The last network's value."""
         return self.values[-1]
-
-    @property
-    def share(self) -> str:
-        """The share that is left, as text."""
-        return UNKNOWN if self.kept is None else format_share(self.kept)
-
-    @property
-    def width(self) -> float:
-        """Length of its bar in percent."""
-        return round(100 * min(1.0, max(0.0, self.kept or 0.0)), 2)
-
-    @property
-    def look(self) -> str:
-        """The CSS class of its bar: a quality, a cost that has fallen, or one that has grown."""
-        if not self.cost:
-            return "good"
-        has_grown = self.kept is not None and self.kept > 1 and self.change != UNCHANGED
-        return "more" if has_grown else "kept"
 
 
 HELDOUT_ACCURACY = Measure("Held-out accuracy")
@@ -343,15 +320,11 @@ def score_measure(metrics: Mapping[str, Any]) -> Measure | None:
 
 
 def epoch_score(metrics: Mapping[str, Any]) -> Measure:
-    """Return the score that chooses among the epochs of fine-tuning."""
     return score_measure(metrics) or HELDOUT_ACCURACY
 
 
 def qualities(metrics: Mapping[str, Any]) -> list[Measure]:
-    """Return the measures of quality, the most important first.
-
-    They are the score that plans were chosen by, test accuracy, and the agreement with the original.
-    """
+    """List the score that plans were chosen by, test accuracy, and the agreement with the original."""
     found = [
         score_measure(metrics),
         _quality(metrics, "Test accuracy", "accuracy"),
@@ -373,50 +346,41 @@ def _quality(
     else:
         change = f"{after - before:+.4g}".replace("-", "−")
     kept = after / before if before is not None and before > 0 and after is not None else None
-    return Measure(title, values, write, change, kept, rival)
+    return Measure(title, values, write, change, kept, rival, key=attribute)
 
 
 def costs(metrics: Mapping[str, Any]) -> list[Measure]:
-    """Return the measured costs: parameters, MACs, latency and bytes of the file."""
+    """List the measured costs: parameters, MACs, latency and bytes of the file."""
     found = []
-    for title, key, attribute, write, better, worse, words in (
-        ("Parameters", "params", "params", format_count, "fewer", "more", "parameters"),
-        ("MACs", "macs", "macs", format_large, "fewer", "more", "MACs"),
-        ("Latency", "latency", "latency_ms", format_latency, "", "", "time"),
-        ("File", "file_bytes", "file_bytes", format_bytes, "smaller", "larger", "bytes"),
+    for title, key, write, better, worse, words in (
+        ("Parameters", "params", format_count, "fewer", "more", "parameters"),
+        ("MACs", "macs", format_large, "fewer", "more", "MACs"),
+        ("Latency", "latency_ms", format_latency, "faster", "slower", "time"),
+        ("File", "file_bytes", format_bytes, "smaller", "larger", "bytes"),
     ):
-        values, rival = _values(metrics, attribute)
+        values, rival = _values(metrics, key)
         if all(value is None for value in values):
             continue
         before, after = values[0], values[-1]
-        reduction = ratio(metrics, key, before, after)
-        if attribute == "latency_ms":
-            change = latency_change(metrics, before, after)
+        reduction = _ratio(metrics, key.removesuffix("_ms"), before, after)
+        if key == "latency_ms" and reduction is not None:
+            change = format_speed(reduction, *_latency_interval(metrics))
         else:
             change = format_ratio(reduction, better, worse)
         kept = None
         if before and after is not None:
             kept = 1 / reduction if reduction else after / before
-        found.append(Measure(title, values, write, change, kept, rival, words))
+        found.append(Measure(title, values, write, change, kept, rival, words, key, reduction))
     return found
 
 
 def _values(metrics: Mapping[str, Any], attribute: str) -> tuple[tuple[float | None, ...], float | None]:
-    """Return a number of every stage, and that of the dense network in integers."""
     rival = dense_int8(metrics)
     values = tuple(getattr(stage, attribute) for stage in stages(metrics))
     return values, None if rival is None else getattr(rival, attribute)
 
 
-def remains(metrics: Mapping[str, Any]) -> list[Measure]:
-    """Return the measures of which a known share is left after compression."""
-    if len(stages(metrics)) < 2:
-        return []
-    return [each for each in (*qualities(metrics), *costs(metrics)) if each.kept is not None]
-
-
 def before_after(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of qualities and costs of every stage, and of the dense network in integers."""
     run_stages, rival = stages(metrics), dense_int8(metrics)
     several = len(run_stages) > 1
     columns = [
@@ -436,7 +400,6 @@ def before_after(metrics: Mapping[str, Any]) -> Table:
 
 
 def _measured_how(metrics: Mapping[str, Any]) -> str:
-    """Explain the numbers of a run: on which inputs, how certain, under which conditions."""
     sentences = ["Accuracy is measured on the test set, which chose nothing."]
     if is_unlabelled(metrics):
         sentences = [
@@ -446,7 +409,6 @@ def _measured_how(metrics: Mapping[str, Any]) -> str:
     score = score_measure(metrics)
     if score is not None:
         sentences.insert(0, f"{score.title} is what plans were chosen by.")
-    sentences += [certificate_note(metrics), estimate_note(metrics)]
     if number(metrics, "onnx", "latency_ms") is not None:
         sentences.append(latency_note(metrics))
     return " ".join(filter(None, sentences))
@@ -481,29 +443,11 @@ def certificate_note(metrics: Mapping[str, Any]) -> str:
         return f"Nothing certifies its loss: {reason}." if reason else ""
     loss, unit = certificate["loss"], certificate["unit"]
     lost = f"{'loses' if loss >= 0 else 'gains'} {_amount(abs(loss), unit)} of {unit}"
-    inputs = f"{certificate['inputs']:,} {certificate['what']}"
+    ends = (_amount(certificate[end], unit, named=False) for end in ("low", "high"))
     return (
-        f"On {inputs} it {lost} (95 % interval of the loss: {_interval(certificate)}){_verdict(certificate)}."
+        f"On {certificate['inputs']:,} {certificate['what']} it {lost} (95{SPACE}% interval of the loss: "
+        f"{' to '.join(ends)}){_verdict(certificate)}."
     )
-
-
-def certificate_card(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the headline of the loss of score as (name, value, note); empty without a certificate."""
-    certificate = metrics.get("certificate")
-    if not certificate:
-        return []
-    unit, drop = certificate["unit"], certificate["drop"]
-    inputs = f"{certificate['inputs']:,} {certificate['what']}"
-    note = f"95 % interval of the loss on {inputs}: {_interval(certificate)}"
-    if drop is not None:
-        certified = "certified" if certificate["certified"] else "not certified"
-        note += f"; at most {_amount(drop, unit)} is {certified}"
-    return [(f"Loss of {unit}", _amount(certificate["loss"], unit), note)]
-
-
-def _interval(certificate: Mapping[str, Any]) -> str:
-    ends = (certificate["low"], certificate["high"])
-    return " to ".join(_amount(end, certificate["unit"], named=False) for end in ends)
 
 
 def _verdict(certificate: Mapping[str, Any]) -> str:
@@ -532,7 +476,6 @@ def _amount(value: float, unit: str, *, named: bool = True) -> str:
 
 
 def estimate_note(metrics: Mapping[str, Any]) -> str:
-    """Return a sentence on the estimated time on the target device; empty without one."""
     found = estimate(metrics)
     if not found:
         return ""
@@ -545,5 +488,155 @@ def estimate_note(metrics: Mapping[str, Any]) -> str:
 
 
 def estimate(metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the search's estimate of the time on the target device; empty without one."""
     return (metrics.get("search") or {}).get("estimate") or {}
+
+
+def run_title(metrics: Mapping[str, Any], unnamed: str = "rankrl run") -> str:
+    return " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key)) or unnamed
+
+
+def summary_table(metrics: Mapping[str, Any]) -> Table:
+    known = number(metrics, "onnx", "latency_ratio_low") is not None
+    caption = latency_note(metrics) if known else ""
+    return replace(before_after(metrics), caption=caption, title=run_title(metrics, unnamed=""))
+
+
+def conclusion(metrics: Mapping[str, Any]) -> str:
+    """Return the result of a run and the certified loss in words; empty if it compressed nothing."""
+    known = costs(metrics) if len(stages(metrics)) > 1 else ()
+    shares = [f"{format_share(each.kept)} of the {each.cost}" for each in known if each.kept is not None]
+    if not shares:
+        return ""
+    needs = f"{', '.join(shares[:-1])} and {shares[-1]}" if len(shares) > 1 else shares[0]
+    sentences = [
+        f"The compressed network needs {needs}{_worth(metrics)}.",
+        certificate_note(metrics),
+        estimate_note(metrics),
+    ]
+    return " ".join(filter(None, sentences))
+
+
+def _worth(metrics: Mapping[str, Any]) -> str:
+    known = [each for each in qualities(metrics) if each.before is not None and each.after is not None]
+    if not known:
+        return ""
+    best = known[0]
+    article = "an" if best.words[0].lower() in "aeiou" else "a"
+    return f" for {article} {best.words} of {best.write(best.after)} instead of {best.write(best.before)}"
+
+
+_MEASURES = {
+    "latency": "time",
+    "estimated_latency": "time on the device of timing.table, estimated from its layers",
+    "bytes": "bytes",
+    "macs": "multiply-accumulates",
+    "params": "parameters",
+}
+
+
+def measured_table(metrics: Mapping[str, Any]) -> Table:
+    plans = (metrics.get("search") or {}).get("measured") or ()
+    rows = [
+        [
+            str(plan["name"]) + (" (taken)" if plan["taken"] else ""),
+            f"{plan['loss']:.4f}",
+            f"{plan['cost']:.3f}",
+            f"{plan['expected_cost']:.3f}",
+        ]
+        for plan in plans
+    ]
+    return Table(_choice(plans), ["Plan", "Loss of score", "Cost", "Expected cost"], rows)
+
+
+def _choice(plans: Sequence[Mapping[str, Any]]) -> str:
+    if not plans:
+        return ""
+    taken = next((plan["name"] for plan in plans if plan["taken"]), None)
+    measure = plans[0]["measure"]
+    done = "scored" if measure.startswith("estimated") else "measured"
+    note = f"Each plan was carried out and {done}; the cost is the {_MEASURES[measure]}."
+    if taken == "all dense":
+        return f"{note} Nothing cheaper loses as little, so you get the original network."
+    if taken is not None:
+        note += (
+            f" {taken[0].upper()}{taken[1:]} was taken: no other is better in one and as good in the other."
+        )
+    return note
+
+
+def device_table(metrics: Mapping[str, Any]) -> Table:
+    """Return the table of finished networks that another device measured."""
+    found = estimate(metrics)
+    rows = [
+        [
+            str(each["title"]) + (" (this plan)" if each["taken"] else ""),
+            "" if each["score"] is None else f"{each['score']:.4f}",
+            f"{each['milliseconds']:.3g} ms",
+            f"{each['share']:.3f}",
+        ]
+        for each in found.get("networks") or ()
+    ]
+    caption = (
+        f"Measured on the other device ({found.get('conditions')}), whole; scores are of the machine that "
+        "wrote their kit."
+    )
+    return Table(caption, ["Network", "Score", "Time there", "Of the dense one's"], rows)
+
+
+_TIMED = {
+    "baseline_": "the original",
+    "": "the exported file",
+    "dense_int8_": "the original in int8",
+    "nncf_int8_": "the original in NNCF int8",
+}
+
+
+def runtimes_table(metrics: Mapping[str, Any]) -> Table:
+    section = metrics.get("runtimes") or {}
+    rows = []
+    for before, title in _TIMED.items():
+        times = {name: number(section, name, f"{before}latency_ms") for name in section}
+        known = {name: time for name, time in times.items() if time is not None}
+        if known:
+            cells = [_cell(section, name, before) for name in section]
+            name = title.removeprefix("the ")
+            rows.append([name[0].upper() + name[1:], *cells, min(known, key=lambda name: known[name])])
+    return Table(_runtime_note(section), ["File", *section, "Fastest in"], rows)
+
+
+def _runtime_note(section: Mapping[str, Any]) -> str:
+    sentences = ["All were timed in the same turns"]
+    clocks = {name: entry["clock"] for name, entry in section.items() if "clock" in entry}
+    if len(set(clocks.values())) > 1:
+        walls = [name for name, clock in clocks.items() if clock == "wall"]
+        sentences.append(f"{', '.join(walls)}: timed on the wall, the others in processor time")
+    for name in section:
+        sentences += [f"{name}: {fact}" for fact in _runtime_facts(section, name)]
+    return " ".join(f"{sentence}." for sentence in sentences)
+
+
+def _cell(section: Mapping[str, Any], runtime: str, before: str) -> str:
+    time, score = (number(section, runtime, f"{before}{each}") for each in ("latency_ms", "score"))
+    if time is None:
+        return UNKNOWN
+    return format_latency(time) + ("" if score is None else f", {format_accuracy(score)}")
+
+
+def _runtime_facts(section: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yield a runtime's speed relative to onnxruntime's, and how its outputs differ from PyTorch's."""
+    changes = []
+    for before, title in _TIMED.items():
+        ends = ("", "_low", "_high")
+        faster, low, high = (number(section, name, f"{before}latency_runtime_ratio{end}") for end in ends)
+        if faster is not None:
+            changes.append(f"{title} {format_speed(faster, low, high)}")
+    if changes:
+        yield f"against {DEFAULT_RUNTIME}, {', '.join(changes)}"
+    difference, agreement = (number(section, name, key) for key in ("max_abs_difference", "agreement"))
+    if difference is not None:
+        yield f"outputs differ from PyTorch by at most {difference:.1e}"
+    if agreement is not None and agreement < 1:
+        share = format_accuracy(agreement)
+        yield f"{_TIMED['']} gives the class of PyTorch on {share} of the held-out images"
+    if "failed" in section[name]:
+        yield f"not timed, since {section[name]['failed'].rstrip('.')}"

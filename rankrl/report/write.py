@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
-from rich import table as terminal
 
 from rankrl.errors import counted
 from rankrl.files import atomic_path, write_atomically
-from rankrl.onnx.runtimes import DEFAULT_RUNTIME
 from rankrl.options.search import budget_line, objective_line
 from rankrl.plan_search.scores.evaluation import best_rows
 from rankrl.report.figures import (
@@ -40,27 +37,26 @@ from rankrl.report.run_folder import (
 )
 from rankrl.report.run_tables import (
     AGREEMENT,
+    SPACE,
     UNKNOWN,
+    Card,
     Table,
     before_after,
-    certificate_card,
-    certificate_note,
+    conclusion,
     costs,
+    device_table,
     epoch_score,
-    estimate,
-    estimate_note,
     format_accuracy,
     format_count,
     format_large,
-    format_latency,
     format_share,
-    format_speed,
     heldout_note,
     is_unlabelled,
-    latency_note,
+    measured_table,
     number,
     qualities,
-    remains,
+    run_title,
+    runtimes_table,
     score_measure,
     stages,
 )
@@ -75,112 +71,73 @@ _TEMPLATES = Environment(
     keep_trailing_newline=True,
 )
 
-Sections = Mapping[str, Mapping[str, Any]]
-"""The parts of each section of a page, by the names of their macros in `parts.html.jinja`."""
 
+def render(
+    title: str,
+    sections: Mapping[str, Mapping[str, Any]],
+    *,
+    eyebrow: Sequence[str] = (),
+    lead: str = "",
+    warnings: Sequence[str] = (),
+    cards: Sequence[Card] = (),
+) -> str:
+    """Write a page as one self-contained HTML document; parts and sections without content are left out.
 
-@dataclass(frozen=True)
-class Head:
-    """The top of a page."""
-
-    title: str
-    eyebrow: Sequence[str] = ()
-    warnings: Sequence[str] = ()
-    cards: Sequence[tuple[str, str, str]] = ()
-
-
-def render(head: Head, sections: Sections) -> str:
-    """Write a page as one self-contained HTML document; parts and sections without content are left out."""
+    The parts of a section go by the names of their macros in `parts.html.jinja`.
+    """
     filled = {
-        title: {name: content for name, content in parts.items() if content}
-        for title, parts in sections.items()
+        heading: {name: content for name, content in parts.items() if content}
+        for heading, parts in sections.items()
     }
-    shown = {title: parts for title, parts in filled.items() if parts}
-    return _TEMPLATES.get_template("page.html.jinja").render(head=head, sections=shown)
-
-
-def summary_table(metrics: Mapping[str, Any]) -> terminal.Table:
-    """Return the before/after table for the terminal."""
-    known = number(metrics, "onnx", "latency_ratio_low") is not None
-    table = replace(before_after(metrics), caption=latency_note(metrics) if known else "")
-    return table.printed(title=run_title(metrics, unnamed=""))
-
-
-def conclusion(metrics: Mapping[str, Any]) -> str:
-    """Return the result of a run and the certified loss in words; empty if it compressed nothing."""
-    shares = [f"{each.share} of the {each.cost}" for each in remains(metrics) if each.cost]
-    if not shares:
-        return ""
-    needs = f"{', '.join(shares[:-1])} and {shares[-1]}" if len(shares) > 1 else shares[0]
-    sentences = [
-        f"The compressed network needs {needs}{_worth(metrics)}.",
-        certificate_note(metrics),
-        estimate_note(metrics),
-    ]
-    return " ".join(filter(None, sentences))
-
-
-def _worth(metrics: Mapping[str, Any]) -> str:
-    """Return the compressed network's quality by its most important measure; empty if unknown."""
-    known = [each for each in qualities(metrics) if each.before is not None and each.after is not None]
-    if not known:
-        return ""
-    best = known[0]
-    article = "an" if best.words[0].lower() in "aeiou" else "a"
-    return f" for {article} {best.words} of {best.write(best.after)} instead of {best.write(best.before)}"
-
-
-def measured_table(metrics: Mapping[str, Any]) -> terminal.Table:
-    """Return the table of measured plans for the terminal; without rows if none was measured."""
-    return measured_plans(metrics).printed()
-
-
-def device_table(metrics: Mapping[str, Any]) -> terminal.Table:
-    """Return the table of networks measured on another device; without rows if none was."""
-    return device_networks(metrics).printed()
-
-
-def runtimes_table(metrics: Mapping[str, Any]) -> terminal.Table:
-    """Return the table of runtimes for the terminal; without rows if only one was measured."""
-    return runtime_times(metrics).printed()
+    return _TEMPLATES.get_template("page.html.jinja").render(
+        title=title,
+        eyebrow=eyebrow,
+        lead=lead,
+        warnings=warnings,
+        cards=cards,
+        sections={heading: parts for heading, parts in filled.items() if parts},
+    )
 
 
 def run_page(report: RunReport) -> str:
-    """Write the page of one run as one self-contained HTML document."""
-    metrics, layers = report.metrics, report.layers
-    eyebrow = [*_eyebrow(metrics), *([report.setup[DATE]] if DATE in report.setup else [])]
-    head = Head(run_title(metrics), eyebrow, metrics.get("warnings") or (), _headline(metrics))
+    metrics, layers, layer_table = report.metrics, report.layers, _layer_table(report)
     return render(
-        head,
+        run_title(metrics),
         {
-            "What is left": {"bars": remains(metrics)},
-            "Runtimes": {"table": runtime_times(metrics)},
             "Before and after": {"table": before_after(metrics)},
+            "Runtimes": {"table": runtimes_table(metrics)},
             "Search": {"figure": _search(report)},
             "The agent": {"table": _agent(report)},
-            "Plans carried out": {"table": measured_plans(metrics)},
-            "On the other device": {"table": device_networks(metrics)},
+            "Plans carried out": {"table": measured_table(metrics)},
+            "On the other device": {"table": device_table(metrics)},
             "Layers": {
-                "plan": plan_drawing(layers),
+                "plan": plan_drawing(layers, row_titles(layer_table)),
                 "figure": _layers(layers),
-                "table": _layer_table(report),
+                "table": layer_table,
             },
             "Fine-tuning": {"figure": _fine_tuning(report)},
             "ONNX file": {"facts": _onnx_facts(metrics)},
             "Files": {"files": report.files},
             "Setup": {"facts": report.setup},
         },
+        eyebrow=eyebrow(metrics, report.setup),
+        lead=conclusion(metrics),
+        warnings=metrics.get("warnings") or (),
+        cards=_headline(metrics),
     )
 
 
-def run_title(metrics: Mapping[str, Any], unnamed: str = "rankrl run") -> str:
-    """Return a short name for the run, e.g. `resnet20 on cifar10`."""
-    return " on ".join(str(metrics[key]) for key in ("model", "dataset") if metrics.get(key)) or unnamed
+def row_titles(table: Table) -> list[str]:
+    """Write each row of a table as lines of `column: cell`."""
+    return [
+        "\n".join(f"{column}: {cell}" for column, cell in zip(table.columns, row, strict=True) if cell)
+        for row in table.rows
+    ]
 
 
-def _eyebrow(metrics: Mapping[str, Any]) -> list[str]:
+def eyebrow(metrics: Mapping[str, Any], setup: Mapping[str, str]) -> list[str]:
     parts = [
-        str(metrics[key]).replace("_", " ")
+        str(metrics[key]).replace("_", " ").replace(",", ", ")
         for key in ("task", "pruner", "decomposition", "selector")
         if metrics.get(key)
     ]
@@ -188,22 +145,20 @@ def _eyebrow(metrics: Mapping[str, Any]) -> list[str]:
         parts.append(budget_line(metrics["budget"]))
     if metrics.get("seed") is not None:
         parts.append(f"seed {metrics['seed']}")
-    return parts
+    return [*parts, *([setup[DATE]] if DATE in setup else [])]
 
 
-def _headline(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the headline numbers as (name, value, note)."""
+def _headline(metrics: Mapping[str, Any]) -> list[Card]:
     if len(stages(metrics)) < 2:
         return []
     return [
         *(
-            (each.title, each.write(each.after), f"{each.change}, from {each.write(each.before)}")
+            Card(each.title, each.write(each.after), f"{each.change}, from {each.write(each.before)}")
             for each in qualities(metrics)
             if each.after is not None and each.title != AGREEMENT
         ),
-        *certificate_card(metrics),
         *(
-            (each.title, each.change, f"{each.write(each.before)} → {each.write(each.after)}")
+            Card(each.title, each.change, f"{each.write(each.before)} → {each.write(each.after)}")
             for each in costs(metrics)
             if each.before is not None and each.after is not None
         ),
@@ -221,7 +176,6 @@ _SCORED = {
 
 
 def _scored(metrics: Mapping[str, Any], value: float) -> str:
-    """Return a plan's score with the name that the run gives it."""
     score = score_measure(metrics)
     if score is not None:
         return f"{score.title} {score.write(value)} before the refit"
@@ -229,30 +183,29 @@ def _scored(metrics: Mapping[str, Any], value: float) -> str:
 
 
 def _search(report: RunReport) -> Drawing | None:
-    rows = report.episodes
+    rows, search = report.episodes, report.metrics.get("search") or {}
     if len(rows) < 2:  # the single plan of a heuristic is no search
         return None
     (best,) = best_rows(rows, 1)
-    seconds = number(report.metrics, "search", "seconds")
-    plans = counted(len({row.choices for row in rows}), "evaluated plan")
-    over = sum(not row.within_budget for row in rows)
-    line = objective_line(report.metrics.get("search") or {}, report.metrics.get("budget") or {})
-    caption = (
-        f"{plans}{'' if seconds is None else f' in {seconds:.0f} s'} ({line}). "
-        f"The best one, episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
-        f"{_scored(report.metrics, best.accuracy)}, with "
-        f"{format_share(best.params_kept)} of the parameters and {format_share(best.macs_kept)} of the MACs. "
-        f"{heldout_note(report.metrics)}"
-    )
-    if over:
-        caption += (
-            f" Of {counted(len(rows), 'episode')}, {over} had a plan over the budget, which do not count."
-        )
+    seconds, over = number(report.metrics, "search", "seconds"), sum(not row.within_budget for row in rows)
+    done = [
+        counted(len(rows), "episode"),
+        f"{counted(len({row.choices for row in rows}), 'different plan')} scored",
+        *([] if seconds is None else [f"{seconds:.0f}{SPACE}s"]),
+    ]
+    sentences = [
+        f"{', '.join(done)}; {objective_line(search, report.metrics.get('budget') or {})}.",
+        f"{counted(over, 'episode')} had a plan over the budget, which does not count." if over else "",
+        f"The best plan, of episode {best.episode} ({best.phase}), earns the reward {best.reward:.4f}: "
+        f"{_scored(report.metrics, best.accuracy)}, with {format_share(best.params_kept)} of the parameters "
+        f"and {format_share(best.macs_kept)} of the MACs.",
+        heldout_note(report.metrics),
+    ]
     return drawing(
-        partial(reward_figure, rows),
+        reward_figure(rows),
         "reward",
         f"Reward of each episode; the best is {best.reward:.4f} in episode {best.episode}.",
-        caption.strip(),
+        " ".join(filter(None, sentences)),
     )
 
 
@@ -265,7 +218,6 @@ _OBSERVED = (
     "params",
     "previous_action",
 )
-"""Numbers of an observation that the page shows."""
 
 
 def _agent(report: RunReport) -> Table:
@@ -303,7 +255,7 @@ def _layers(layers: Sequence[LayerRow]) -> Drawing | None:
     rounded = f"{kinds[ONLY_ROUNDED]} {ONLY_ROUNDED}, " if kinds[ONLY_ROUNDED] else ""
     kept = sum(row.params_after for row in layers) / sum(row.params_before for row in layers)
     return drawing(
-        partial(layers_figure, layers),
+        layers_figure(layers),
         "layers",
         "Share of its parameters that each layer keeps, and its ranks. The table below holds the numbers.",
         f"{counted(len(layers), 'layer')}, {rounded}{kinds[LEFT_DENSE]} {LEFT_DENSE}; "
@@ -386,136 +338,13 @@ def _fine_tuning(report: RunReport) -> Drawing | None:
     trained = (report.metrics.get("trainings") or {}).get("finetune") or {}
     taken = " No epoch was better than the network was before, which is taken as it was."
     return drawing(
-        partial(fine_tuning_figure, report.epochs, score=score),
+        fine_tuning_figure(report.epochs, score=score),
         "fine-tuning",
         f"{score.title} and training loss per epoch of fine-tuning.",
         f"Best {score.words}: {score.write(best.accuracy)}, after epoch {best.epoch} "
         f"of {len(report.epochs)}.{taken if trained.get('epoch') == 0 else ''} "
         f"{heldout_note(report.metrics)}".strip(),
     )
-
-
-_MEASURES = {
-    "latency": "time",
-    "estimated_latency": "time on the device of timing.table, estimated from its layers",
-    "bytes": "bytes",
-    "macs": "multiply-accumulates",
-    "params": "parameters",
-}
-
-
-def measured_plans(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of plans that a search carried out and measured."""
-    plans = (metrics.get("search") or {}).get("measured") or ()
-    rows = [
-        [
-            str(plan["name"]) + (" (taken)" if plan["taken"] else ""),
-            f"{plan['loss']:.4f}",
-            f"{plan['cost']:.3f}",
-            f"{plan['expected_cost']:.3f}",
-        ]
-        for plan in plans
-    ]
-    return Table(_choice(plans), ["Plan", "Loss of score", "Cost", "Expected cost"], rows)
-
-
-def _choice(plans: Sequence[Mapping[str, Any]]) -> str:
-    """Explain which plan was taken."""
-    if not plans:
-        return ""
-    taken = next((plan["name"] for plan in plans if plan["taken"]), None)
-    measure = plans[0]["measure"]
-    done = "scored" if measure.startswith("estimated") else "measured"
-    note = f"Each plan was carried out and {done}; the cost is the {_MEASURES[measure]}."
-    if taken == "all dense":
-        return f"{note} Nothing cheaper loses as little, so you get the original network."
-    if taken is not None:
-        note += (
-            f" {taken[0].upper()}{taken[1:]} was taken: no other is better in one and as good in the other."
-        )
-    return note
-
-
-def device_networks(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of finished networks that another device measured."""
-    found = estimate(metrics)
-    rows = [
-        [
-            str(each["title"]) + (" (this plan)" if each["taken"] else ""),
-            "" if each["score"] is None else f"{each['score']:.4f}",
-            f"{each['milliseconds']:.3g} ms",
-            f"{each['share']:.3f}",
-        ]
-        for each in found.get("networks") or ()
-    ]
-    caption = (
-        f"Measured on the other device ({found.get('conditions')}), whole; scores are of the machine that "
-        "wrote their kit."
-    )
-    return Table(caption, ["Network", "Score", "Time there", "Of the dense one's"], rows)
-
-
-_TIMED = {
-    "baseline_": "the original",
-    "": "the exported file",
-    "dense_int8_": "the original in int8",
-    "nncf_int8_": "the original in NNCF int8",
-}
-"""Titles of files, by the prefix of their numbers."""
-
-
-def runtime_times(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of files in runtimes."""
-    section = metrics.get("runtimes") or {}
-    rows = []
-    for before, title in _TIMED.items():
-        times = {name: number(section, name, f"{before}latency_ms") for name in section}
-        known = {name: time for name, time in times.items() if time is not None}
-        if known:
-            cells = [_cell(section, name, before) for name in section]
-            name = title.removeprefix("the ")
-            rows.append([name[0].upper() + name[1:], *cells, min(known, key=lambda name: known[name])])
-    return Table(_runtime_note(section), ["File", *section, "Fastest in"], rows)
-
-
-def _runtime_note(section: Mapping[str, Any]) -> str:
-    """Explain the runtimes' relative speeds, clocks and checks."""
-    sentences = ["All were timed in the same turns"]
-    clocks = {name: entry["clock"] for name, entry in section.items() if "clock" in entry}
-    if len(set(clocks.values())) > 1:
-        walls = [name for name, clock in clocks.items() if clock == "wall"]
-        sentences.append(f"{', '.join(walls)}: timed on the wall, the others in processor time")
-    for name in section:
-        sentences += [f"{name}: {fact}" for fact in _runtime_facts(section, name)]
-    return " ".join(f"{sentence}." for sentence in sentences)
-
-
-def _cell(section: Mapping[str, Any], runtime: str, before: str) -> str:
-    """Format a file's time and score in a runtime."""
-    time, score = (number(section, runtime, f"{before}{each}") for each in ("latency_ms", "score"))
-    if time is None:
-        return UNKNOWN
-    return format_latency(time) + ("" if score is None else f", {format_accuracy(score)}")
-
-
-def _runtime_facts(section: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Yield a runtime's speed relative to onnxruntime's, and how its outputs differ from PyTorch's."""
-    changes = []
-    for before, title in _TIMED.items():
-        ends = ("", "_low", "_high")
-        faster, low, high = (number(section, name, f"{before}latency_runtime_ratio{end}") for end in ends)
-        if faster is not None:
-            changes.append(f"{title} {format_speed(faster, low, high)}")
-    if changes:
-        yield f"against {DEFAULT_RUNTIME}, {', '.join(changes)}"
-    difference, agreement = (number(section, name, key) for key in ("max_abs_difference", "agreement"))
-    if difference is not None:
-        yield f"outputs differ from PyTorch by at most {difference:.1e}"
-    if agreement is not None and agreement < 1:
-        share = format_accuracy(agreement)
-        yield f"{_TIMED['']} gives the class of PyTorch on {share} of the held-out images"
-    if "failed" in section[name]:
-        yield f"not timed, since {section[name]['failed'].rstrip('.')}"
 
 
 def _onnx_facts(metrics: Mapping[str, Any]) -> dict[str, str | None]:
@@ -589,6 +418,5 @@ def _files(folder: Path) -> list[tuple[str, str]]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, atomically."""
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=_DOTS_PER_INCH, facecolor="white")

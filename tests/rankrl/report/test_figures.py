@@ -18,8 +18,6 @@ from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.report import LayerRow
 from rankrl.report.comparison import ComparisonRow, rewards_figure
 from rankrl.report.figures import (
-    NARROW,
-    WIDE,
     fine_tuning_figure,
     layers_figure,
     number_axis,
@@ -28,7 +26,6 @@ from rankrl.report.figures import (
     whole_axis,
 )
 from rankrl.report.run_folder import GatheredRun
-from rankrl.report.run_tables import stages
 from rankrl.report.sweep_page import pareto_figure
 from rankrl.training import EpochRow
 
@@ -164,14 +161,12 @@ def gathered(accuracies: Sequence[float], metrics: dict[str, Any]) -> list[Gathe
     for index, accuracy in enumerate(accuracies):
         own = {**metrics, "finetuned": {"accuracy": accuracy}}
         own["compressed"] = {**metrics["compressed"], "params": 60_000 + 20_000 * index}
-        runs.append(GatheredRun(None, "finished", metrics=own, stages=tuple(stages(own))))  # type: ignore[arg-type]
+        runs.append(GatheredRun(None, "finished", metrics=own))  # type: ignore[arg-type]
     return runs
 
 
-@pytest.mark.parametrize("size", [WIDE, NARROW])
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 12])
 def test_every_figure_of_a_run_has_true_labels(
-    size: tuple[float, float],
     count: int,
     epochs: Sequence[EpochRow],
     episodes: Sequence[EpisodeRow],
@@ -179,32 +174,28 @@ def test_every_figure_of_a_run_has_true_labels(
 ) -> None:
     perfect = [dataclasses.replace(row, accuracy=min(1.0, row.accuracy + 0.1)) for row in epochs]
     for rows in (epochs, perfect):
-        assert_true_figure(fine_tuning_figure(rows[:count], size))
-    assert_true_figure(reward_figure(episodes[:count], size))
-    assert_true_figure(layers_figure(layers[-count:], size))
+        assert_true_figure(fine_tuning_figure(rows[:count]))
+    assert_true_figure(reward_figure(episodes[:count]))
+    assert_true_figure(layers_figure(layers[-count:]))
     tiny = [dataclasses.replace(row, params_after=row.params_before // 90) for row in layers[-count:]]
-    assert_true_figure(layers_figure(tiny, size))
+    assert_true_figure(layers_figure(tiny))
     names = list_formats()
     mixed = [
         dataclasses.replace(row, format=names[i % len(names)] if row.ranks else "")
         for i, row in enumerate(layers)
     ]
-    figure = layers_figure(mixed, size)
+    figure = layers_figure(mixed)
     assert_true_figure(figure)
     shown = {text.get_text() for legend in figure.legends for text in legend.texts}
     assert {row.format.replace("_", " ") for row in mixed if row.format} <= shown
 
 
-@pytest.mark.parametrize("size", [WIDE, NARROW])
 @pytest.mark.parametrize(("count", "length"), [(1, 1), (2, 5), (6, 30)])
-def test_every_figure_of_a_comparison_has_true_labels(
-    size: tuple[float, float], count: int, length: int
-) -> None:
+def test_every_figure_of_a_comparison_has_true_labels(count: int, length: int) -> None:
     rows = comparison_rows(count, length)
-    assert_true_figure(rewards_figure(rows, size))
+    assert_true_figure(rewards_figure(rows))
 
 
-@pytest.mark.parametrize("size", [WIDE, NARROW])
 @pytest.mark.parametrize(
     "accuracies",
     [
@@ -215,10 +206,8 @@ def test_every_figure_of_a_comparison_has_true_labels(
         pytest.param([0.1, 0.5, 1.0], marks=pytest.mark.slow),
     ],
 )
-def test_the_pareto_plot_has_true_labels(
-    size: tuple[float, float], accuracies: list[float], metrics: dict[str, Any]
-) -> None:
-    assert_true_figure(pareto_figure(gathered(accuracies, metrics), size=size))
+def test_the_pareto_plot_has_true_labels(accuracies: list[float], metrics: dict[str, Any]) -> None:
+    assert_true_figure(pareto_figure(gathered(accuracies, metrics)))
 
 
 def test_one_epoch_is_a_visible_point(epochs: Sequence[EpochRow]) -> None:

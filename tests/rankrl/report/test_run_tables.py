@@ -22,18 +22,16 @@ from rankrl.report import (
 )
 from rankrl.report.run_tables import (
     before_after,
-    certificate_card,
     certificate_note,
+    costs,
     format_accuracy,
     format_large,
     format_points,
     format_ratio,
     format_share,
-    latency_change,
     latency_note,
     stages,
 )
-from rankrl.report.write import measured_plans, runtime_times
 from rankrl.verify.certificate import OWN_SCORE, Basis, certify, uncertified
 
 
@@ -140,11 +138,15 @@ def printed(metrics: dict[str, Any]) -> str:
     return plain(" ".join(capture.get().split()))
 
 
+def speed(metrics: dict[str, Any]) -> str:
+    return next(cost.change for cost in costs(metrics) if cost.title == "Latency")
+
+
 def test_a_change_within_the_noise_is_called_unchanged(metrics: dict[str, Any]) -> None:
     for before, after, faster in ((24.5, 24.4, 0.997), (7.27, 7.26, 7.27 / 7.26)):
         metrics["onnx"] |= {"baseline_latency_ms": before, "latency_ms": after}
         metrics["ratios"]["latency"] = faster
-        assert latency_change(metrics, before, after) == "unchanged"
+        assert speed(metrics) == "unchanged"
         text = printed(metrics)
         assert f"{before:#.3g} ms" in text
         assert "unchanged" in text
@@ -165,7 +167,7 @@ def test_a_change_counts_if_its_interval_does_not_cover_1(
 ) -> None:
     metrics["ratios"]["latency"] = ratio
     metrics["onnx"] |= {"latency_ratio_low": low, "latency_ratio_high": high}
-    assert latency_change(metrics, 23.08, 17.62) == text
+    assert speed(metrics) == text
     assert text in printed(metrics)
 
 
@@ -217,7 +219,7 @@ def test_an_exported_file_alone_has_its_own_latency(metrics: dict[str, Any]) -> 
 
 def test_a_partial_run_prints_what_it_has() -> None:
     table = summary_table({"model": "lenet5", "baseline": {"accuracy": 0.99, "params": 431_080}})
-    assert [column.header for column in table.columns] == ["", "Baseline"]
+    assert table.columns == ["", "Baseline"]
     assert table.row_count == 2
 
 
@@ -268,7 +270,7 @@ def metrics(taken: str) -> dict[str, Any]:
 
 
 def test_every_plan_has_a_row_and_the_one_that_was_taken_is_marked() -> None:
-    table = measured_plans(metrics("all int8"))
+    table = measured_table(metrics("all int8"))
     assert table.rows == [
         ["all int8 (taken)", "0.0100", "0.400", "0.410"],
         ["all dense", "0.0000", "1.000", "1.010"],
@@ -276,12 +278,11 @@ def test_every_plan_has_a_row_and_the_one_that_was_taken_is_marked() -> None:
     assert len(table.columns) == len(table.rows[0])
     assert "the cost is the time." in table.caption
     assert "All int8 was taken" in table.caption
-    assert measured_table(metrics("all int8")).row_count == 2
 
 
 def test_the_network_as_it_was_is_said_to_be_that() -> None:
-    assert "you get the original network" in measured_plans(metrics("all dense")).caption
-    assert not measured_plans({})
+    assert "you get the original network" in measured_table(metrics("all dense")).caption
+    assert not measured_table({})
 
 
 def entry(**values: Any) -> dict[str, Any]:
@@ -291,7 +292,7 @@ def entry(**values: Any) -> dict[str, Any]:
 
 
 def noted(**runtimes: dict[str, Any]) -> str:
-    caption = runtime_times({"runtimes": runtimes}).caption
+    caption = runtimes_table({"runtimes": runtimes}).caption
     return caption.removeprefix("All were timed in the same turns. ").replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -299,7 +300,7 @@ def test_each_file_has_its_row(metrics: dict[str, Any]) -> None:
     assert runtimes_table(metrics).row_count == 0
     openvino = entry(latency_ms=12.5, baseline_latency_ms=51.0, nncf_int8_latency_ms=14.0)
     metrics["runtimes"] = {"onnxruntime": entry(), "openvino": openvino}
-    table = runtime_times(metrics)
+    table = runtimes_table(metrics)
     assert table.columns == ["File", "onnxruntime", "openvino", "Fastest in"]
     assert [[cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in table.rows] == [
         ["Original", "50.0 ms", "51.0 ms", "onnxruntime"],
@@ -342,7 +343,7 @@ def test_the_note_names_classes_that_differ_clocks_and_failures() -> None:
 
 
 def test_a_runtime_that_failed_has_a_column_without_numbers() -> None:
-    table = runtime_times({"runtimes": {"onnxruntime": entry(), "other": {"failed": "it did"}}})
+    table = runtimes_table({"runtimes": {"onnxruntime": entry(), "other": {"failed": "it did"}}})
     assert table.columns[2] == "other"
     assert [row[2] for row in table.rows] == ["–"] * 3
 
@@ -367,7 +368,8 @@ def certified_metrics(lost: int, inputs: int, drop: float | None, basis: Basis =
             3,
             1000,
             None,
-            "On 1,000 test images it loses 0.30 points of accuracy (95 % interval of the loss: 0.06 to",
+            "On 1,000 test images it loses 0.30 points of accuracy (95\N{NO-BREAK SPACE}% interval of the "
+            "loss: 0.06 to",
         ),
     ],
 )
@@ -393,7 +395,10 @@ def test_a_gain_is_told_as_one() -> None:
     found = certify(before, np.ones(1000), 0.01, ON_IMAGES)
     assert found is not None
     numbers = {"certificate": found.to_dict()}
-    assert "it gains 0.80 points of accuracy (95 % interval of the loss: −1." in certificate_note(numbers)
+    assert (
+        "it gains 0.80 points of accuracy (95\N{NO-BREAK SPACE}% interval of the loss: −1."
+        in certificate_note(numbers)
+    )
     assert set(numbers["certificate"]) >= {
         "loss",
         "low",
@@ -405,8 +410,3 @@ def test_a_gain_is_told_as_one() -> None:
         "unit",
     }
     assert "basis" not in numbers["certificate"]
-    ((name, value, note),) = certificate_card(numbers)
-    assert (name, value) == ("Loss of accuracy", "−0.80 points")
-    assert note.startswith("95 % interval of the loss on 1,000 test images: −")
-    assert note.endswith("at most 1.00 points is certified")
-    assert certificate_card({}) == []
