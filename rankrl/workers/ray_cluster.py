@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from decomposition.choose.processes import MOST_DEATHS
 from rankrl.device import reuse_memory
 from rankrl.errors import ConfigError, counted
 from rankrl.workers.processes import (
     GO_ON,
-    MOST_DEATHS,
     Builder,
     LocalCluster,
     Scorer,
@@ -52,14 +52,7 @@ class RayCluster:
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
-        try:
-            self._ray = importlib.import_module("ray")
-        except ImportError as error:
-            raise ConfigError(
-                f"search.cluster=ray needs Ray, which cannot be imported ({error}); install the extra `ray`, "
-                "or use search.cluster=local"
-            ) from error
-        connect(self._ray)
+        self._ray = connected_ray("search.cluster=ray")
         self._check_room()
         self._actor = self._ray.remote(num_cpus=workers.cpus, num_gpus=workers.gpus)(_Actor)
         self._starting: dict[Any, Any] = {}
@@ -213,14 +206,20 @@ class _Actor:
         return self._scorers[key](task)
 
 
-def connect(ray: Any, **arguments: Any) -> None:
-    """Connect to the cluster of RAY_ADDRESS, or make one here."""
-    if ray.is_initialized():
-        return
+def connected_ray(option: str, **arguments: Any) -> Any:
+    """Import Ray for an option, and connect it to the cluster of RAY_ADDRESS or to one made here."""
     try:
-        ray.init(**{"log_to_driver": False, "logging_level": "error", **arguments})
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise WorkerError(f"the Ray cluster cannot be reached: {error}") from error
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(
+            f"{option} needs Ray, which cannot be imported ({error}); install the extra `ray`"
+        ) from error
+    if not ray.is_initialized():
+        try:
+            ray.init(**{"log_to_driver": False, "logging_level": "error", **arguments})
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise WorkerError(f"the Ray cluster cannot be reached: {error}") from error
+    return ray
 
 
 def _first_line(error: Exception) -> str:

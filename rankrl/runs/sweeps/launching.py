@@ -21,7 +21,7 @@ from omegaconf import DictConfig, open_dict
 from rankrl.device import usable_cores
 from rankrl.errors import ConfigError, RankrlError, counted
 from rankrl.runs.sweeps.progress import sweep_identifier, write_failure
-from rankrl.workers.ray_cluster import connect
+from rankrl.workers.ray_cluster import connected_ray
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +114,7 @@ def run_on_ray(
     time counts as failed, and the others continue.
     """
     try:
-        ray = _ray()
-        connect(ray, **init)
+        ray = connected_ray("hydra/launcher=ray", **init)
     except RankrlError as error:
         refuse(error)
     log.info("Ray runs %s of the sweep %s", counted(len(jobs), "job"), jobs.folder)
@@ -133,15 +132,6 @@ def run_on_ray(
             except ray.exceptions.RayError as error:
                 results[number] = jobs.lost(number, error)
     return [results[number] for number in range(len(jobs))]
-
-
-def _ray() -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ConfigError(
-            f"hydra/launcher=ray needs Ray, which cannot be imported ({error}); install the extra `ray`"
-        ) from error
 
 
 def run_locally(

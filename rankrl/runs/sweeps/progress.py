@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -49,37 +50,30 @@ def write_failure(
     write_json(folder / ERROR_FILE, content)
 
 
-def read_failure(folder: Path) -> str | None:
-    """Return the error that a job ended with as one paragraph, or None if it did not fail."""
-    path = folder / ERROR_FILE
-    if not path.is_file():
-        return None
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["error"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"{path} cannot be read"
-
-
 def sweep_identifier(sweep_folder: Path) -> str | None:
     """Return the identifier of the last sweep started in a folder, or None without one."""
-    try:
-        return str(json.loads((sweep_folder / SWEEP_FILE).read_text(encoding="utf-8"))["id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    known = _read(sweep_folder / SWEEP_FILE).get("id")
+    return None if known is None else str(known)
 
 
 def failures(sweep_folder: Path) -> list[Failure]:
     """Return the failed jobs of the last sweep started in a folder, sorted by folder name."""
     sweep = sweep_identifier(sweep_folder)
-    failed = []
-    for path in sorted(sweep_folder.rglob(ERROR_FILE)):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            content = {}
-        if sweep is None or content.get("sweep", sweep) == sweep:
-            failed.append(Failure(path.parent, read_failure(path.parent) or ""))
-    return failed
+    read = {path: _read(path) for path in sorted(sweep_folder.rglob(ERROR_FILE))}
+    return [
+        Failure(path.parent, str(content.get("error", f"{path} cannot be read")))
+        for path, content in read.items()
+        if sweep is None or content.get("sweep", sweep) == sweep
+    ]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file; an empty one if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 _TOLD_EVERY = 2.0  # seconds; file systems of clusters are slow
@@ -199,12 +193,10 @@ class SweepWatch:
 
 def _last_words(folder: RunFolder) -> tuple[float, str]:
     """Return time and text of a job's last progress report."""
+    report = _read(folder.progress)
+    is_known = report.keys() >= {"stage", "completed", "total"}
+    words = ": {stage} {completed} of {total}".format(**report) if is_known else ""
     try:
-        content = json.loads(folder.progress.read_text(encoding="utf-8"))
-        words = f": {content['stage']} {content['completed']} of {content['total']}"
-        return folder.progress.stat().st_mtime, words
-    except (OSError, ValueError, KeyError, TypeError):
-        try:
-            return folder.record.stat().st_mtime, ""
-        except OSError:
-            return 0.0, ""
+        return (folder.progress if is_known else folder.record).stat().st_mtime, words
+    except OSError:
+        return 0.0, ""
