@@ -40,7 +40,7 @@ def test_wheel_holds_packages_and_configuration(wheel: Path) -> None:
             if "pycache" not in str(path)
         }
         assert sources <= names
-    assert {"hydra_plugins/rankrl_launchers/ray.py", "hydra_plugins/rankrl_launchers/__init__.py"} <= names
+    assert "hydra_plugins/rankrl_launchers/__init__.py" in names
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "rankrl/report/templates").iterdir()}
     assert "rankrl/report/templates/page.html.jinja" in templates
     assert templates <= names
