@@ -20,6 +20,7 @@ from rankrl.device import processor_name, usable_cores
 from rankrl.errors import counted
 from rankrl.plan_search.scores.evaluation import EpisodeRow, parse_rows
 from rankrl.report.run_tables import BASELINE, Measure, ReportError, costs, qualities, stages
+from rankrl.runs.run_folder import COMPRESS
 from rankrl.training import EpochRow
 
 WARM_UP_PHASE = "warm-up"
@@ -99,11 +100,14 @@ def read_episodes(folder: str | Path) -> list[EpisodeRow]:
         raise ReportError(f"cannot read {path}: {error}. Run again, or restore the file.") from error
 
 
+Option = str | int | float | None
 Status = Literal["finished", "failed", "unfinished"]
 
 # Tasks without results to compare.
 _NO_RUNS = ("report", "inspect")
 _CONFIGURATION = Path("state", "configuration.json")
+_CHOICES = ("name", "format", "architecture")  # keys of the choice of a group in a configuration
+BUDGET = "budget."  # prefix of the names of budgets
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,20 @@ class GatheredRun:
     def measures(self) -> Mapping[str, Measure]:
         """The qualities and costs of its networks, by key."""
         return {each.key: each for each in (*qualities(self.metrics), *costs(self.metrics))}
+
+    @cached_property
+    def options(self) -> Mapping[str, Option]:
+        """Its options by name, a group's is its choice; lists as JSON."""
+        budgets = {f"{BUDGET}{name}": value for name, value in self.budgets.items()}
+        return {**dict(map(_split, self.overrides)), **dict(_flat(self.config)), **budgets}
+
+    @property
+    def asked(self) -> list[str]:
+        """The names of the options that were given for it."""
+        budgets = [f"{BUDGET}{name}" for name in self.budgets]
+        if self.overrides:
+            return [*(_split(override)[0] for override in self.overrides), *budgets]
+        return [*(self.options if self.config.get("task") == COMPRESS else ()), *budgets]
 
     @cached_property
     def is_compressed(self) -> bool:
@@ -166,6 +184,21 @@ class GatheredRun:
         """Return a value of the metrics (model, dataset, selector) as text; empty if it is missing."""
         value = self.metrics.get(key)
         return "" if value is None else str(value)
+
+
+def _flat(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Option]]:
+    for key, value in config.items():
+        name = f"{within}{key}"
+        if isinstance(value, Mapping):
+            yield from ((name, value[choice]) for choice in reversed(_CHOICES) if choice in value)
+            yield from _flat(value, f"{name}.")
+        elif value is not None:
+            yield name, value if isinstance(value, str | int | float) else json.dumps(value)
+
+
+def _split(override: str) -> tuple[str, str]:
+    name, _, value = override.lstrip("+~").partition("=")
+    return name, value
 
 
 def gather_runs(folder: str | Path) -> list[GatheredRun]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from rankrl.report.figures import (
     style_axes,
     upper_legend,
 )
-from rankrl.report.run_folder import GatheredRun, Status, date_line, gather_runs
+from rankrl.report.run_folder import BUDGET, GatheredRun, Status, date_line, gather_runs
 from rankrl.report.run_tables import (
     UNCHANGED,
     UNKNOWN,
@@ -44,58 +43,13 @@ from rankrl.report.run_tables import (
     run_title,
 )
 from rankrl.report.write import render
-from rankrl.runs.run_folder import COMPRESS
 
-BUDGET = "budget."  # prefix of the names of budgets
-
-# Options that have a column of their own in the table.
+# Options that have a column of another name in the table.
 _HAVE_COLUMNS = (
-    *("task", "seed", "model", "model.architecture", "dataset", "dataset.name", "decomposition"),
-    *("decomposition.format", "selector", "selector.name", "pruner", "pruner.name"),
-    *("drop", "minimise", "params", "macs", "bytes", "latency"),  # budgets of a call from Python
+    *("model.architecture", "dataset.name", "decomposition", "decomposition.format", "selector.name"),
+    *("pruner", "pruner.name"),
+    *("drop", "minimise", "bytes", "latency"),  # budgets of a call from Python
 )
-# Keys that name the choice of a group in a configuration.
-_NAMES = ("name", "format", "architecture")
-Option = str | int | float | bool | None
-
-
-def options(run: GatheredRun) -> dict[str, Option]:
-    """Return the options of a run by name, of a group its choice; lists as JSON."""
-    budgets = {f"{BUDGET}{name}": value for name, value in run.budgets.items()}
-    return dict(map(_split, run.overrides)) | dict(_flat(run.config)) | budgets
-
-
-def varied_options(runs: Sequence[GatheredRun]) -> list[str]:
-    """Return the names of the options in which runs differ, except those with a column of their own."""
-    names = dict.fromkeys(name for run in runs for name in _asked(run))
-    known = [options(run) for run in runs]
-    return [
-        name
-        for name in names
-        if name not in _HAVE_COLUMNS and len({repr(each.get(name)) for each in known}) > 1
-    ]
-
-
-def _asked(run: GatheredRun) -> list[str]:
-    budgets = [f"{BUDGET}{name}" for name in run.budgets]
-    if run.overrides:
-        return [*(_split(override)[0] for override in run.overrides), *budgets]
-    return [*(options(run) if run.config.get("task") == COMPRESS else ()), *budgets]
-
-
-def _flat(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Option]]:
-    for key, value in config.items():
-        name = f"{within}{key}"
-        if isinstance(value, Mapping):
-            yield from ((name, value[choice]) for choice in reversed(_NAMES) if choice in value)
-            yield from _flat(value, f"{name}.")
-        elif value is not None:
-            yield name, value if isinstance(value, str | int | float) else json.dumps(value)
-
-
-def _split(override: str) -> tuple[str, str]:
-    name, _, value = override.lstrip("+~").partition("=")
-    return name, value
 
 
 @dataclass(frozen=True)
@@ -107,10 +61,6 @@ class Column:
     optional: bool = False
     words: Callable[[GatheredRun], str | None] | None = None
     is_measure: bool = False
-
-    @property
-    def is_text(self) -> bool:
-        return self.write is None
 
     def text(self, value: Any) -> str:
         if value in (None, ""):
@@ -188,14 +138,19 @@ _DENSE_COLUMNS = ("accuracy", "params", "macs", "latency_ms")
 
 
 def varied_columns(runs: Sequence[GatheredRun]) -> list[Column]:
-    taken = {column.key for column in COLUMNS}
-    return [_varied(name, runs) for name in varied_options(runs) if name not in taken]
+    """Return a column for every option in which runs differ and that has no fixed column."""
+    names = dict.fromkeys(name for run in runs for name in run.asked)
+    fixed = {*_HAVE_COLUMNS, *(column.key for column in COLUMNS)}
+    return [
+        _varied(name, runs)
+        for name in names
+        if name not in fixed and len({repr(run.options.get(name)) for run in runs}) > 1
+    ]
 
 
 def _varied(name: str, runs: Sequence[GatheredRun]) -> Column:
-    values = [options(run).get(name) for run in runs]
-    are_words = any(isinstance(value, str | bool) for value in values)
-    return Column(name, name, lambda run: options(run).get(name), None if are_words else _write_number)
+    are_words = any(isinstance(run.options.get(name), str | bool) for run in runs)
+    return Column(name, name, lambda run: run.options.get(name), None if are_words else _write_number)
 
 
 def shown_columns(runs: Sequence[GatheredRun]) -> list[Column]:
@@ -443,7 +398,7 @@ def mean_table(runs: Sequence[GatheredRun]) -> Table:
     columns = [column for column in shown_columns(runs) if column.key not in _NO_MEANS]
     caption = f"Runs that differ in nothing but their seed: {interval_note(row['runs'] for row in rows)}."
     cells = [[*(_mean(column, row) for column in columns), str(row["runs"])] for row in rows]
-    words = [index for index, column in enumerate(columns) if column.is_text]
+    words = [index for index, column in enumerate(columns) if column.write is None]
     several = len(rows) < len(runs)
     return Table(caption, [*(column.title for column in columns), "Runs"], cells if several else [], words)
 
@@ -577,7 +532,7 @@ def _table(runs: Sequence[GatheredRun]) -> Table:
         "more is as accurate.",
         [column.title for column in columns],
         [[column.cell(run) for column in columns] for run in shown],
-        [index for index, column in enumerate(columns) if column.is_text],
+        [index for index, column in enumerate(columns) if column.write is None],
         [f"{quote(run.folder.as_posix())}/report.html" if run.has_page else None for run in shown],
         is_wide=True,
     )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from html_outline import outline
 
 from rankrl.errors import StorageError
 from rankrl.plan_search.scores.evaluation import EPISODE_COLUMNS, EpisodeRow
@@ -28,47 +26,6 @@ from rankrl.report.run_folder import read_episodes
 from rankrl.report.run_tables import before_after
 from rankrl.training import EpochRow
 
-VOID = {"meta", "br", "path", "use", "rect"}
-
-
-class Outline(HTMLParser):
-    """Headings, table cells and attributes, with a check that elements are closed in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.headings: list[str] = []
-        self.cells: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag in ("td", "th"):
-            self.cells.append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "h2":
-            self.headings.append(data)
-        if self.open and self.open[-1] in ("td", "th"):
-            self.cells[-1] += data
-
-
-def outline(document: str) -> Outline:
-    parser = Outline()
-    parser.feed(document)
-    parser.close()
-    assert parser.open == []
-    return parser
-
 
 @pytest.fixture(scope="module")
 def document(whole_run: RunReport) -> str:
@@ -78,31 +35,6 @@ def document(whole_run: RunReport) -> str:
 def test_a_whole_run_has_every_section(document: str) -> None:
     expected = ["Before and after", "Search", "Layers", "Fine-tuning", "ONNX file", "Setup"]
     assert outline(document).headings == expected
-
-
-def test_the_page_needs_nothing_from_outside(document: str) -> None:
-    for name, value in outline(document).attributes:
-        if name in ("src", "href", "xlink:href", "action", "data"):
-            assert value is not None
-            assert value.startswith("#")
-    assert not re.search(r"https?:|@import|<script|<link", document)
-    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", document))
-
-
-def test_every_id_is_used_once_and_every_reference_has_its_target(document: str) -> None:
-    attributes = outline(document).attributes
-    identifiers = [value for name, value in attributes if name == "id"]
-    assert len(identifiers) == len(set(identifiers))
-    labelled = [value for name, value in attributes if name == "aria-labelledby"]
-    targets = re.findall(r"url\(#([^)]*)\)", document) + re.findall(r'href="#([^"]*)"', document)
-    assert set(labelled + targets) <= set(identifiers)
-
-
-def test_figures_take_their_colours_from_the_theme(document: str) -> None:
-    drawings = re.findall(r"<svg.*?</svg>", document, re.DOTALL)
-    assert len(drawings) == 3
-    assert not any(re.search(r"#[0-9a-f]{6}\b", drawing) for drawing in drawings)
-    assert all('role="img" aria-label="' in drawing for drawing in drawings)
 
 
 def test_the_table_shows_each_stage_and_the_change(document: str) -> None:
@@ -231,15 +163,6 @@ def test_a_metric_that_is_no_number_is_refused(metrics: dict[str, Any], value: o
     metrics["compressed"]["accuracy"] = value
     with pytest.raises(ReportError, match=r"compressed\.accuracy is .*finite number"):
         run_page(RunReport(metrics))
-
-
-@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20))
-def test_text_from_the_run_is_never_markup(text: str) -> None:
-    hostile = f"<script>{text}</script>"
-    metrics = {"model": hostile, "decomposition": hostile, "baseline": {"accuracy": 0.5}}
-    document = run_page(RunReport({**metrics, "warnings": [hostile]}, setup={hostile: hostile}))
-    assert "<script" not in document
-    assert outline(document).headings == ["Before and after", "Setup"]
 
 
 @pytest.mark.usefixtures("undrawn")
