@@ -231,15 +231,13 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, above: Path) -> GatheredRun:
-    record, overrides = _object(path / _CONFIGURATION), ()
-    config = record.get("config")
-    if isinstance(record.get("overrides"), list):
-        overrides = tuple(map(str, record["overrides"]))
+    record = _object(path / _CONFIGURATION)
+    config, overrides = record.get("config"), record.get("overrides")
     run = GatheredRun(
         path.relative_to(above),
         "unfinished",
         config=config if isinstance(config, dict) else {},
-        overrides=overrides,
+        overrides=tuple(map(str, overrides)) if isinstance(overrides, list) else (),
         has_page=(path / "report.html").is_file(),
     )
     if (path / "metrics.json").is_file():

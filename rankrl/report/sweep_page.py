@@ -352,7 +352,7 @@ def _draw(axes: Axes, points: CostPoints, styles: Mapping[str, tuple[str, str]])
         if own:
             label = method.replace("_", " ")
             axes.plot(*zip(*own, strict=True), marker, color=PALETTE[role], markersize=6, label=label)
-    outline = {"markersize": 8, "markerfacecolor": "none", "markeredgecolor": PALETTE["ink"]}
+    outline: dict[str, Any] = {"markersize": 8, "markerfacecolor": "none", "markeredgecolor": PALETTE["ink"]}
     for networks, marker, label in (
         (points.dense, "o", "dense"),
         (points.integers, "s", "dense, 8-bit integers"),

@@ -264,37 +264,31 @@ def _layers(layers: Sequence[LayerRow]) -> Drawing | None:
 
 
 def _layer_table(report: RunReport) -> Table:
+    """Tabulate the layers, in columns with a value in some row."""
     layers, lost_by = report.layers, {each["name"]: each for each in report.metrics.get("layers") or ()}
     lost = sum(each["loss"] for each in lost_by.values()) or 1.0
-    ranked = any(row.ranks for row in layers)
-    pruned = any(row.channels for row in layers)
     mixed = len(layer_formats(layers)) > 1
-    reasoned = any(row.reason for row in layers)
-    columns: list[tuple[str, bool, Callable[[LayerRow], str]]] = [
-        ("Layer", True, lambda row: row.name),
-        ("Shape", True, lambda row: "×".join(map(str, row.shape))),
-        ("Channels kept", pruned, _channels),
-        ("Format, ranks" if mixed else "Ranks", ranked, partial(_ranks, mixed=mixed)),
-        ("Precision", any(row.precision for row in layers), lambda row: row.precision or "float32"),
-        ("Parameters before", True, lambda row: format_count(row.params_before)),
-        ("Parameters after", True, lambda row: format_count(row.params_after)),
-        ("Kept", True, lambda row: format_share(row.kept)),
-        ("MACs before", True, lambda row: format_large(row.macs_before)),
-        ("MACs after", True, lambda row: format_large(row.macs_after)),
-        ("Relative error", any(row.error is not None for row in layers), _error),
-        ("Share of the loss", bool(lost_by), lambda row: _share(lost_by, row, "loss", lost)),
-        (
-            "Time saved",
-            any(each["saved_time"] is not None for each in lost_by.values()),
-            lambda row: _share(lost_by, row, "saved_time"),
-        ),
-        (
-            "Outputs stay because" if pruned and not ranked else "Left dense because",
-            reasoned,
-            lambda row: row.reason,
-        ),
-    ]
-    shown = [(title, cell) for title, is_shown, cell in columns if is_shown]
+    plain = "float32" if any(row.precision for row in layers) else ""
+    only_pruned = any(row.channels for row in layers) and not any(row.ranks for row in layers)
+    reason = "Outputs stay because" if only_pruned else "Left dense because"
+    columns: dict[str, Callable[[LayerRow], str]] = {
+        "Layer": lambda row: row.name,
+        "Shape": lambda row: "×".join(map(str, row.shape)),
+        "Channels kept": lambda row: UNKNOWN if row.channels is None else "{} of {}".format(*row.channels),
+        "Format, ranks" if mixed else "Ranks": partial(_ranks, mixed=mixed),
+        "Precision": lambda row: row.precision or plain,
+        "Parameters before": lambda row: format_count(row.params_before),
+        "Parameters after": lambda row: format_count(row.params_after),
+        "Kept": lambda row: format_share(row.kept),
+        "MACs before": lambda row: format_large(row.macs_before),
+        "MACs after": lambda row: format_large(row.macs_after),
+        "Relative error": lambda row: UNKNOWN if row.error is None else f"{row.error:.3f}",
+        "Share of the loss": lambda row: _share(lost_by, row, "loss", lost),
+        "Time saved": lambda row: _share(lost_by, row, "saved_time"),
+        reason: lambda row: row.reason,
+    }
+    cells = {title: [cell(row) for row in layers] for title, cell in columns.items()}
+    shown = {title: column for title, column in cells.items() if set(column) - {"", UNKNOWN}}
     caption = "Every layer, before and after."
     if any(row.error and not row.ranks and not row.precision for row in layers):
         caption += " The error of a layer that is left dense is what those in front of it hand on."
@@ -303,12 +297,8 @@ def _layer_table(report: RunReport) -> Table:
             " Shares are of the sum of the losses at the network's output, as the search estimated them. A "
             "layer that loses much and saves little is one to leave as it is: decomposition.skip=[NAME]."
         )
-    return Table(
-        caption,
-        [title for title, _ in shown],
-        [[cell(row) for _, cell in shown] for row in layers],
-        text_columns=(0, len(shown) - 1) if reasoned else (0,),
-    )
+    text_columns = (0, len(shown) - 1) if reason in shown else (0,)
+    return Table(caption, list(shown), list(zip(*shown.values(), strict=True)), text_columns)
 
 
 def _share(costs: Mapping[str, Any], row: LayerRow, key: str, whole: float = 1.0) -> str:
@@ -316,19 +306,11 @@ def _share(costs: Mapping[str, Any], row: LayerRow, key: str, whole: float = 1.0
     return UNKNOWN if value is None else format_share(value / whole).replace("-", "−")
 
 
-def _channels(row: LayerRow) -> str:
-    return UNKNOWN if row.channels is None else "{} of {}".format(*row.channels)
-
-
 def _ranks(row: LayerRow, *, mixed: bool) -> str:
     if not row.ranks:
         return UNKNOWN
     ranks = ", ".join(map(str, row.ranks))
     return f"{row.format} {ranks}" if mixed else ranks
-
-
-def _error(row: LayerRow) -> str:
-    return UNKNOWN if row.error is None else f"{row.error:.3f}"
 
 
 def _fine_tuning(report: RunReport) -> Drawing | None:
