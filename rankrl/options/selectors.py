@@ -193,6 +193,8 @@ SELECTORS = {
     "vbmf": NoOptions,
 }
 """Options by the selector's name."""
+DEFAULT_SELECTOR = "greedy"
+"""What chooses plans unless another is named: it takes seconds, and scores nothing."""
 HEURISTICS = ("energy", "greedy", "uniform", "vbmf")
 """Selectors that are rules of `decomposition`: one plan, no search."""
 

@@ -432,7 +432,9 @@ def _never_refits(config: Config) -> bool:
 
 
 def _ruled(config: Config) -> bool:
-    return config["task"] != "compare" and config["selector"]["name"] in heuristics()
+    """Tell whether a rule chooses the plan, without the search that a bounded loss takes."""
+    ruled = config["selector"]["name"] in heuristics() and config["budget"]["drop"] is None
+    return ruled and config["task"] in ("pipeline", "search", "prune")
 
 
 _RULE = "selector={selector} is a rule, which scores no plans; choose one that does, such as selector=bayes"
@@ -524,7 +526,7 @@ IDLE = (
     ),
     Idle(
         ("search", "reward"),
-        lambda config: _in_file(config) and _ruled(config),
+        lambda config: _in_file(config) and config["selector"]["name"] in heuristics(),
         _RULE,
     ),
     Idle(
