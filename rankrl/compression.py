@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -24,8 +24,6 @@ from rankrl.kits.kit import TIMES_FILE, WrittenKit
 from rankrl.network_compression import (
     FileSearch,
     FileSource,
-    FineTuner,
-    FineTuning,
     apply_to_file,
     compress_file_in,
     compress_module,
@@ -40,6 +38,8 @@ from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
 from rankrl.option_types import checked_arguments
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.search import BudgetOptions, SearchOptions
+from rankrl.options.selectors import DEFAULT_SELECTOR
+from rankrl.options.tasks import CalibrationOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.evaluators import Score
@@ -49,6 +49,7 @@ from rankrl.result import Compression, ModuleCompression
 from rankrl.runs.run_folder import RunFolder, cache_folder
 from rankrl.task import SearchTask
 from rankrl.training import Loss
+from rankrl.training.networks import FineTuner, FineTuning, Teacher
 from rankrl.verbs import verb
 
 __all__ = ["apply_plan", "compress", "load_compressed", "make_task", "search", "timing_kit"]
@@ -89,7 +90,7 @@ def _decomposition(
 def compress(
     network: nn.Module | str | Path,
     inputs: Any,
-    target: str | Path,
+    target: str | Path | RunFolder,
     *,
     drop: float | None = None,
     minimise: str = "latency",
@@ -98,8 +99,10 @@ def compress(
     bytes: float | None = None,
     latency: float | None = None,
     decomposition: str | Sequence[str] | DecompositionOptions | None = None,
-    selector: str = "greedy",
+    selector: str = DEFAULT_SELECTOR,
     selector_options: Mapping[str, Any] | None = None,
+    reward: str = "accuracy",
+    reward_options: Mapping[str, Any] | None = None,
     search: SearchOptions | None = None,
     timing: LatencyOptions | None = None,
     score: Score | SessionScore | None = None,
@@ -108,7 +111,8 @@ def compress(
     test: CalibrationInputs | None = None,
     finetune: FineTuning | None = None,
     loss: Loss | None = None,
-    teacher: nn.Module | Sequence[nn.Module] | None = None,
+    teacher: nn.Module | Sequence[nn.Module] | Teacher | None = None,
+    calibration: int | None = None,
     images: ImagePreprocessing | None = None,
     batch_axes: Axes | None = None,
     folder: str | Path | None = None,
@@ -131,13 +135,16 @@ def compress(
         inputs: What the network is used on, a few hundred to some thousands; they are fitted to. Of a module
             one batch (a tensor, a tuple of tensors that the forward takes in order, or a dict of those it
             takes by name), batches of such, such as a data loader, or a dataset; alone or in pairs with
-            labels, or in a dict that holds `labels` or `targets` too. Of a file a .npz or .npy file, one
+            labels, or in a dict that holds `labels` or `targets` too; or a data set of
+            `rankrl.data.load_dataset`, whose held-out images score plans and whose test images the result.
+            Of a file a .npz or .npy file, one
             array for each input by name, batches of such, where a list of batches is a sequence that stays
             together, or a folder of images.
         target: A folder for the plan, the network, its file, the numbers and the report; or the ONNX file to
             write alone, with a name that ends in .onnx. The same call into the same folder again goes on with
             the search in it, also after it was killed, to the same plan; another network, budget or selector
-            is refused, unless `overwrite` is on. No two calls may work in a folder at once.
+            is refused, unless `overwrite` is on. No two calls may work in a folder at once. Whoever gives the
+            `RunFolder` of a run that is claimed already also writes its metrics and report.
         drop: How much of the score may be lost, in [0, 1): the result is the fastest network found that loses
             no more, 0.005 for half a point of accuracy or agreement.
         minimise: With `drop`, what is to be as little as possible: `latency`, `bytes`, `macs` or `params`.
@@ -153,6 +160,8 @@ def compress(
         selector: Name of what chooses. `greedy`, `energy`, `uniform` and `vbmf` need no search; `bayes`,
             `ddpg`, `tpe` and others score plans.
         selector_options: Its options.
+        reward: Name of the reward of a search, made from the score and what a plan costs.
+        reward_options: Its options.
         search: How long plans are searched, and by how many processes.
         timing: How time is measured: batches of 64 for a module, of 16 for a file, in one thread.
         score: From a network to a number, higher is better; it must not read test data. A module is given as
@@ -172,6 +181,7 @@ def compress(
         teacher: The network that ours learns from in our training, usually a larger one for the same inputs
             and outputs, or several, whose outputs are averaged; None for the dense one. With labels it has
             the recipe's share `distillation` of the loss: for epochs alone 0.9, without a teacher none.
+        calibration: Training images of a data set that layers are fitted to; 768 when omitted.
         images: How image files become inputs of a file, where `inputs` is a folder of them.
         batch_axes: The axis of every input of a file that counts the inputs of a batch, by name; None for an
             input that goes with every batch as it is, such as a rate. Axes that are left out are detected.
@@ -209,15 +219,12 @@ def compress(
         BudgetOptions(drop, minimise, params, macs, bytes, latency),
         search or SearchOptions(),
         _timing(timing, file),
+        reward,
+        reward_options or {},
     )
-    options = _decomposition(network, decomposition)
-    if overwrite and Path(target).suffix == ".onnx":
-        raise ConfigError(
-            f"overwrite=True is for a folder; the file target={target} is written anew by every call"
-        )
     request = Request(
         goal,
-        options,
+        _decomposition(network, decomposition),
         selector,
         selector_options or {},
         seed,
@@ -225,22 +232,37 @@ def compress(
         progress,
         _score_name(score, score_name),
         overwrite,
+        CalibrationOptions.images if calibration is None else calibration,
     )
-    with _run_folder(Path(target), _path(folder)) as where:
-        if file is None:
-            assert isinstance(network, nn.Module)
-            _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
-            tuner = FineTuner(finetune, loss, teacher)
-            with _scratch(where) as run:
-                module = compress_module(
-                    network, inputs, run, request, score=score, heldout=heldout, test=test, tuner=tuner
-                )
-                return _copied(module, Path(target), where)
+    if file is not None:
         names = ("input_names", "output_names", "dynamic_axes", "opset")  # a file keeps its own
         own = {f"timing.{name}": getattr(request.timing, name) or None for name in names}
-        _refuse("ONNX files", test=test, finetune=finetune, loss=loss, teacher=teacher, **own)
+        own |= {"test": test, "finetune": finetune, "loss": loss, "teacher": teacher}
+        _refuse("ONNX files", calibration=calibration, **own)
         source = FileSource(file, inputs, images, batch_axes, _share(heldout), score, _metric(search))
-        return compress_file_in(source, where, request, Path(target))
+        if isinstance(target, RunFolder):
+            return compress_file_in(source, target.path, request, target.onnx, target)
+        with _run_folder(Path(target), _path(folder), overwrite=overwrite) as where:
+            return compress_file_in(source, where, request, Path(target))
+    assert isinstance(network, nn.Module)
+    _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
+    tuner = FineTuner(finetune, loss, teacher)
+    told: dict[str, Any] = {"score": score, "heldout": heldout, "test": test}
+    if isinstance(inputs, ImageData):
+        given = None if heldout == HELDOUT else heldout
+        _refuse("a data set, which has its own", score=score, heldout=given, test=test, loss=loss)
+    else:
+        _refuse("inputs that are no data set", calibration=calibration)
+    if isinstance(target, RunFolder):
+        module = compress_module(network, inputs, target, request, tuner, claimed=True, **told)
+        return cast(Compression, module)  # without a file where the run wants none
+    with (
+        _run_folder(Path(target), _path(folder), overwrite=overwrite) as where,
+        _scratch(where) as run,
+    ):
+        module = compress_module(network, inputs, RunFolder(run), request, tuner, **told)
+        assert isinstance(module, ModuleCompression)
+        return _copied(module, Path(target), where)
 
 
 @checked_arguments(without=("network", "inputs", "score", "batch_axes"))
@@ -274,47 +296,20 @@ def search(
 ) -> SearchResult:
     """Search the operation of every layer for the best score within a budget.
 
-    Args:
-        network: A module, which is left untouched, or the path of an ONNX file. A module may take several
-            tensors and return anything that the score understands.
-        inputs: As for `compress`; a module's layers are fitted to all of them, and labels are left away.
-        score: From a network to a number, higher is better; it must not read test data. A module needs one
-            and is given as one; a file is given as an onnxruntime session, and without a score its outputs
-            are compared with the original's on the held-out inputs. The score is known by its source and what
-            that names, or by its attribute `identity` (a text).
-        drop: As for `compress`.
-        minimise: As for `compress`.
-        params: Fraction of the parameters to keep at most, in (0, 1].
-        macs: Fraction of the multiply-accumulates to keep at most.
-        bytes: Fraction of the parameters' bytes to keep at most.
-        latency: Fraction of the original's time in onnxruntime to keep at most. Give one of the four, or two
-            to be kept at once; none only with a reward that weighs size.
-        decomposition: As for `compress`.
-        selector: Name of the selector.
-        selector_options: Its options. `{"plans_per_step": N}` says how many plans a step has.
-        reward: Name of the reward, made from the score and what a plan costs.
-        reward_options: Its options.
-        search: How long plans are searched, and by how many processes. The plans do not depend on the
-            processes; `network` and `score` must be importable by name for them, and the call stand under
-            `if __name__ == "__main__":`.
-        timing: As for `compress`.
-        heldout: Share of a file's inputs that plans are scored on and nothing is fitted to, or how many.
-        images: As for `compress`.
-        batch_axes: As for `compress`.
-        folder: Where the search keeps its state, so that a killed one goes on when called again; None keeps
-            nothing. A score that was edited since begins anew. No two calls may work in it at once.
-        cache: As for `compress`; `folder` keeps times for this search.
-        seed: Seed of everything random.
-        progress: As for `compress`.
+    Arguments mean what they mean for `compress`, but for these. All of a module's `inputs` are fitted to, and
+    their labels left away; it may take several tensors and return anything that the score understands. It
+    needs a `score`; a file is compared with the original on the held-out inputs without one. The score is
+    known by its source and what that names, or by its attribute `identity` (a text): one that was edited
+    since begins a search in `folder` anew. A `reward` that weighs size needs no budget. The selector option
+    `plans_per_step` says how many plans a step has. The plans do not depend on the processes of
+    `search`; `network` and `score` must be importable by name for them, and the call stand under
+    `if __name__ == "__main__":`.
 
     Returns:
         The best plan, for `apply_plan`, and the record of the search.
 
     Raises:
-        ConfigError: No budget or more than two are given, no layer can be decomposed, an option is unknown or
-            out of range, or the score is no number.
-        DecompositionError: The budget cannot be reached or the inputs are unusable.
-        NonFiniteError: A score is NaN or infinite.
+        RankrlError: As `compress`.
         WorkerError: A worker process died.
     """
     file = _file(network, "search")
@@ -491,17 +486,7 @@ def timing_kit(
     `compress(..., latency=0.5, timing=LatencyOptions(table="times.json"))` with the same arguments searches
     for that device.
 
-    Args:
-        network: As for `compress`, like all that follow.
-        inputs: What the network is used on.
-        folder: The folder to write.
-        decomposition: Formats and precisions that layers may take.
-        timing: How time is measured.
-        heldout: What layers are not fitted to.
-        images: How images become inputs.
-        batch_axes: The axes of a batch.
-        cache: Where calibrations are kept; None for the environment's RANKRL_CACHE, if it is set.
-        seed: Seed of everything random.
+    Arguments mean what they mean for `compress`; `folder` is written.
 
     Raises:
         RankrlError: As `compress`.
@@ -577,8 +562,12 @@ def _refuse(kind: str, **options: Any) -> None:
 
 
 @contextmanager
-def _run_folder(target: Path, folder: Path | None) -> Iterator[Path | None]:
+def _run_folder(target: Path, folder: Path | None, *, overwrite: bool) -> Iterator[Path | None]:
     """Lock the working folder of a call: the target, or `folder` where the target is a file."""
+    if overwrite and target.suffix == ".onnx":
+        raise ConfigError(
+            f"overwrite=True is for a folder; the file target={target} is written anew by every call"
+        )
     if target.suffix != ".onnx":
         if folder is not None:
             raise ConfigError(f"target={target} is the folder of the run already; leave folder= out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,17 +22,16 @@ from decomposition import (
     plain_weights,
     save_compressed,
 )
-from decomposition.cache import digest
+from decomposition.cache import Cache, digest
 from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
 from decomposition.files import announce_write
 from decomposition.network.inputs import input_shape_of, mapped, split
 from decomposition.network.surgery import copied, unwrapped
 from decomposition.plan.plan import LayerPlan, fingerprint
-from decomposition.progress import Progress, progress_bar
 from rankrl.data import ImageData
 from rankrl.data.calibration import CALIBRATION_BATCH
 from rankrl.data.sample import Sample, read_samples
-from rankrl.device import as_float32, back_in, in_float32, model_device, own_types
+from rankrl.device import model_device
 from rankrl.errors import ConfigError
 from rankrl.kits.kit import WrittenKit
 from rankrl.models.classifiers import check_classifier, network_digest
@@ -54,107 +54,186 @@ from rankrl.onnx.graph.prepared_file import FileInputs, PreparedFile
 from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats
 from rankrl.onnx.runtimes import check_runtimes
-from rankrl.options.tasks import CalibrationOptions
+from rankrl.options.search import BudgetOptions
 from rankrl.options.timing import ExportOptions
-from rankrl.plan_search.run import ChosenPlan, SearchResult
+from rankrl.plan_search.run import ChosenPlan, SearchResult, search_numbers
 from rankrl.plan_search.scores.evaluators import Score
 from rankrl.plan_search.scores.scoring import FunctionScoring
 from rankrl.plan_search.session import SearchSession, check_reachable
+from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.report.run_tables import HELDOUT_ACCURACY
 from rankrl.request import Request, opened_session, write_kit
-from rankrl.result import Compression, ModuleCompression, finish, run_numbers, shallow, write_call
+from rankrl.result import (
+    Compression,
+    MeasuredModule,
+    Measurement,
+    ModuleCompression,
+    evaluate_compressed,
+    finish,
+    measurement,
+    run_numbers,
+    shallow,
+    write_call,
+)
 from rankrl.runs.run_folder import SAME_CALL, RunFolder, check_writable
 from rankrl.timing.form import faster_positions
 from rankrl.timing.network_timer import relative_time
-from rankrl.training import Loss, TrainingProgress, TrainingRecipe, TrainingResult, check_loss, train_on
-from rankrl.training.loop import check_outputs, steps_of_an_epoch
-from rankrl.training.networks import DISTILLATION, together
+from rankrl.training import EpochRow, check_loss
+from rankrl.training.loop import check_outputs
+from rankrl.training.networks import FineTuner, finetune_in
 from rankrl.verify.agreement import agreement_score
 from rankrl.verify.fidelity import check_as_read, check_rewritten
-from rankrl.verify.measure import HeldoutScore, OwnInputs, OwnMeasure
+from rankrl.verify.measure import HeldoutScore, OwnInputs, OwnMeasure, with_preprocessing
 
 log = logging.getLogger(__name__)
 
-FineTuning = int | TrainingRecipe | Callable[[nn.Module], Any]
-"""Epochs, a recipe, or a function that trains the network it is given, in training mode, in place (or returns
-another)."""
-
 
 @dataclass(frozen=True)
-class FineTuner:
-    """Settings of the fine-tuning of a compressed network."""
+class ModuleWork:
+    """A module as searches and reports see it, its fine-tuning, and what else metrics.json says of it."""
 
-    strategy: FineTuning | None = None
-    loss: Loss | None = None
-    teacher: nn.Module | Sequence[nn.Module] | None = None
-
-    def __post_init__(self) -> None:
-        strategy = self.strategy
-        if isinstance(strategy, bool) or not (
-            strategy is None or isinstance(strategy, int | TrainingRecipe) or callable(strategy)
-        ):
-            raise ConfigError(
-                f"finetune is a {type(strategy).__name__}; give a number of epochs, a rankrl.TrainingRecipe, "
-                "or a function that trains the network that it is given"
-            )
-        if self.loss is not None and self.recipe is None:
-            raise ConfigError(
-                "loss= is for our own training; give finetune= a number of epochs or a recipe"
-                + ("" if strategy is None else ", or leave loss= to your function")
-            )
-        if self.teacher is None:
-            return
-        if self.recipe is None:
-            raise ConfigError(
-                "teacher= is for our own training; give finetune= a number of epochs or a recipe"
-                + ("" if strategy is None else ", or let your function learn from it")
-            )
-        if isinstance(strategy, TrainingRecipe) and strategy.distillation == 0:
-            raise ConfigError(
-                "teacher= has no effect: the recipe has distillation=0; set its share of the loss, such as "
-                f"distillation={DISTILLATION}"
-            )
-        together(self.teacher)
-
-    @property
-    def recipe(self) -> TrainingRecipe | None:
-        """The training recipe; None without fine-tuning or if a user's function trains."""
-        if isinstance(self.strategy, int):
-            share = 0.0 if self.teacher is None else DISTILLATION
-            return TrainingRecipe(epochs=self.strategy, distillation=share)
-        return self.strategy if isinstance(self.strategy, TrainingRecipe) else None
-
-    def teacher_of(self, dense: nn.Module) -> nn.Module:
-        """Return a copy of the teacher on the dense network's device; without a teacher the dense network."""
-        teacher = dense if self.teacher is None else together(self.teacher)
-        return in_float32(teacher, keep_double=True).to(model_device(dense)).eval()
+    network: FileModule
+    tune: Callable[[nn.Module], tuple[nn.Module, Sequence[EpochRow]]] | None = None
+    measure: HeldoutScore | None = None
+    unseen: HeldoutScore | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    score_name: str | None = None
 
 
 def compress_module(
     model: nn.Module,
-    data: CalibrationInputs,
-    folder: Path,
+    data: CalibrationInputs | ImageData,
+    run: RunFolder,
     request: Request,
+    tuner: FineTuner,
+    *,
+    claimed: bool = False,
+    **told: Any,
+) -> MeasuredModule:
+    """Compress a PyTorch module; see `rankrl.compress`, `read_samples` for what is `told` of own inputs.
+
+    Whoever claimed the run's folder writes the metrics, too.
+    """
+    model = unwrapped(model)
+    request = request.timed_in(request.cache, run.state)
+    request.check()
+    record = {} if claimed else request.record(network_digest(model))
+    if not claimed:
+        check_writable(run.path, "target")
+        if not request.overwrite:
+            run.check(record, advice=SAME_CALL)
+    if isinstance(data, ImageData):
+        request = request.refitting()
+        work = _on_images(model, data, run, request, tuner)
+    else:
+        work = _on_inputs(model, data, run, request, tuner, **told)
+    if not claimed:
+        run.replace(record)
+        run.prepare()
+        run.claim(record, (), resume=True)
+    network = work.network
+    if not network.without_file:
+        _ = network.baseline  # a network that cannot be exported is refused before anything takes time
+    candidates = request.timed_candidates()
+    check_reachable(network, candidates, request.goal)
+    anew = {} if claimed else {"anew_for_other_scores": True, "on_set_aside": run.remove_results}
+    _, search = choose_plan(network, candidates, request, run, **anew)
+    if claimed:
+        search.plan.save(run.plan)
+        if search.missed is not None:
+            run.miss(search.missed)
+    compressed, tuned = network.applied(search.plan), None
+    epochs: Sequence[EpochRow] = ()
+    if work.tune is not None:
+        tuned, epochs = work.tune(copied(compressed))
+    if not claimed:
+        run.remove_results()  # of an earlier same call, so that files of two calls never mix
+        search.plan.save(run.plan)
+    budget, unseen = request.goal.budget, work.unseen
+    result = finish_module(network, search.plan, compressed, run, budget, tuned=tuned, search=search)
+    result = replace(result, epochs=tuple(epochs))
+    if unseen is not None and unseen.what == "test":
+        scores = {"baseline": unseen(network.model), "compressed": unseen(result.model)}
+        result = replace(result, test=scores)
+    if not claimed:
+        assert isinstance(result, ModuleCompression)
+        numbers = run_numbers(result) | work.numbers
+        if tuned is not None and work.measure is not None:
+            numbers["compressed"]["agreement"] = agreement_score(work.measure.agreement(compressed))
+        request = replace(request, score_name=work.score_name or request.score_name)
+        write_call(run, result, request, type(model).__name__, numbers)
+    return result
+
+
+def choose_plan(
+    network: FileModule, candidates: CandidateOptions, request: Request, run: RunFolder, **told: Any
+) -> tuple[SearchProblem, ChosenPlan]:
+    """Search for a plan, recorded and tracked in a run's folder; it notes how images are made."""
+    tracked = {"on_episode": run.tracking.episode, "on_update": run.tracking.update}
+    with opened_session(network, candidates, request) as session:
+        search = session.choose(request.search_call(run.path, **tracked, **told))
+    if isinstance(search, SearchResult) and search.stopped_by == "interrupt":
+        raise KeyboardInterrupt(f"the search was stopped; the same call goes on with it in {run.path}")
+    if network.preprocessing is not None:
+        search = replace(search, plan=with_preprocessing(search.plan, network.preprocessing))
+    return session.problem, search
+
+
+def finish_module(
+    network: FileModule,
+    plan: CompressionPlan,
+    compressed: nn.Module,
+    run: RunFolder,
+    budget: BudgetOptions,
+    *,
+    tuned: nn.Module | None = None,
+    search: ChosenPlan | None = None,
+) -> MeasuredModule:
+    """Write a compressed module as .safetensors and, unless that is left out, as a file, and measure it."""
+    last = compressed if tuned is None else tuned
+    save_compressed(last, plan, run.model, dense=network.model)
+    module: dict[str, Any] = {"model": last.eval(), "dense": network.model, "folder": run.path}
+    if network.without_file:
+        measured = measurement(network, plan, compressed, tuned)
+        known = evaluate_compressed(network, plan, compressed, measured, tuned=tuned, budget=budget)
+        return MeasuredModule(**shallow(known), search=search, **module)
+
+    def notes(plan: CompressionPlan, measured: Measurement) -> dict[str, str]:
+        if not run.notes.about:
+            return {"plan": plan.to_json()}
+        found = {} if search is None else search_numbers(search)
+        last = {"search": found.pop("search")} if "search" in found else {}
+        return file_metadata(plan, {**run.notes.about, **found, **measured.stages(), **last})
+
+    file = finish(network, plan, compressed, run.onnx, tuned=tuned, search=search, budget=budget, notes=notes)
+    return ModuleCompression(**shallow(file), **module)
+
+
+def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metadata of an ONNX file: plan and metrics, besides graph and preprocessing.
+
+    The search's duration is left out, so that the file of a resumed run equals that of an uninterrupted one.
+    """
+    numbers = {key: value for key, value in metrics.items() if key not in ("preprocessing", "layers")}
+    if "search" in numbers:
+        numbers["search"] = {key: value for key, value in numbers["search"].items() if key != "seconds"}
+    return {"plan": plan.to_json(), "metrics": json.dumps(numbers)}
+
+
+def _on_inputs(
+    model: nn.Module,
+    data: CalibrationInputs,
+    run: RunFolder,
+    request: Request,
+    tuner: FineTuner,
     *,
     score: Score | None,
     heldout: float | CalibrationInputs,
     test: CalibrationInputs | None,
-    tuner: FineTuner,
-) -> ModuleCompression:
-    """Compress a PyTorch module; see `rankrl.compress`."""
-    model = unwrapped(model)
+) -> ModuleWork:
+    """Read a user's inputs, and refuse those that cannot be used."""
     log.info("computes on %s, where the network is", model_device(model))
-    recipe = tuner.recipe
-    run = RunFolder(folder)
-    request = request.timed_in(request.cache, run.state)
-    request.check()
-    timing = request.timing
-    check_writable(run.path, "target")
-    record = request.record(network_digest(model))
-    if not request.overwrite:
-        run.check(record, advice=SAME_CALL)
-    candidates = request.timed_candidates()
-    dense = _plain(model)
+    candidates, dense, recipe = request.timed_candidates(), _plain(model), tuner.recipe
     fitted, held, tested = read_samples(
         data,
         heldout,
@@ -169,70 +248,74 @@ def compress_module(
     if recipe is not None:
         check_loss(fitted.labels, tuner.loss)
     check_rewritten(model, dense, held.inputs)
-    drop = request.goal.budget.drop
     unseen = None if tested is None else HeldoutScore(dense, tested, "test")
-    if drop is not None and unseen is None and score is None:
+    if request.goal.budget.drop is not None and unseen is None and score is None:
         held, certifying = held.parted(0.5, request.seed)  # inputs that certify a loss choose no plan
         unseen = HeldoutScore(dense, certifying, "unseen held-out")
     measure = HeldoutScore(dense, held)
-    if score is None and measure.by_class and tested is None:
-        request = replace(request, score_name=HELDOUT_ACCURACY.title)
-    taught = {} if tuner.teacher is None else {"teacher": _teacher_score(tuner, dense, held, measure)}
-    run.replace(record)
-    run.prepare()
-    run.claim(record, (), resume=True)
+    judge, unit = (measure, measure.unit) if score is None else (score, request.score_name or "score")
     batches = calibration_batches(fitted.inputs, dense)
-    judge = measure if score is None else score
+    by_class = score is None and measure.by_class and tested is None
     network = FileModule(
         dense,
         input_shape_of(batches[0]),
         batches,
-        scoring=FunctionScoring(
-            dense, judge, batches, measure.unit if score is None else request.score_name or "score"
-        ),
+        scoring=FunctionScoring(dense, judge, batches, unit),
         measure=OwnMeasure(judge, measure, unseen),
-        files=OwnInputs(dense, fitted, held, timing),
+        files=OwnInputs(dense, fitted, held, request.timing),
         options=request.decomposition,
-        export=timing,
+        export=request.timing,
         folder=run.state,
         seed=request.seed,
         progress=request.progress,
     )
-    _ = network.baseline  # a network that cannot be exported is refused before anything takes time
-    check_reachable(network, candidates, request.goal)
-    with opened_session(network, candidates, request) as session:
-        call = request.search_call(run.path, anew_for_other_scores=True, on_set_aside=run.remove_results)
-        search = session.choose(call)
-    if isinstance(search, SearchResult) and search.stopped_by == "interrupt":
-        raise KeyboardInterrupt(f"the search was stopped; the same call goes on with it in {run.path}")
-    compressed = network.applied(search.plan)
-    tuned: nn.Module | None = None
-    training: TrainingResult | None = None
-    if tuner.strategy is not None:
-        tuned, training = _tuned(copied(compressed), dense, tuner, fitted, judge, request.progress)
-    last = compressed if tuned is None else tuned
-    run.remove_results()  # of an earlier same call, so that files of two calls never mix
-    search.plan.save(run.plan)
-    save_compressed(last, search.plan, run.model, dense=dense)
-    budget = request.goal.budget
-    finished = finish(network, search.plan, compressed, run.onnx, tuned=tuned, search=search, budget=budget)
-    result = ModuleCompression(
-        **shallow(finished),
-        model=last.eval(),
-        dense=dense,
-        folder=run.path,
-        epochs=() if training is None else training.history,
-        test=None
-        if tested is None or unseen is None
-        else {"baseline": unseen(dense), "compressed": unseen(last)},
+
+    def tune(network: nn.Module) -> tuple[nn.Module, Sequence[EpochRow]]:
+        return tuner.tuned(network, dense, fitted, judge, request.progress)
+
+    return ModuleWork(
+        network,
+        None if tuner.strategy is None else tune,
+        measure,
+        unseen,
+        {} if tuner.teacher is None else {"teacher": _teacher_score(tuner, dense, held, measure)},
+        HELDOUT_ACCURACY.title if by_class else None,
     )
-    numbers = run_numbers(result) | taught
-    if training is not None:
-        numbers["trainings"] = {"finetune": training.numbers}
-    if tuned is not None:
-        numbers["compressed"]["agreement"] = agreement_score(measure.agreement(compressed))
-    write_call(run, result, request, type(model).__name__, numbers)
-    return result
+
+
+def _on_images(
+    model: nn.Module, data: ImageData, run: RunFolder, request: Request, tuner: FineTuner
+) -> ModuleWork:
+    """Prepare a data set's classifier."""
+    network = image_classifier(model, data, request, run.state)
+
+    def tune(network: nn.Module) -> tuple[nn.Module, Sequence[EpochRow]]:
+        if tuner.recipe is None:
+            return tuner.trained_by_user(network, model), ()
+        new = run.notes.about.get("heldout_is_new", True)
+        teacher = tuner.image_teacher(data)
+        epochs = finetune_in(run, network, data, tuner.recipe, model, teacher, heldout_is_new=new)
+        return network, epochs
+
+    tuning = None if tuner.strategy is None else tune
+    return ModuleWork(network, tuning, numbers={"dataset": data.name})
+
+
+def image_classifier(model: nn.Module, data: ImageData, request: Request, folder: Path) -> FileModule:
+    """Return a data set's classifier as searches and reports see it."""
+    check_classifier(model, data.input_shape, data.classes)
+    search, timing = request.refitting().goal.search, request.timing
+    return image_network(
+        model,
+        data,
+        calibrating_images(model, data, request.calibration, seed=request.seed),
+        heldout_scoring(model, data, search, seed=request.seed),
+        request.decomposition,
+        timing if isinstance(timing, ExportOptions) else ExportOptions(**vars(timing)),
+        folder,
+        seed=request.seed,
+        cache=Cache(request.cache),
+    )
 
 
 def scored_session(model: nn.Module, inputs: Any, score: Score, request: Request) -> SearchSession:
@@ -252,22 +335,9 @@ def scored_session(model: nn.Module, inputs: Any, score: Score, request: Request
 
 
 def dataset_session(model: nn.Module, data: ImageData, request: Request, folder: Path) -> SearchSession:
-    """Open the search of a data set's classifier, as the command line does."""
-    check_classifier(model, data.input_shape, data.classes)
-    narrows = bool(request.decomposition.channels) or request.decomposition.blocks
-    search = request.goal.search.resolved(refits=not narrows)
-    request = replace(request, goal=replace(request.goal, search=search))
-    network = image_network(
-        model,
-        data,
-        calibrating_images(model, data, CalibrationOptions().images, seed=request.seed),
-        heldout_scoring(model, data, search, seed=request.seed),
-        request.decomposition,
-        ExportOptions(**vars(request.timing)),
-        folder,
-        seed=request.seed,
-    )
-    candidates = request.timed_candidates()
+    """Open the search of a data set's classifier."""
+    request = request.refitting()
+    network, candidates = image_classifier(model, data, request, folder), request.timed_candidates()
     check_reachable(network, candidates, request.goal)
     return opened_session(network, candidates, request)
 
@@ -318,45 +388,6 @@ def _teacher_score(
     score = measure(teacher)
     log.info("fine-tune: %s of the teacher on held-out inputs: %.4f", measure.unit, score)
     return {measure.unit: score}
-
-
-def _tuned(
-    network: nn.Module,
-    dense: nn.Module,
-    tuner: FineTuner,
-    fitted: Sample,
-    judge: Score,
-    progress: Progress,
-) -> tuple[nn.Module, TrainingResult | None]:
-    """Return the fine-tuned network, and the result of our own training."""
-    types, recipe = own_types(network), tuner.recipe
-    if tuner.loss is None:
-        fitted = fitted.labelled()
-    if recipe is None:
-        assert callable(tuner.strategy)
-        returned = tuner.strategy(network.train())
-        tuned = returned if isinstance(returned, nn.Module) else network
-        # Lightning's Trainer leaves the network on the CPU, possibly in another type.
-        return back_in(tuned.to(model_device(dense)), types).eval(), None
-    steps = recipe.epochs * steps_of_an_epoch(len(fitted), recipe.batch_size)
-    with progress_bar("fine-tune", total=steps, progress=progress) as bar:
-
-        def show(state: TrainingProgress) -> None:
-            bar.update(state.step, best=state.best_accuracy)
-
-        # Steps with a small learning rate vanish in 16-bit types.
-        trained = in_float32(network, keep_double=True)
-        result = train_on(
-            trained,
-            as_float32(fitted.inputs, keep_double=True),
-            fitted.labels,
-            recipe,
-            score=judge if types == own_types(trained) else lambda each: judge(back_in(copied(each), types)),
-            loss=tuner.loss,
-            teacher=tuner.teacher_of(dense),
-            on_step=show,
-        )
-    return back_in(trained, types), result
 
 
 @dataclass(frozen=True)
@@ -466,9 +497,19 @@ def compress_file(
     return _finished(begun.network, begun.request, result.plan, target, sensitivities, result)
 
 
-def compress_file_in(source: FileSource, folder: Path | None, request: Request, target: Path) -> Compression:
+def compress_file_in(
+    source: FileSource,
+    folder: Path | None,
+    request: Request,
+    target: Path,
+    claimed: RunFolder | None = None,
+) -> Compression:
     """Compress a file; if the target is a folder, write plan, metrics and report there, too."""
     request = request.timed_in(request.cache, folder)
+    if claimed is not None:
+        tracking = claimed.tracking
+        tracked = {"on_episode": tracking.episode, "on_update": tracking.update}
+        return compress_file(source, target, request, folder=folder, **tracked)
     if folder is None or target != folder:
         return compress_file(source, target, request, folder=folder)
     request.check()

@@ -14,6 +14,8 @@ from rankrl.kits.kit import WrittenKit
 from rankrl.networks.network import CandidateOptions, PricedNetwork, SearchableNetwork
 from rankrl.onnx.runtimes import check_runtimes
 from rankrl.options.decomposition import DecompositionOptions
+from rankrl.options.selectors import DEFAULT_SELECTOR
+from rankrl.options.tasks import CalibrationOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.bounded_loss import SearchCall
 from rankrl.plan_search.latency_budget import LatencyBudget
@@ -31,13 +33,14 @@ class Request:
 
     goal: SearchGoal
     decomposition: DecompositionOptions
-    selector: str = "greedy"
+    selector: str = DEFAULT_SELECTOR
     selector_options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     cache: Path | None = None
     progress: Progress = None
     score_name: str | None = None
     overwrite: bool = False
+    calibration: int = CalibrationOptions.images
 
     @property
     def timing(self) -> LatencyOptions:
@@ -71,6 +74,12 @@ class Request:
         if self.goal.budget.latency is None or self.decomposition.rank_multiple is not None:
             return candidates
         return replace(candidates, multiple=suited_multiple(self.timing))
+
+    def refitting(self) -> Request:
+        """Return the same request with plans scored as refitted, where a data set's classifier allows it."""
+        narrows = bool(self.decomposition.channels) or self.decomposition.blocks
+        search = self.goal.search.resolved(refits=not narrows)
+        return replace(self, goal=replace(self.goal, search=search))
 
     def timed_in(self, cache: Path | None, folder: Path | None) -> Request:
         """Return the same request with times kept in the cache, or without one in the search's folder."""

@@ -100,10 +100,11 @@ class Compression(MeasuredNetwork):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleCompression(Compression):
-    """A compressed PyTorch module, its file and what is known of it.
+class MeasuredModule(MeasuredNetwork):
+    """A compressed PyTorch module and what is known of it, without an ONNX file.
 
     Attributes:
+        search: How the plan was chosen.
         model: The network: an ordinary module on the original's device, in evaluation mode.
         dense: The network that the plan was made for: the original, rewritten where `rankrl.compress` says
             so. `decomposition.load_compressed(original, folder / "model.safetensors")` loads `model`.
@@ -114,11 +115,17 @@ class ModuleCompression(Compression):
             inputs, if there are any.
     """
 
+    search: ChosenPlan | None = field(default=None, repr=False)
     model: nn.Module
     dense: nn.Module
     folder: Path | None
     epochs: tuple[EpochRow, ...] = ()
     test: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleCompression(MeasuredModule, Compression):
+    """A compressed PyTorch module, its file and what is known of it."""
 
 
 def shallow(known: Any) -> dict[str, Any]:
@@ -225,7 +232,8 @@ def write_call(
     run: RunFolder, result: Compression, request: Request, model: str, numbers: Mapping[str, Any]
 ) -> None:
     """Write the report and the metrics of a call from Python; log the warnings."""
-    warnings = [text for text in (result.missed, result.collapsed) if text is not None]
+    texts = (*run.notes.warnings, result.missed, result.collapsed)
+    warnings = [text for text in texts if text is not None]
     metrics = {
         "task": "compress",
         "model": model,

@@ -44,7 +44,7 @@ QUICK = (
 )
 
 
-BUDGET = "budget.params=0.5"
+BUDGET = ("budget.params=0.5", "selector=bayes")
 """What `whole_run` was given beside `QUICK`."""
 
 

@@ -113,8 +113,9 @@ _BEGAN = time.time()  # start of this process, roughly
 
 @dataclass
 class RunNotes:
-    """Notes of a run's steps for its `metrics.json`."""
+    """Notes of a run's steps for its `metrics.json`; `about` are the entries on the run itself."""
 
+    about: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     trainings: dict[str, dict[str, Any]] = field(default_factory=dict)
     missed: str | None = None

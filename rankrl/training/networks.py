@@ -1,4 +1,4 @@
-"""Read teachers for distillation from files, and average the outputs of several."""
+"""Build a data set's networks and their teachers, and train them within a run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from decomposition import calibrate_ranges
-from decomposition.progress import progress_bar
+from decomposition.network.surgery import copied
+from decomposition.progress import Progress, progress_bar
 from optim import OnnxOptimizer, build_step_model
 from rankrl.data import ImageData, Images, batches
-from rankrl.device import inference_precision
+from rankrl.data.sample import Sample
+from rankrl.device import as_float32, back_in, in_float32, inference_precision, model_device, own_types
 from rankrl.errors import ConfigError, RankrlError, counted
 from rankrl.files import write_atomically
 from rankrl.models import build_model, checkpoint_preprocessing, load_checkpoint
 from rankrl.options.training import FineTuningOptions
+from rankrl.runs.run_folder import RunFolder
 from rankrl.training import (
     EpochRow,
+    Loss,
     TrainingProgress,
     TrainingRecipe,
     TrainingResult,
@@ -29,8 +33,9 @@ from rankrl.training import (
     guessing_share,
     near_guessing,
     train,
+    train_on,
 )
-from rankrl.training.loop import steps_per_epoch
+from rankrl.training.loop import steps_of_an_epoch, steps_per_epoch
 from rankrl.training.recipe import build_optimizer
 
 log = logging.getLogger(__name__)
@@ -69,6 +74,117 @@ class Teacher:
     network: nn.Module
     title: str
     accuracy: float
+
+
+FineTuning = int | TrainingRecipe | Callable[[nn.Module], Any]
+"""Epochs, a recipe, or a function that trains the network it is given, in training mode, in place (or returns
+another)."""
+
+
+@dataclass(frozen=True)
+class FineTuner:
+    """Settings of the fine-tuning of a compressed network."""
+
+    strategy: FineTuning | None = None
+    loss: Loss | None = None
+    teacher: nn.Module | Sequence[nn.Module] | Teacher | None = None
+
+    def __post_init__(self) -> None:
+        strategy = self.strategy
+        if isinstance(strategy, bool) or not (
+            strategy is None or isinstance(strategy, int | TrainingRecipe) or callable(strategy)
+        ):
+            raise ConfigError(
+                f"finetune is a {type(strategy).__name__}; give a number of epochs, a rankrl.TrainingRecipe, "
+                "or a function that trains the network that it is given"
+            )
+        if self.loss is not None and self.recipe is None:
+            raise ConfigError(
+                "loss= is for our own training; give finetune= a number of epochs or a recipe"
+                + ("" if strategy is None else ", or leave loss= to your function")
+            )
+        if self.teacher is None:
+            return
+        if self.recipe is None:
+            raise ConfigError(
+                "teacher= is for our own training; give finetune= a number of epochs or a recipe"
+                + ("" if strategy is None else ", or let your function learn from it")
+            )
+        if isinstance(strategy, TrainingRecipe) and strategy.distillation == 0:
+            raise ConfigError(
+                "teacher= has no effect: the recipe has distillation=0; set its share of the loss, such as "
+                f"distillation={DISTILLATION}"
+            )
+        if not isinstance(self.teacher, Teacher):
+            together(self.teacher)
+
+    @property
+    def recipe(self) -> TrainingRecipe | None:
+        """The training recipe; None without fine-tuning or if a user's function trains."""
+        if isinstance(self.strategy, int):
+            share = 0.0 if self.teacher is None else DISTILLATION
+            return TrainingRecipe(epochs=self.strategy, distillation=share)
+        return self.strategy if isinstance(self.strategy, TrainingRecipe) else None
+
+    def teacher_of(self, dense: nn.Module) -> nn.Module:
+        """Return a copy of the teacher on the dense network's device; without a teacher the dense network."""
+        teacher = self.teacher
+        if isinstance(teacher, Teacher):
+            teacher = teacher.network
+        network = dense if teacher is None else together(teacher)
+        return in_float32(network, keep_double=True).to(model_device(dense)).eval()
+
+    def image_teacher(self, data: ImageData) -> Teacher | None:
+        """Return the teacher of a data set's classifier; None for the dense network."""
+        if self.teacher is None or isinstance(self.teacher, Teacher):
+            return self.teacher
+        network = together(self.teacher)
+        return Teacher(network, type(network).__name__, heldout_accuracy(network, data))
+
+    def trained_by_user(self, network: nn.Module, dense: nn.Module) -> nn.Module:
+        """Return what the user's function made of a network."""
+        assert callable(self.strategy)
+        types = own_types(network)
+        returned = self.strategy(network.train())
+        tuned = returned if isinstance(returned, nn.Module) else network
+        # Lightning's Trainer leaves the network on the CPU, possibly in another type.
+        return back_in(tuned.to(model_device(dense)), types).eval()
+
+    def tuned(
+        self,
+        network: nn.Module,
+        dense: nn.Module,
+        fitted: Sample,
+        judge: Callable[[nn.Module], Any],
+        progress: Progress,
+    ) -> tuple[nn.Module, Sequence[EpochRow]]:
+        """Return the fine-tuned network, and the epochs of our own training."""
+        types, recipe = own_types(network), self.recipe
+        if self.loss is None:
+            fitted = fitted.labelled()
+        if recipe is None:
+            return self.trained_by_user(network, dense), ()
+        steps = recipe.epochs * steps_of_an_epoch(len(fitted), recipe.batch_size)
+        with progress_bar("fine-tune", total=steps, progress=progress) as bar:
+
+            def show(state: TrainingProgress) -> None:
+                bar.update(state.step, best=state.best_accuracy)
+
+            # Steps with a small learning rate vanish in 16-bit types.
+            trained = in_float32(network, keep_double=True)
+            result = train_on(
+                trained,
+                as_float32(fitted.inputs, keep_double=True),
+                fitted.labels,
+                recipe,
+                score=judge
+                if types == own_types(trained)
+                else lambda each: judge(back_in(copied(each), types)),
+                loss=self.loss,
+                teacher=self.teacher_of(dense),
+                on_step=show,
+            )
+        return back_in(trained, types), result.history
 
 
 def read_teacher(
@@ -239,3 +355,67 @@ def run_training(
         result.lr,
     )
     return result
+
+
+def train_in(
+    run: RunFolder,
+    stage: str,
+    network: nn.Module,
+    data: ImageData,
+    recipe: TrainingRecipe,
+    *,
+    teacher: nn.Module | None = None,
+) -> TrainingResult:
+    """Train a network in place as a stage of a run, tracked; note the learning rate that was used."""
+    title = "train" if stage == "train" else "fine-tune"
+    result = run_training(
+        title,
+        network,
+        data,
+        recipe,
+        state_file=run.training_state(stage),
+        teacher=teacher,
+        on_epoch=run.tracking.epochs(stage),
+    )
+    run.notes.trainings[stage] = result.numbers
+    if result.halvings:
+        run.warn(
+            f"{title}: the training diverged at the learning rate {recipe.lr:.3g}; after "
+            f"{counted(result.halvings, 'halving')} it was followed to the end at {result.lr:.3g}."
+        )
+    return result
+
+
+def finetune_in(
+    run: RunFolder,
+    network: nn.Module,
+    data: ImageData,
+    recipe: TrainingRecipe,
+    dense: nn.Module,
+    teacher: Teacher | None = None,
+    *,
+    stage: str = "finetune",
+    heldout_is_new: bool = True,
+) -> Sequence[EpochRow]:
+    """Fine-tune a compressed network in place, with the dense one as teacher if no other is given."""
+    source = dense if teacher is None else teacher.network
+    result = train_in(run, stage, network, data, recipe, teacher=source)
+    if teacher is not None:
+        run.notes.trainings[stage]["teacher"] = {"name": teacher.title, "accuracy": teacher.accuracy}
+    if recipe.restore_best and result.epoch == 0:
+        aim = heldout_accuracy(dense, data)
+        kept = (
+            f"fine-tune: no epoch was better on the held-out images than the network was before "
+            f"({100 * result.start:.1f} %, the dense one {100 * aim:.1f} %); it is handed back as it was."
+        )
+        if result.start < aim:
+            run.warn(f"{kept} Try another learning rate (optim.lr) or more epochs (finetune.epochs).")
+        else:
+            log.info("%s There was nothing to win back: finetune.epochs=0 leaves fine-tuning out.", kept)
+    elif not heldout_is_new and result.accuracy < result.start:
+        run.warn(
+            f"fine-tune: the accuracy on the held-out images fell from {100 * result.start:.1f} to "
+            f"{100 * result.accuracy:.1f} %. The dense network may have been trained on them, so they cannot "
+            "tell whether that is a loss; compare with finetune.epochs=0."
+        )
+    return result.history

@@ -15,18 +15,16 @@ from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError
 from rankrl.kits.kit import TIMES_FILE
 from rankrl.models import default_lr
-from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.runtimes import check_runtimes
-from rankrl.options.search import BudgetOptions, SearchOptions
+from rankrl.options.search import BudgetOptions
 from rankrl.options.tasks import TimingOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.options.training import OptimizerOptions, RecipeOptions
 from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector_options
-from rankrl.plan_search.session import SearchGoal
+from rankrl.plan_search.session import DEFAULT_KEPT_PARAMS, SearchGoal
 from rankrl.pruners.options import PruningOptions, pruning_options
 from rankrl.request import Request
 from rankrl.runs.run_folder import cache_folder
-from rankrl.timing import suited_multiple
 from rankrl.training import TrainingRecipe
 
 
@@ -53,24 +51,11 @@ def dataset(config: AppConfig) -> ImageData:
     return load_dataset(seed=config.seed, **config.dataset)
 
 
-def candidate_options(config: AppConfig) -> CandidateOptions:
-    """Return the options of the candidates; under a latency budget the processor may be measured for them."""
-    measured = config.decomposition.rank_multiple is None and config.budget.latency is not None
-    return CandidateOptions.of(
-        config.decomposition,
-        config.budget,
-        multiple=suited_multiple(search_goal(config).timing) if measured else None,
-        reduce_range=config.export.reduce_range,
-    )
-
-
 def check(config: AppConfig, *, finetuning: bool = True) -> None:
     """Check the options that need no data and no network."""
     config.decomposition.final_fit()
-    candidates = CandidateOptions.of(
-        config.decomposition, config.budget, reduce_range=config.export.reduce_range
-    )
-    setting = search_goal(config).setting(candidates)
+    asked = Request(search_goal(config), config.decomposition)
+    setting = asked.goal.setting(asked.candidates())
     if config.task == "compare":
         selectors = [(each.selector, each.options) for each in compared_selectors(config)]
     else:
@@ -86,14 +71,7 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
 def search_goal(config: AppConfig) -> SearchGoal:
     """Return budget, reward and limits of a search."""
     timing = dataclasses.replace(export_options(config), folder=cache_folder() / "latencies")
-    return SearchGoal(config.budget, search_options(config), timing, *_named(config.reward))
-
-
-def search_options(config: AppConfig) -> SearchOptions:
-    """Return length and metric of the search: the metric is the refit wherever possible."""
-    in_file = config.model.get("architecture") == "onnx"
-    narrows = bool(config.decomposition.channels) or config.decomposition.blocks
-    return config.search.resolved(refits=not (in_file or narrows))
+    return SearchGoal(config.budget, config.search, timing, *_named(config.reward))
 
 
 def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
@@ -105,7 +83,34 @@ def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
 
 def request(config: AppConfig) -> Request:
     """Return the request of a run, the same as of a call from Python."""
-    return Request(search_goal(config), config.decomposition, *selector(config), config.seed, cache_folder())
+    images = config.calibration.images
+    asked = Request(
+        search_goal(config),
+        config.decomposition,
+        *selector(config),
+        seed=config.seed,
+        cache=cache_folder(),
+        calibration=images,
+    )
+    return asked if config.model.get("architecture") == "onnx" else asked.refitting()
+
+
+def verb_arguments(config: AppConfig) -> dict[str, Any]:
+    """Return the arguments of `rankrl.compress` that modules and files share."""
+    goal, (name, given) = search_goal(config), selector(config)
+    budget = BudgetOptions(params=DEFAULT_KEPT_PARAMS) if goal.needs_budget else config.budget
+    return {
+        **vars(budget),
+        "decomposition": config.decomposition,
+        "selector": name,
+        "selector_options": given,
+        "reward": goal.reward,
+        "reward_options": goal.reward_options,
+        "search": config.search,
+        "timing": goal.timing,
+        "cache": cache_folder(),
+        "seed": config.seed,
+    }
 
 
 def pruning(config: AppConfig) -> PruningOptions:

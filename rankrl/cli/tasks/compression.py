@@ -23,12 +23,14 @@ from pruning import list_pruners
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
+from rankrl.compression import compress
 from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, ConfigError
+from rankrl.network_compression import choose_plan, file_metadata, image_classifier
 from rankrl.options.decomposition import AUTO
 from rankrl.plan_search.run import search_numbers
 from rankrl.runs.run_folder import RunFolder
-from rankrl.training.networks import build_network
+from rankrl.training.networks import build_network, heldout_accuracy
 from rankrl.training.state import extend_training
 from rankrl.verify.measure import cost_ratios, layer_rows, network_numbers, test_accuracy, with_preprocessing
 
@@ -125,23 +127,24 @@ def train(config: AppConfig, folder: RunFolder) -> None:
 
 def pipeline(config: AppConfig, folder: RunFolder) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
-    options.check(config, finetuning=config.finetune.epochs > 0)
+    tuning = config.finetune.epochs > 0
+    options.check(config, finetuning=tuning)
     data = options.dataset(config)
     steps.check_budget(config, data)
     teacher = steps.teacher(config, data)
     dense = steps.dense_network(config, data, folder)
-    network = steps.searched_network(config, data, dense, folder)
-    if not network.without_file:
-        _ = network.baseline  # refuses a network that cannot be exported, before the search
-    _, result = steps.chosen_plan(config, data, network, folder)
-    compressed = network.applied(result.plan)
-    metrics = {
-        **steps.head(config, data, dense, steps.searched(config)),
-        **search_numbers(result),
-    }
-    steps.finish_compressed(
-        config, data, network, result.plan, compressed, metrics, folder, taught_by=teacher
+    new = steps.heldout_is_new(config, data)
+    folder.notes.about.update(steps.head(config, data, dense, steps.searched(config)))
+    result: Any = compress(
+        dense,
+        data,
+        folder,
+        **options.verb_arguments(config),
+        calibration=config.calibration.images,
+        finetune=options.finetuning_recipe(config, heldout_is_new=new) if tuning else None,
+        teacher=teacher,
     )
+    steps.finish_compressed(config, result, folder)
 
 
 def search(config: AppConfig, folder: RunFolder) -> None:
@@ -150,8 +153,12 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     steps.check_budget(config, data)
     dense = steps.dense_network(config, data, folder)
-    network = steps.searched_network(config, data, dense, folder)
-    problem, result = steps.chosen_plan(config, data, network, folder)
+    request = options.request(config)
+    network = image_classifier(dense, data, request, folder.state)
+    problem, result = choose_plan(network, request.timed_candidates(), request, folder)
+    result.plan.save(folder.plan)
+    if result.missed is not None:
+        folder.miss(result.missed)
     cost = problem.cost(result.key)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),
@@ -215,7 +222,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
         "ratios": cost_ratios(baseline, compressed),
     }
     known = config.model.get("checkpoint")
-    before = steps.heldout_accuracy(dense, data) if known else compressed["accuracy"]
+    before = heldout_accuracy(dense, data) if known else compressed["accuracy"]
     steps.check_collapse(folder, metrics, data, before)
     steps.finish(folder, metrics, epochs=epochs)
 
@@ -268,7 +275,7 @@ def export(config: AppConfig, folder: RunFolder) -> None:
         "baseline": dense_numbers(config, data, dense),
         "compressed": network_numbers(network, data),
     }
-    metadata = steps.file_metadata(plan, metrics)
+    metadata = file_metadata(plan, metrics)
     original = steps.searched_network(config, data, dense, folder)
     file = original.write(network, folder.onnx, metadata)
     metrics["onnx"] = dict(file.numbers)

@@ -10,15 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import rankrl
 from decomposition import CompressionPlan
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compression import method_of
 from rankrl.cli.tasks.overviews import finished_files, show
-from rankrl.errors import ConfigError, ExportError, RunStoppedError, counted
+from rankrl.errors import ConfigError, ExportError, counted
 from rankrl.kits.kit import FinishedFile, write_verify_kit
-from rankrl.network_compression import FileSource, apply_to_file, compress_file, write_file_kit
+from rankrl.network_compression import FileSource, apply_to_file, write_file_kit
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.graph import ImagePreprocessing
 from rankrl.onnx.output_scores import SCORES
@@ -39,26 +40,25 @@ _WIDTH = 160  # characters of a line in a file or a pipe
 
 def compress(config: AppConfig, folder: RunFolder) -> None:
     """Write the compressed network as `model.onnx`, with plan, report and metrics."""
-    source, request = _source(config), _request(config)
+    path, inputs = _files(config)
+    images = _images(config, inputs)
     if not config.budget.fractions:
         raise ConfigError(
             "model=onnx needs a budget: budget.latency=0.5 keeps at most half of the time; budget.params, "
             "budget.macs and budget.bytes likewise"
         )
-    try:
-        tracked = {"on_episode": folder.tracking.episode, "on_update": folder.tracking.update}
-        result = compress_file(source, folder.onnx, request, folder=folder.path, **tracked)
-    except KeyboardInterrupt as error:
-        raise RunStoppedError(folder.path) from error
+    axes = config.dataset.get("batch_axes")
+    given = options.verb_arguments(config)
+    result = rankrl.compress(path, inputs, folder, images=images, batch_axes=axes, **given)
     result.plan.save(folder.plan)
     if result.missed is not None:
         folder.miss(result.missed)
     further: dict[str, Any] = {
         "decomposition": config.decomposition.format,
-        "selector": request.selector,
+        "selector": given["selector"],
         "budget": config.budget.numbers,
     }
-    _report(config, folder, result, source.images, further)
+    _report(config, folder, result, images, further)
 
 
 def apply(config: AppConfig, folder: RunFolder) -> None:

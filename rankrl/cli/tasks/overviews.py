@@ -35,7 +35,7 @@ from rankrl.report.comparison import (
 )
 from rankrl.report.run_folder import read_metrics
 from rankrl.report.run_tables import rival_note
-from rankrl.request import write_kit
+from rankrl.request import opened_session, write_kit
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training.networks import build_network, model_title
 from rankrl.verify.file_export import export_dense
@@ -55,7 +55,7 @@ _WIDTH = 160  # characters of a line in a file or a pipe
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:
     """Print one row for each layer; `inspect.errors` adds relative output errors on training images."""
-    candidates = options.candidate_options(config)
+    candidates = options.request(config).timed_candidates()
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
     specs = skipping(inspect_layers(network, data.input_shape), candidates.skip, candidates.only)
@@ -139,7 +139,8 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     teacher = steps.teacher(config, data) if applied else None
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
-    with steps.search_session(config, network) as session:
+    request = options.request(config)
+    with opened_session(network, request.timed_candidates(), request) as session:
         results = search_all(session, entered, folder.searches, folder.warn)
     best = winner(results)
     with_preprocessing(best.plan, data.preprocessing).save(folder.plan)
@@ -214,7 +215,8 @@ def timing_kit(config: AppConfig, folder: RunFolder) -> None:
     config = options.for_kit(config, folder.kit)
     data = options.dataset(config)
     network = steps.searched_network(config, data, steps.dense_network(config, data, folder), folder)
-    show(write_kit(network, options.candidate_options(config), options.request(config), folder.kit))
+    request = options.request(config)
+    show(write_kit(network, request.timed_candidates(), request, folder.kit))
 
 
 def show(kit: WrittenKit, then: str = "Then search with timing.table=times.json") -> None:

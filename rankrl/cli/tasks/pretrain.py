@@ -111,9 +111,10 @@ def _fitted(
 ) -> Iterator[tuple[FittedNetwork, ImageScoring]]:
     dense = build_network(config.model, data, seed=config.seed)
     network = steps.searched_network(config, data, dense, folder)
-    limit, title = options.candidate_options(config).candidates, model_title(config.model, dense)
+    limit, title = options.request(config).candidates().candidates, model_title(config.model, dense)
     fitted = FittedNetwork(title, dense, steps.candidate_fits(config, network), limit, data)
-    yield fitted, steps.image_scoring(config, data, dense)
+    scoring: Any = network.scoring
+    yield fitted, scoring
 
 
 def _added(run: Path) -> list[TaskEpisodes]:

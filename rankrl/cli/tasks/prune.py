@@ -18,9 +18,10 @@ from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compression import both_chose
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
+from rankrl.network_compression import choose_plan, finish_module
 from rankrl.networks.module import FileModule, calibrating_images
 from rankrl.operations import RemoveBlock, kept_channels, removed_blocks
-from rankrl.plan_search.run import search_numbers
+from rankrl.plan_search.run import ChosenPlan
 from rankrl.pruners.options import PruningOptions
 from rankrl.pruners.prune import PrunedNetwork, check_target, prune_network
 from rankrl.runs.run_folder import RunFolder
@@ -47,55 +48,47 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         images = calibrating_images(dense, data, config.calibration.images, seed=config.seed)
         state = folder.state / "pruned.safetensors"
         pruned = prune_network(dense, data, pruning, images, state_file=state)
-    metrics: dict[str, Any] = {
-        **_head(config, data, dense, decomposing),
-        "pruning": _pruning_numbers(pruning, pruned, dense, data),
-    }
-    compressed, plan = pruned.network, with_preprocessing(pruned.plan, data.preprocessing)
-    if decomposing is None:
-        plan.save(folder.plan)
-    else:
-        tuned = copied(compressed)
-        stage = "finetune-pruned"
-        steps.finetuned(
-            between, data, tuned, dense, folder, taught_by=teacher, stage=stage, after_removal=True
-        )
-        metrics["pruned"] = network_numbers(tuned, data)
-        compressed, plan, searched = _decomposed(decomposing, data, network, tuned, pruned, folder)
-        metrics |= searched
-    removed = decomposing is None
-    steps.finish_compressed(
-        config,
-        data,
-        network,
-        plan,
-        compressed,
-        metrics,
-        folder,
-        taught_by=teacher,
-        after_removal=removed,
+    folder.notes.about.update(
+        _head(config, data, dense, decomposing), pruning=_pruning_numbers(pruning, pruned, dense, data)
     )
+    compressed, plan, search = pruned.network, with_preprocessing(pruned.plan, data.preprocessing), None
+    if decomposing is not None:
+        compressed = copied(compressed)
+        steps.finetuned(
+            between,
+            data,
+            compressed,
+            dense,
+            folder,
+            taught_by=teacher,
+            stage="finetune-pruned",
+            after_removal=True,
+        )
+        folder.notes.about["pruned"] = network_numbers(compressed, data)
+        compressed, plan, search = _decomposed(decomposing, network, compressed, pruned, folder)
+    plan.save(folder.plan)
+    tuned = copied(compressed)
+    removed = decomposing is None
+    epochs = steps.finetuned(config, data, tuned, dense, folder, taught_by=teacher, after_removal=removed)
+    result = finish_module(network, plan, compressed, folder, config.budget, tuned=tuned, search=search)
+    steps.finish_compressed(config, replace(result, epochs=tuple(epochs)), folder)
 
 
 def _decomposed(
-    config: AppConfig,
-    data: ImageData,
-    network: FileModule,
-    tuned: nn.Module,
-    pruned: PrunedNetwork,
-    folder: RunFolder,
-) -> tuple[nn.Module, CompressionPlan, dict[str, Any]]:
-    """Decompose the fine-tuned pruned network; return it, one plan for both steps, and the metrics."""
-    scoring = steps.image_scoring(config, data, tuned)
-    remainder = replace(network, model=tuned, scoring=scoring, options=config.decomposition)
-    _, result = steps.chosen_plan(config, data, remainder, folder)
-    compressed = remainder.applied(result.plan)
+    config: AppConfig, network: FileModule, tuned: nn.Module, pruned: PrunedNetwork, folder: RunFolder
+) -> tuple[nn.Module, CompressionPlan, ChosenPlan]:
+    """Decompose the fine-tuned pruned network; return it, one plan for both steps, and how it was chosen."""
+    request = options.request(config)
+    scoring: Any = network.scoring
+    remainder = replace(network, model=tuned, scoring=replace(scoring, model=tuned))
+    _, search = choose_plan(remainder, request.timed_candidates(), request, folder)
+    if search.missed is not None:
+        folder.miss(search.missed)
     plan = replace(
-        result.plan.with_operations(network.model, _removals(pruned.plan)),
-        chosen_by=both_chose(pruned.plan.chosen_by, result.plan.chosen_by),
+        search.plan.with_operations(network.model, _removals(pruned.plan)),
+        chosen_by=both_chose(pruned.plan.chosen_by, search.plan.chosen_by),
     )
-    plan.save(folder.plan)
-    return compressed, plan, search_numbers(result)
+    return remainder.applied(search.plan), plan, search
 
 
 def _removals(plan: CompressionPlan) -> dict[str, Operation]:

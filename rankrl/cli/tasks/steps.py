@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,25 +12,16 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from decomposition import CompressionPlan, FitLibrary, save_compressed
-from decomposition.cache import Cache
-from decomposition.network.surgery import copied
+from decomposition import FitLibrary
 from rankrl.cli.config import compose, options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData
-from rankrl.errors import RunStoppedError, counted
+from rankrl.errors import counted
 from rankrl.models import checkpoint_heldout, save_checkpoint
-from rankrl.networks.module import (
-    FileModule,
-    ModuleNetwork,
-    calibrating_images,
-    heldout_scoring,
-    image_network,
-)
-from rankrl.plan_search.run import ChosenPlan, SearchResult
-from rankrl.plan_search.scores.scoring import ImageScoring
-from rankrl.plan_search.session import SearchSession, check_reachable
-from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.network_compression import image_classifier
+from rankrl.networks.module import FileModule, ModuleNetwork
+from rankrl.plan_search.run import search_numbers
+from rankrl.plan_search.session import check_reachable
 from rankrl.report import (
     LayerRow,
     conclusion,
@@ -41,30 +31,20 @@ from rankrl.report import (
     runtimes_table,
     summary_table,
 )
-from rankrl.request import opened_session
-from rankrl.result import (
-    MeasuredNetwork,
-    Measurement,
-    evaluate_compressed,
-    measurement,
-    run_numbers,
-    write_run,
-)
-from rankrl.result import finish as measured_file
-from rankrl.runs.run_folder import RunFolder, cache_folder
-from rankrl.training import EpochRow, TrainingRecipe, TrainingResult, guessing_share
+from rankrl.result import MeasuredModule, run_numbers, write_run
+from rankrl.runs.run_folder import RunFolder
+from rankrl.training import EpochRow, TrainingResult, guessing_share
 from rankrl.training.networks import (
     Teacher,
     build_network,
+    finetune_in,
     guessing_warning,
-    heldout_accuracy,
     model_title,
     read_teacher,
-    run_training,
+    train_in,
     write_training_step,
 )
 from rankrl.verify.certificate import accuracy_collapse
-from rankrl.verify.measure import with_preprocessing
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +79,8 @@ def check_budget(config: AppConfig, data: ImageData) -> None:
     if config.model.get("checkpoint"):  # no training to save; the search checks before it fits
         return
     network = build_network(config.model, data, seed=config.seed)
-    check_reachable(
-        ModuleNetwork(network, data.input_shape),
-        options.candidate_options(config),
-        options.search_goal(config),
-    )
+    request = options.request(config)
+    check_reachable(ModuleNetwork(network, data.input_shape), request.timed_candidates(), request.goal)
 
 
 def heldout_is_new(config: AppConfig, data: ImageData) -> bool:
@@ -117,7 +94,7 @@ def dense_training(
 ) -> TrainingResult:
     """Train the dense network in place and save it; warn if it is no better than guessing."""
     recipe = options.training_recipe(config, network)
-    result = _trained("train", network, data, recipe, folder, stage="train")
+    result = train_in(folder, "train", network, data, recipe)
     new = heldout_is_new(config, data)  # false for initial weights that may have seen the held-out images
     save_checkpoint(
         network,
@@ -135,53 +112,15 @@ def dense_training(
     return result
 
 
-def image_scoring(config: AppConfig, data: ImageData, network: nn.Module) -> ImageScoring:
-    """Return the scoring of a network's plans on held-out images."""
-    return heldout_scoring(network, data, options.search_options(config), seed=config.seed)
-
-
 def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folder: RunFolder) -> FileModule:
     """Return the dense network as searches and reports see it, with its calibration images."""
-    return image_network(
-        dense,
-        data,
-        calibrating_images(dense, data, config.calibration.images, seed=config.seed),
-        image_scoring(config, data, dense),
-        config.decomposition,
-        options.export_options(config),
-        folder.state,
-        seed=config.seed,
-        cache=Cache(cache_folder()),
-    )
+    return image_classifier(dense, data, options.request(config), folder.state)
 
 
 def candidate_fits(config: AppConfig, network: FileModule) -> FitLibrary:
     """Return the library of fits; nothing is fitted yet."""
-    return network.library(
-        options.candidate_options(config), cache=options.request(config).fits, seed=config.seed
-    )
-
-
-def search_session(config: AppConfig, network: FileModule) -> SearchSession:
-    """Return the session that the configuration's searches share."""
-    return opened_session(network, options.candidate_options(config), options.request(config))
-
-
-def chosen_plan(
-    config: AppConfig, data: ImageData, network: FileModule, folder: RunFolder
-) -> tuple[SearchProblem, ChosenPlan]:
-    """Search for a plan and write it, with the preprocessing of the network's images."""
-    with search_session(config, network) as session:
-        tracked = {"on_episode": folder.tracking.episode, "on_update": folder.tracking.update}
-        call = options.request(config).search_call(folder.path, **tracked)
-        result = session.choose(call)
-    if isinstance(result, SearchResult) and result.stopped_by == "interrupt":
-        raise RunStoppedError(folder.path)
-    if result.missed is not None:
-        folder.miss(result.missed)
-    plan = with_preprocessing(result.plan, data.preprocessing)
-    plan.save(folder.plan)
-    return session.problem, dataclasses.replace(result, plan=plan)
+    request = options.request(config)
+    return network.library(request.timed_candidates(), cache=request.fits, seed=config.seed)
 
 
 def finetuned(
@@ -195,66 +134,12 @@ def finetuned(
     stage: str = "finetune",
     after_removal: bool = False,
 ) -> Sequence[EpochRow]:
-    """Fine-tune a compressed network in place, with the dense one as teacher if no other is given.
-
-    Returns the epochs.
-
-    With finetune.epochs=0 it stays as it is.
-    """
+    """Fine-tune a compressed network in place unless finetune.epochs=0, and return the epochs."""
     if config.finetune.epochs == 0:
         return []
     new = heldout_is_new(config, data)
     recipe = options.finetuning_recipe(config, after_removal=after_removal, heldout_is_new=new)
-    source = dense if taught_by is None else taught_by.network
-    result = _trained("fine-tune", network, data, recipe, folder, stage=stage, teacher=source)
-    if taught_by is not None:
-        folder.notes.trainings[stage]["teacher"] = {"name": taught_by.title, "accuracy": taught_by.accuracy}
-    if recipe.restore_best and result.epoch == 0:
-        aim = heldout_accuracy(dense, data)
-        kept = (
-            f"fine-tune: no epoch was better on the held-out images than the network was before "
-            f"({100 * result.start:.1f} %, the dense one {100 * aim:.1f} %); it is handed back as it was."
-        )
-        if result.start < aim:
-            folder.warn(f"{kept} Try another learning rate (optim.lr) or more epochs (finetune.epochs).")
-        else:
-            log.info("%s There was nothing to win back: finetune.epochs=0 leaves fine-tuning out.", kept)
-    elif not new and result.accuracy < result.start:
-        folder.warn(
-            f"fine-tune: the accuracy on the held-out images fell from {100 * result.start:.1f} to "
-            f"{100 * result.accuracy:.1f} %. The dense network may have been trained on them, so they cannot "
-            "tell whether that is a loss; compare with finetune.epochs=0."
-        )
-    return result.history
-
-
-def _trained(
-    title: str,
-    network: nn.Module,
-    data: ImageData,
-    recipe: TrainingRecipe,
-    folder: RunFolder,
-    *,
-    stage: str,
-    teacher: nn.Module | None = None,
-) -> TrainingResult:
-    """Train a network in place, tracked; note the learning rate that was used."""
-    result = run_training(
-        title,
-        network,
-        data,
-        recipe,
-        state_file=folder.training_state(stage),
-        teacher=teacher,
-        on_epoch=folder.tracking.epochs(stage),
-    )
-    folder.notes.trainings[stage] = result.numbers
-    if result.halvings:
-        folder.warn(
-            f"{title}: the training diverged at the learning rate {recipe.lr:.3g}; after "
-            f"{counted(result.halvings, 'halving')} it was followed to the end at {result.lr:.3g}."
-        )
-    return result
+    return finetune_in(folder, network, data, recipe, dense, taught_by, stage=stage, heldout_is_new=new)
 
 
 def head(
@@ -285,44 +170,15 @@ def searched(config: AppConfig) -> dict[str, Any]:
     }
 
 
-def finish_compressed(
-    config: AppConfig,
-    data: ImageData,
-    network: FileModule,
-    plan: CompressionPlan,
-    compressed: nn.Module,
-    metrics: dict[str, Any],
-    folder: RunFolder,
-    *,
-    taught_by: Teacher | None = None,
-    after_removal: bool = False,
-) -> None:
-    """Fine-tune a compressed network, write it as .safetensors and ONNX, measure and report it."""
-    tuned = copied(compressed)
-    epochs = finetuned(
-        config, data, tuned, network.model, folder, taught_by=taught_by, after_removal=after_removal
-    )
-    save_compressed(tuned, plan, folder.model, dense=network.model)
-    search = metrics.pop("search", None)
-
-    def notes(plan: CompressionPlan, measured: Measurement) -> dict[str, str]:
-        known = {**metrics, **measured.stages(), **({} if search is None else {"search": search})}
-        return file_metadata(plan, known)
-
-    result: MeasuredNetwork
-    if network.without_file:
-        measured = measurement(network, plan, compressed, tuned)
-        result = evaluate_compressed(network, plan, compressed, measured, tuned=tuned, budget=config.budget)
-    else:
-        result = measured_file(
-            network, plan, compressed, folder.onnx, tuned=tuned, notes=notes, budget=config.budget
-        )
-    metrics.update(run_numbers(result), **({} if search is None else {"search": search}))
-    exported_step(config, tuned, folder)
+def finish_compressed(config: AppConfig, result: MeasuredModule, folder: RunFolder) -> None:
+    """Report a compressed network."""
+    searched = {} if result.search is None else search_numbers(result.search)
+    metrics = {**folder.notes.about, **run_numbers(result), **searched}
+    exported_step(config, result.model, folder)
     if result.collapsed is not None:
         log.error(result.collapsed)
         folder.collapse(result.collapsed)
-    finish(folder, metrics, layers=result.layers, epochs=epochs)
+    finish(folder, metrics, layers=result.layers, epochs=result.epochs)
 
 
 def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:
@@ -334,17 +190,6 @@ def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> N
         write_training_step(network, recipe, folder.optimizer_step)
 
 
-def file_metadata(plan: CompressionPlan, metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of an ONNX file: plan and metrics, besides graph and preprocessing.
-
-    The search's duration is left out, so that the file of a resumed run equals that of an uninterrupted one.
-    """
-    numbers = {key: value for key, value in metrics.items() if key not in ("preprocessing", "layers")}
-    if "search" in numbers:
-        numbers["search"] = {key: value for key, value in numbers["search"].items() if key != "seconds"}
-    return {"plan": plan.to_json(), "metrics": json.dumps(numbers)}
-
-
 def finish(
     folder: RunFolder,
     metrics: dict[str, Any],
@@ -353,6 +198,7 @@ def finish(
     epochs: Sequence[EpochRow] = (),
 ) -> None:
     """Write the run's report and metrics, and print the final table."""
+    metrics.pop("epochs", None)
     if epochs:
         metrics["epochs"] = [dataclasses.asdict(row) for row in epochs]
     add_notes(metrics, folder)

@@ -59,7 +59,7 @@ def whole_run(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
         umask = os.umask(0o022)
         try:
             with workplace(folder), (folder / "shown.txt").open("w") as shown, redirect_stdout(shown):
-                call(*QUICK, BUDGET, f"hydra.run.dir={folder / 'run'}")
+                call(*QUICK, *BUDGET, f"hydra.run.dir={folder / 'run'}")
         finally:
             os.umask(umask)
 

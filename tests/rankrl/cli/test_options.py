@@ -52,9 +52,6 @@ def test_without_a_budget_accuracy_keeps_a_share_of_the_parameters() -> None:
     assert options.search_goal(settings("reward=amc")).counted["params"] is None
 
 
-IN_FILE = ("model=onnx", "model.path=a.onnx", "dataset.path=b.npz", "selector=bayes")
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -64,17 +61,15 @@ IN_FILE = ("model=onnx", "model.path=a.onnx", "dataset.path=b.npz", "selector=ba
         (("search.statistics=corrected",), ("corrected", "accuracy", 5)),
         (("decomposition.channels=[0.5]",), ("corrected", "accuracy", 5)),
         (("decomposition.blocks=true", "budget.macs=0.5"), ("corrected", "accuracy", 5)),
-        (IN_FILE, ("corrected", "soft_agreement", 5)),
     ],
 )
 def test_scores_see_the_refit_where_they_can_and_finalists_are_refitted_elsewhere(
     overrides: tuple[str, ...], expected: tuple[str, str, int]
 ) -> None:
     config = settings(*overrides)
-    search = options.search_goal(config).search
+    search = options.request(config).goal.search
     assert (search.statistics, search.metric, search.finalists) == expected
     assert search.episodes == 50
-    assert (config.selector["name"], config.selector["policy"]) == ("bayes", "auto")
 
 
 @pytest.mark.parametrize("name", ["params", "macs", "bytes", "latency"])
@@ -96,11 +91,11 @@ def test_a_search_keeps_two_budgets_at_most() -> None:
 
 
 def test_layers_choose_among_the_formats_that_are_listed() -> None:
-    assert options.candidate_options(settings("decomposition=tucker")).formats == ("tucker",)
-    assert options.candidate_options(settings()).formats == ("cp", "tucker", "tensor_ring")
+    assert options.request(settings("decomposition=tucker")).timed_candidates().formats == ("tucker",)
+    assert options.request(settings()).timed_candidates().formats == ("cp", "tucker", "tensor_ring")
     assert settings().decomposition == rankrl.DecompositionOptions()
     few = settings("decomposition=auto", "decomposition.formats=[cp,tucker]")
-    assert options.candidate_options(few).formats == ("cp", "tucker")
+    assert options.request(few).timed_candidates().formats == ("cp", "tucker")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +109,7 @@ def test_layers_choose_among_the_formats_that_are_listed() -> None:
 )
 def test_ranks_for_a_budget_in_time_fill_the_processor_s_lanes(overrides, multiple, monkeypatch) -> None:
     monkeypatch.setattr(options, "suited_multiple", lambda timing: 32)
-    assert options.candidate_options(settings(*overrides)).multiple == multiple
+    assert options.request(settings(*overrides)).timed_candidates().multiple == multiple
 
 
 @pytest.mark.parametrize(
@@ -131,26 +126,26 @@ def test_layers_choose_precisions_that_lower_what_the_budget_counts(
     overrides, precisions, monkeypatch
 ) -> None:
     monkeypatch.setattr("rankrl.onnx.export.static_quantiser.sums_overflow", lambda: False)
-    assert options.candidate_options(settings(*overrides)).precisions == precisions
+    assert options.request(settings(*overrides)).timed_candidates().precisions == precisions
 
 
 def test_precisions_that_are_none_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"decomposition\.precisions: there is no 'int9'; choose from float32"
     ):
-        options.candidate_options(settings("decomposition.precisions=[int9]"))
+        options.request(settings("decomposition.precisions=[int9]")).timed_candidates()
     with pytest.raises(ConfigError, match=r"decomposition\.precisions is empty; choose from float32"):
-        options.candidate_options(settings("decomposition.precisions=[]"))
+        options.request(settings("decomposition.precisions=[]")).timed_candidates()
 
 
 def test_ranks_cannot_be_multiples_of_nothing() -> None:
     with pytest.raises(ConfigError, match=r"decomposition\.rank_multiple must be at least 1, got 0"):
-        options.candidate_options(settings("decomposition.rank_multiple=0"))
+        options.request(settings("decomposition.rank_multiple=0")).timed_candidates()
 
 
 def test_weighed_outputs_can_be_switched_off() -> None:
-    assert options.candidate_options(settings()).weigh_outputs
-    assert not options.candidate_options(settings("decomposition.weigh_outputs=false")).weigh_outputs
+    assert options.request(settings()).timed_candidates().weigh_outputs
+    assert not options.request(settings("decomposition.weigh_outputs=false")).timed_candidates().weigh_outputs
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_weights_made_with_other_images_are_warned_of(
 
 @pytest.mark.slow
 def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path], whole_run: Path) -> None:
-    first, second = whole_run, run("second", BUDGET)
+    first, second = whole_run, run("second", *BUDGET)
     assert (first / "plan.json").read_bytes() == (second / "plan.json").read_bytes()
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
     for key in ("baseline", "compressed", "finetuned"):
@@ -262,7 +262,7 @@ def test_every_format_goes_through_search_and_apply(
 def test_tasks_in_a_row_do_what_the_pipeline_does(
     run: Callable[..., Path], whole_run: Path, dense: str
 ) -> None:
-    searched = run("search", "task=search", dense, BUDGET)
+    searched = run("search", "task=search", dense, *BUDGET)
     applied = run("apply", "task=apply", dense, f"plan={searched / 'plan.json'}")
     weights = f"weights={applied / 'model.safetensors'}"
     tuned = run("finetune", "task=finetune", dense, weights)
@@ -338,7 +338,7 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
     with monkeypatch.context() as patch:
         patch.setattr("rankrl.networks.module.apply_plan", kill)
         with pytest.raises(Killed):
-            run("broken", BUDGET)
+            run("broken", *BUDGET)
     broken = tmp_path / "broken"
     assert not (broken / "metrics.json").exists()
     # Which form of the file is faster is measured, and kept for a run that goes on.
@@ -449,7 +449,7 @@ def test_a_finished_run_says_so_when_it_is_to_be_resumed(
 @pytest.mark.slow
 def test_a_pipeline_without_fine_tuning(run: Callable[..., Path], tmp_path: Path) -> None:
     network = small_network(tmp_path)
-    given = (BUDGET, "finetune.epochs=0", "export.int8=false", "export.training=true")
+    given = (*BUDGET, "finetune.epochs=0", "export.int8=false", "export.training=true")
     folder = run("pipeline", *network, *given)
     metrics = read_json(folder / "metrics.json")
     assert metrics["finetuned"]["accuracy"] == metrics["compressed"]["accuracy"]
