@@ -29,7 +29,7 @@ from decomposition.network.inputs import input_shape_of, mapped, split
 from decomposition.network.surgery import copied, unwrapped
 from decomposition.plan.plan import LayerPlan, fingerprint
 from rankrl.data import ImageData
-from rankrl.data.calibration import CALIBRATION_BATCH
+from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.data.sample import Sample, read_samples
 from rankrl.device import model_device
 from rankrl.errors import ConfigError
@@ -42,8 +42,6 @@ from rankrl.networks.module import (
     ModuleNetwork,
     ScoredModule,
     calibrating_images,
-    heldout_scoring,
-    image_network,
 )
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.graph.batch_axes import Axes
@@ -57,8 +55,8 @@ from rankrl.onnx.runtimes import check_runtimes
 from rankrl.options.search import BudgetOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.run import ChosenPlan, SearchResult, search_numbers
-from rankrl.plan_search.scores.evaluators import Score
-from rankrl.plan_search.scores.scoring import FunctionScoring
+from rankrl.plan_search.scores.evaluators import EvaluatorOptions, Score
+from rankrl.plan_search.scores.scoring import FunctionScoring, ImageScoring
 from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.report.run_tables import HELDOUT_ACCURACY
@@ -83,7 +81,14 @@ from rankrl.training.loop import check_outputs
 from rankrl.training.networks import FineTuner, finetune_in
 from rankrl.verify.agreement import agreement_score
 from rankrl.verify.fidelity import check_as_read, check_rewritten
-from rankrl.verify.measure import HeldoutScore, OwnInputs, OwnMeasure, with_preprocessing
+from rankrl.verify.measure import (
+    HeldoutScore,
+    ImageInputs,
+    OwnInputs,
+    OwnMeasure,
+    TestAccuracy,
+    with_preprocessing,
+)
 
 log = logging.getLogger(__name__)
 
@@ -120,17 +125,14 @@ def compress_module(
     record = {} if claimed else request.record(network_digest(model))
     if not claimed:
         check_writable(run.path, "target")
-        if not request.overwrite:
-            run.check(record, advice=SAME_CALL)
+        check_folder(run, record, request)
     if isinstance(data, ImageData):
         request = request.refitting()
         work = _on_images(model, data, run, request, tuner)
     else:
         work = _on_inputs(model, data, run, request, tuner, **told)
     if not claimed:
-        run.replace(record)
-        run.prepare()
-        run.claim(record, (), resume=True)
+        claim_folder(run, record)
     network = work.network
     if not network.without_file:
         _ = network.baseline  # a network that cannot be exported is refused before anything takes time
@@ -163,6 +165,19 @@ def compress_module(
         request = replace(request, score_name=work.score_name or request.score_name)
         write_call(run, result, request, type(model).__name__, numbers)
     return result
+
+
+def check_folder(run: RunFolder, record: Mapping[str, Any], request: Request) -> None:
+    """Refuse a folder with the results of another call, unless they may be overwritten."""
+    if not request.overwrite:
+        run.check(record, advice=SAME_CALL)
+
+
+def claim_folder(run: RunFolder, record: Mapping[str, Any]) -> None:
+    """Begin a call, or go on with the same one, in its folder."""
+    run.replace(record)
+    run.prepare()
+    run.claim(record, (), resume=True)
 
 
 def choose_plan(
@@ -302,19 +317,29 @@ def _on_images(
 
 
 def image_classifier(model: nn.Module, data: ImageData, request: Request, folder: Path) -> FileModule:
-    """Return a data set's classifier as searches and reports see it."""
+    """Return a classifier of a data set: fitted to training images, reported on test images.
+
+    Running statistics are re-estimated on augmented images, as those that the network was trained on.
+    """
     check_classifier(model, data.input_shape, data.classes)
-    search, timing = request.refitting().goal.search, request.timing
-    return image_network(
+    count, seed, timing = request.calibration, request.seed, request.timing
+    search, cache = request.refitting().goal.search, Cache(request.cache)
+    export = timing if isinstance(timing, ExportOptions) else ExportOptions(**vars(timing))
+    return FileModule(
         model,
-        data,
-        calibrating_images(model, data, request.calibration, seed=request.seed),
-        heldout_scoring(model, data, search, seed=request.seed),
-        request.decomposition,
-        timing if isinstance(timing, ExportOptions) else ExportOptions(**vars(timing)),
-        folder,
-        seed=request.seed,
-        cache=Cache(request.cache),
+        data.input_shape,
+        calibrating_images(model, data, count, seed=seed).split(CALIBRATION_BATCH),
+        data.preprocessing,
+        scoring=ImageScoring(model, data, EvaluatorOptions.of(search, seed), search.images),
+        measure=TestAccuracy(model, data, cache),
+        files=ImageInputs(data, export),
+        options=request.decomposition,
+        export=export,
+        folder=folder,
+        without_file=export.skip,
+        seed=seed,
+        cache=cache,
+        statistics=lambda: calibration_images(data, count, seed=seed, augmented=True),
     )
 
 
@@ -515,11 +540,8 @@ def compress_file_in(
     request.check()
     run = RunFolder(folder)
     record = request.record(digest(source.path.read_bytes())[:16])
-    if not request.overwrite:
-        run.check(record, advice=SAME_CALL)
-    run.replace(record)
-    run.prepare()
-    run.claim(record, (), resume=True)
+    check_folder(run, record, request)
+    claim_folder(run, record)
     result = compress_file(source, run.state / "model.onnx", request, folder=folder)
     run.remove_results()
     announce_write(run.onnx)

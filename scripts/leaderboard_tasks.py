@@ -21,13 +21,12 @@ from real_files import find_file
 from decomposition.operations import PRECISIONS
 from rankrl import DecompositionOptions, SearchOptions
 from rankrl.data import ImageData, load_dataset
-from rankrl.data.calibration import calibration_images
+from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
-from rankrl.network_compression import FileSearch, FileSource
+from rankrl.network_compression import FileSearch, FileSource, image_classifier
 from rankrl.networks.graph import GraphNetwork
-from rankrl.networks.module import image_network
 from rankrl.options.search import BudgetOptions
-from rankrl.options.timing import ExportOptions, LatencyOptions
+from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.agents.policy_file import PolicyFile, PolicyTask
 from rankrl.plan_search.pretraining import task_of
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions
@@ -202,7 +201,8 @@ def _of_images(task: Task, folder: Path, images: int) -> tuple[SearchSession, Ju
     searched = min(images, 2 * len(data.heldout) // 5)
     how = EvaluatorOptions(metric="soft_agreement", statistics="refitted")
     searching = ImageScoring(model, data, how, searched)
-    network = image_network(model, data, inputs, searching, request.decomposition, ExportOptions(), folder)
+    known = image_classifier(model, data, replace(request, calibration=len(inputs)), folder)
+    network = replace(known, inputs=inputs.split(CALIBRATION_BATCH), scoring=searching)
     candidates = request.timed_candidates()
     judges = replace(data, heldout=data.heldout.subset(torch.arange(searched, len(data.heldout))))
 

@@ -37,17 +37,16 @@ from decomposition.progress import Progress
 from decomposition.rewrites import Rewrite, rewrites_of
 from pruning import PruningError, channel_groups, residual_blocks
 from rankrl.data import ImageData, Preprocessing
-from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
+from rankrl.data.calibration import calibration_images
 from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import ConfigError, ExportError
 from rankrl.networks.network import CandidateOptions, WrittenFile
 from rankrl.onnx.export.onnx_file import check_names, name_file
 from rankrl.operations import RemoveBlock
 from rankrl.options.decomposition import DecompositionOptions
-from rankrl.options.search import SearchOptions
-from rankrl.options.timing import ExportOptions, LatencyOptions
-from rankrl.plan_search.scores.evaluators import EvaluatorOptions, Score, checked_score
-from rankrl.plan_search.scores.scoring import FunctionScoring, ImageScoring, Scoring
+from rankrl.options.timing import LatencyOptions
+from rankrl.plan_search.scores.evaluators import Score, checked_score
+from rankrl.plan_search.scores.scoring import FunctionScoring, Scoring
 from rankrl.report import LayerRow
 from rankrl.timing.network_timer import ModuleFiles, NetworkTimer
 from rankrl.verify.certificate import Basis
@@ -59,7 +58,7 @@ from rankrl.verify.file_export import (
     int8_numbers,
     unlike_file,
 )
-from rankrl.verify.measure import ImageInputs, Measure, TestAccuracy, layer_rows, stored_bytes
+from rankrl.verify.measure import Measure, layer_rows, stored_bytes
 from rankrl.verify.runtimes import module_runtimes
 
 log = logging.getLogger(__name__)
@@ -383,42 +382,3 @@ def calibrating_images(model: nn.Module, data: ImageData, count: int, *, seed: i
     """Return the training images that layers are fitted to, in the network's fastest layout."""
     images = calibration_images(data, count, seed=seed)
     return in_layout(images, accepted_layout(model, images[:2]))
-
-
-def heldout_scoring(model: nn.Module, data: ImageData, search: SearchOptions, *, seed: int) -> ImageScoring:
-    """Return the scoring of a classifier's plans on held-out images."""
-    return ImageScoring(model, data, EvaluatorOptions.of(search, seed), search.images)
-
-
-def image_network(
-    model: nn.Module,
-    data: ImageData,
-    images: Tensor,
-    scoring: Scoring,
-    options: DecompositionOptions,
-    export: ExportOptions,
-    folder: Path,
-    *,
-    seed: int = 0,
-    cache: Cache = NO_CACHE,
-) -> FileModule:
-    """Return a classifier of a data set: fitted to training images, reported on test images.
-
-    Running statistics are re-estimated on augmented images, as those that the network was trained on.
-    """
-    return FileModule(
-        model,
-        data.input_shape,
-        images.split(CALIBRATION_BATCH),
-        data.preprocessing,
-        scoring=scoring,
-        measure=TestAccuracy(model, data, cache),
-        files=ImageInputs(data, export),
-        options=options,
-        export=export,
-        folder=folder,
-        without_file=export.skip,
-        seed=seed,
-        cache=cache,
-        statistics=lambda: calibration_images(data, len(images), seed=seed, augmented=True),
-    )

@@ -97,6 +97,19 @@ def dense_numbers(config: AppConfig, data: ImageData, dense: nn.Module) -> dict[
     return {"params": count_parameters(dense), "macs": count_macs(dense, data.input_shape)}
 
 
+def both_numbers(
+    config: AppConfig, data: ImageData, dense: nn.Module, network: nn.Module, plan: CompressionPlan
+) -> dict[str, Any]:
+    """Return the entries of metrics.json for a compressed network next to the dense one."""
+    before, after = dense_numbers(config, data, dense), network_numbers(network, data)
+    return {
+        **steps.head(config, data, dense, method_of(plan)),
+        "baseline": before,
+        "compressed": after,
+        "ratios": cost_ratios(before, after),
+    }
+
+
 def _warn_of_other_images(weights: str | Path, plan: CompressionPlan, data: ImageData) -> None:
     """Warn if images are normalised differently from those that the network was compressed with."""
     known, own = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
@@ -205,7 +218,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
             "task=finetune distils from the dense network: give its weights with model.checkpoint=PATH or "
             "another teacher with finetune.teacher=PATH, or set finetune.distillation=0"
         )
-    baseline, compressed = dense_numbers(config, data, dense), network_numbers(network, data)
+    metrics = both_numbers(config, data, dense, network, plan)
     removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
     with _taken_up(config, folder):
         epochs = steps.finetuned(
@@ -213,16 +226,9 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
         )
     save_compressed(network, plan, folder.model, dense=dense)
     plan.save(folder.plan)
-    accuracy = test_accuracy(network, data)
-    metrics = {
-        **steps.head(config, data, dense, method_of(plan)),
-        "baseline": baseline,
-        "compressed": compressed,
-        "finetuned": {"accuracy": accuracy},
-        "ratios": cost_ratios(baseline, compressed),
-    }
+    metrics["finetuned"] = {"accuracy": test_accuracy(network, data)}
     known = config.model.get("checkpoint")
-    before = heldout_accuracy(dense, data) if known else compressed["accuracy"]
+    before = heldout_accuracy(dense, data) if known else metrics["compressed"]["accuracy"]
     steps.check_collapse(folder, metrics, data, before)
     steps.finish(folder, metrics, epochs=epochs)
 
@@ -255,10 +261,7 @@ def evaluate(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     if config.weights:
         network, dense, plan = compressed_from(config, data)
-        metrics = steps.head(config, data, dense, method_of(plan))
-        metrics["baseline"] = dense_numbers(config, data, dense)
-        metrics["compressed"] = network_numbers(network, data)
-        metrics["ratios"] = cost_ratios(metrics["baseline"], metrics["compressed"])
+        metrics = both_numbers(config, data, dense, network, plan)
     else:
         dense = build_network(config.model, data, seed=config.seed)
         metrics = {**steps.head(config, data, dense), "baseline": network_numbers(dense, data)}
@@ -270,19 +273,12 @@ def export(config: AppConfig, folder: RunFolder) -> None:
     options.export_options(config)  # refuses a missing runtime before anything is read
     data = options.dataset(config)
     network, dense, plan = compressed_from(config, data)
-    metrics = {
-        **steps.head(config, data, dense, method_of(plan)),
-        "baseline": dense_numbers(config, data, dense),
-        "compressed": network_numbers(network, data),
-    }
-    metadata = file_metadata(plan, metrics)
+    metrics = both_numbers(config, data, dense, network, plan)
+    metadata = file_metadata(plan, {key: value for key, value in metrics.items() if key != "ratios"})
     original = steps.searched_network(config, data, dense, folder)
     file = original.write(network, folder.onnx, metadata)
     metrics["onnx"] = dict(file.numbers)
     metrics["runtimes"] = file.runtimes
     steps.exported_step(config, network, folder)
-    metrics["ratios"] = {
-        **cost_ratios(metrics["baseline"], metrics["compressed"]),
-        "latency": file.latency.ratio,
-    }
+    metrics["ratios"]["latency"] = file.latency.ratio
     steps.finish(folder, metrics)

@@ -16,7 +16,7 @@ from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compression import method_of
-from rankrl.cli.tasks.overviews import finished_files, show
+from rankrl.cli.tasks.overviews import cost_cells, finished_files, print_wide, show
 from rankrl.errors import ConfigError, ExportError, counted
 from rankrl.kits.kit import FinishedFile, write_verify_kit
 from rankrl.network_compression import FileSource, apply_to_file, write_file_kit
@@ -35,7 +35,6 @@ INPUTS = "inputs"
 _LOOKED_UP = "it becomes a look-up: what it multiplies is a one-hot code"
 _LITTLE = 0.5
 """Agreement with the original below which hardly anyone would use a network."""
-_WIDTH = 160  # characters of a line in a file or a pipe
 
 
 def compress(config: AppConfig, folder: RunFolder) -> None:
@@ -112,21 +111,14 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
         table.add_row(
             spec.name,
             site.op_type,
-            "x".join(map(str, spec.weight_shape)),
-            f"{spec.params:,}",
-            f"{spec.params / max(1, totals['params']):.1%}",
-            f"{spec.macs:,}",
-            f"{spec.macs / max(1, totals['macs']):.1%}",
+            *cost_cells(spec, totals["params"], totals["macs"]),
             spec.refusal or "",
         )
     for site in given.looked_up:
         table.add_row(
             site.name, site.op_type, "x".join(map(str, site.spec.weight_shape)), *[""] * 4, _LOOKED_UP
         )
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width
-        console.width = _WIDTH
-    console.print(table)
+    print_wide(table)
 
 
 def _source(config: AppConfig) -> FileSource:

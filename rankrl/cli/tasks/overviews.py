@@ -70,22 +70,30 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
     for spec in specs:
         table.add_row(
             spec.name,
-            "x".join(map(str, spec.weight_shape)),
-            f"{spec.params:,}",
-            f"{spec.params / max(params, 1):.1%}",
-            f"{spec.macs:,}",
-            f"{spec.macs / max(macs, 1):.1%}",
+            *cost_cells(spec, params, macs),
             ""
             if spec.refusal is not None
             else _ranks(spec, candidates.formats, tensorised=candidates.tensorised),
             spec.refusal or ("" if fitted is None else _examples(fitted[spec.name])),
         )
+    print_wide(table)
+    if fitted is None:
+        Console().print("inspect.errors=true fits every layer at a few ranks and shows what they lose.")
+
+
+def cost_cells(spec: LayerSpec, params: int, macs: int) -> list[str]:
+    """Return a layer's shape and costs, with its shares of the whole network's."""
+    costs = ((spec.params, params), (spec.macs, macs))
+    shares = [(f"{cost:,}", f"{cost / max(total, 1):.1%}") for cost, total in costs]
+    return ["x".join(map(str, spec.weight_shape)), *shares[0], *shares[1]]
+
+
+def print_wide(table: Table) -> None:
+    """Print a table, into a file or a pipe, too, which has no width; rich would assume 80."""
     console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width; rich would assume 80
+    if not console.is_terminal:
         console.width = _WIDTH
     console.print(table)
-    if fitted is None:
-        console.print("inspect.errors=true fits every layer at a few ranks and shows what they lose.")
 
 
 def _fitted(

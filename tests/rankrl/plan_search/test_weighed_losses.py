@@ -13,16 +13,17 @@ from decomposition.choose.quick_refit import QuickRefit
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.models import create_model
-from rankrl.networks.module import ModuleNetwork, image_network
+from rankrl.network_compression import image_classifier
+from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.network import CandidateOptions
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.search import BudgetOptions, SearchOptions
-from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.scores import scoring as scoring_module
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions, probes
 from rankrl.plan_search.scores.scoring import FunctionScoring, ImageScoring
 from rankrl.plan_search.session import SearchGoal, SearchSession
 from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.request import Request
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +122,11 @@ def test_a_users_score_is_not_called(dense: nn.Module, library: FitLibrary, prob
 
 
 def test_searches_begin_with_weighed_losses(dense: nn.Module, data: ImageData, tmp_path) -> None:
-    images = calibration_images(data, 128, seed=0)
-    scoring = ImageScoring(dense, data, EvaluatorOptions(refit_images=128), 100)
-    how = DecompositionOptions(format="tucker")
-    network = image_network(dense, data, images, scoring, how, ExportOptions(), tmp_path)
+    goal = SearchGoal(BudgetOptions(params=0.3), SearchOptions(images=100, refit_images=128))
+    request = Request(goal, DecompositionOptions(format="tucker"), calibration=128)
+    network = image_classifier(dense, data, request, tmp_path)
     kinds = CandidateOptions(("tucker",))
     library = network.library(kinds, cache=None, seed=0)
-    goal = SearchGoal(BudgetOptions(params=0.3), SearchOptions())
     with SearchSession(network, library, goal, candidates=4, progress=False) as session:
         predicted = [library.fitted(site) for site in session.problem.sites]
         unbounded = replace(session.problem, sites=tuple(predicted), budget=None)
