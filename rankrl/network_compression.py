@@ -248,15 +248,15 @@ def _on_inputs(
 ) -> ModuleWork:
     """Read a user's inputs, and refuse those that cannot be used."""
     log.info("computes on %s, where the network is", model_device(model))
-    candidates, dense, recipe = request.timed_candidates(), _plain(model), tuner.recipe
+    dense, recipe = _plain(model), tuner.recipe
     fitted, held, tested = read_samples(
         data,
         heldout,
         test,
         dense,
         request.seed,
-        skip=candidates.skip,
-        only=candidates.only,
+        skip=request.decomposition.skip,
+        only=request.decomposition.only,
         score_reads_classes=score is None,
         loss_reads_classes=recipe is not None and tuner.loss is None,
     )

@@ -14,7 +14,9 @@ from torch import nn
 
 import rankrl
 from decomposition import list_formats
+from rankrl.data import load_dataset
 from rankrl.errors import ConfigError
+from rankrl.models import create_model
 from rankrl.plan_search.scores.evaluation import CANDIDATES_FILE
 
 IMAGES = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -153,3 +155,17 @@ def test_auto_chooses_among_formats_that_nobody_has_to_list(
     offered = {name for name in list_formats() if name in text}  # those that pay on this network
     assert len(offered) > 1
     assert offered <= formats
+
+
+@pytest.mark.usefixtures("staged_files")
+def test_a_data_set_brings_its_own_images_and_score(tmp_path: Path) -> None:
+    data, timing = load_dataset("digits"), rankrl.LatencyOptions(batch=2, runs=2, int8=False)
+    model = create_model("lenet5", input_shape=data.input_shape, num_classes=data.classes)
+    given = {**QUICK, "params": 0.5, "timing": timing}
+    found = rankrl.compress(model, data, tmp_path / "run", calibration=64, **given)
+    written = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert (written["dataset"], written["selector"]) == ("digits", "greedy")
+    assert written["onnx"]["accuracy"] == pytest.approx(written["finetuned"]["accuracy"], abs=0.01)
+    assert found.plan.metadata["preprocessing"] == data.preprocessing.to_dict()
+    with pytest.raises(ConfigError, match="score= means nothing for a data set"):
+        rankrl.compress(model, data, tmp_path / "other", score=lambda network: 1.0, **given)

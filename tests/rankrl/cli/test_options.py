@@ -31,6 +31,7 @@ from rankrl.operations import RemoveBlock, kept_channels, removed_blocks
 from rankrl.options import decomposition
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.search import BudgetOptions, SearchOptions
+from rankrl.options.selectors import DEFAULT_SELECTOR
 from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
 from rankrl.options.timing import ExportOptions, LatencyOptions
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions
@@ -70,6 +71,12 @@ def test_scores_see_the_refit_where_they_can_and_finalists_are_refitted_elsewher
     search = options.request(config).goal.search
     assert (search.statistics, search.metric, search.finalists) == expected
     assert search.episodes == 50
+
+
+@pytest.mark.parametrize("of_file", [(), ("model=onnx", "model.path=a.onnx", "dataset.path=b.npz")])
+def test_the_command_line_takes_the_selector_that_calls_take(of_file: tuple[str, ...]) -> None:
+    taken = inspect.signature(rankrl.compress).parameters["selector"].default
+    assert settings(*of_file).selector["name"] == taken == DEFAULT_SELECTOR
 
 
 @pytest.mark.parametrize("name", ["params", "macs", "bytes", "latency"])
