@@ -93,16 +93,8 @@ from rankrl.verify.measure import (
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ModuleWork:
-    """A module as searches and reports see it, its fine-tuning, and what else metrics.json says of it."""
-
-    network: FileModule
-    tune: Callable[[nn.Module], tuple[nn.Module, Sequence[EpochRow]]] | None = None
-    measure: HeldoutScore | None = None
-    unseen: HeldoutScore | None = None
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    score_name: str | None = None
+Tune = Callable[[nn.Module], tuple[nn.Module, Sequence[EpochRow]]]
+"""Fine-tunes a network; returns it, or another, and the epochs."""
 
 
 def compress_module(
@@ -128,41 +120,34 @@ def compress_module(
         check_folder(run, record, request)
     if isinstance(data, ImageData):
         request = request.refitting()
-        work = _on_images(model, data, run, request, tuner)
+        network, tune, further = _on_images(model, data, run, request, tuner)
     else:
-        work = _on_inputs(model, data, run, request, tuner, **told)
+        network, tune, further = _on_inputs(model, data, run, request, tuner, **told)
     if not claimed:
         claim_folder(run, record)
-    network = work.network
     if not network.without_file:
         _ = network.baseline  # a network that cannot be exported is refused before anything takes time
-    candidates = request.timed_candidates()
-    check_reachable(network, candidates, request.goal)
-    anew = {} if claimed else {"anew_for_other_scores": True, "on_set_aside": run.remove_results}
-    _, search = choose_plan(network, candidates, request, run, **anew)
-    if claimed:
-        search.plan.save(run.plan)
-        if search.missed is not None:
-            run.miss(search.missed)
+    check_reachable(network, request.timed_candidates(), request.goal)
+    _, search = choose_plan(network, request, run, claimed=claimed)
     compressed, tuned = network.applied(search.plan), None
     epochs: Sequence[EpochRow] = ()
-    if work.tune is not None:
-        tuned, epochs = work.tune(copied(compressed))
+    if tune is not None:
+        tuned, epochs = tune(copied(compressed))
     if not claimed:
         run.remove_results()  # of an earlier same call, so that files of two calls never mix
         search.plan.save(run.plan)
-    budget, unseen = request.goal.budget, work.unseen
-    result = finish_module(network, search.plan, compressed, run, budget, tuned=tuned, search=search)
-    result = replace(result, epochs=tuple(epochs))
-    if unseen is not None and unseen.what == "test":
-        scores = {"baseline": unseen(network.model), "compressed": unseen(result.model)}
+    result = finish_module(
+        network, search.plan, compressed, run, request.goal.budget, tuned=tuned, search=search
+    )
+    result, own = replace(result, epochs=tuple(epochs)), network.measure
+    if isinstance(own, OwnMeasure) and own.unseen is not None and own.unseen.what == "test":
+        scores = {"baseline": own.unseen(network.model), "compressed": own.unseen(result.model)}
         result = replace(result, test=scores)
     if not claimed:
         assert isinstance(result, ModuleCompression)
-        numbers = run_numbers(result) | work.numbers
-        if tuned is not None and work.measure is not None:
-            numbers["compressed"]["agreement"] = agreement_score(work.measure.agreement(compressed))
-        request = replace(request, score_name=work.score_name or request.score_name)
+        numbers = run_numbers(result) | further
+        if tuned is not None and isinstance(own, OwnMeasure):
+            numbers["compressed"]["agreement"] = agreement_score(own.heldout.agreement(compressed))
         write_call(run, result, request, type(model).__name__, numbers)
     return result
 
@@ -181,16 +166,22 @@ def claim_folder(run: RunFolder, record: Mapping[str, Any]) -> None:
 
 
 def choose_plan(
-    network: FileModule, candidates: CandidateOptions, request: Request, run: RunFolder, **told: Any
+    network: FileModule, request: Request, run: RunFolder, *, claimed: bool = True
 ) -> tuple[SearchProblem, ChosenPlan]:
     """Search for a plan, recorded and tracked in a run's folder; it notes how images are made."""
-    tracked = {"on_episode": run.tracking.episode, "on_update": run.tracking.update}
-    with opened_session(network, candidates, request) as session:
-        search = session.choose(request.search_call(run.path, **tracked, **told))
+    told: dict[str, Any] = {"on_episode": run.tracking.episode, "on_update": run.tracking.update}
+    if not claimed:
+        told |= {"anew_for_other_scores": True, "on_set_aside": run.remove_results}
+    with opened_session(network, request.timed_candidates(), request) as session:
+        search = session.choose(request.search_call(run.path, **told))
     if isinstance(search, SearchResult) and search.stopped_by == "interrupt":
         raise KeyboardInterrupt(f"the search was stopped; the same call goes on with it in {run.path}")
     if network.preprocessing is not None:
         search = replace(search, plan=with_preprocessing(search.plan, network.preprocessing))
+    if claimed:
+        search.plan.save(run.plan)
+        if search.missed is not None:
+            run.miss(search.missed)
     return session.problem, search
 
 
@@ -245,7 +236,7 @@ def _on_inputs(
     score: Score | None,
     heldout: float | CalibrationInputs,
     test: CalibrationInputs | None,
-) -> ModuleWork:
+) -> tuple[FileModule, Tune | None, dict[str, Any]]:
     """Read a user's inputs, and refuse those that cannot be used."""
     log.info("computes on %s, where the network is", model_device(model))
     dense, recipe = _plain(model), tuner.recipe
@@ -270,7 +261,6 @@ def _on_inputs(
     measure = HeldoutScore(dense, held)
     judge, unit = (measure, measure.unit) if score is None else (score, request.score_name or "score")
     batches = calibration_batches(fitted.inputs, dense)
-    by_class = score is None and measure.by_class and tested is None
     network = FileModule(
         dense,
         input_shape_of(batches[0]),
@@ -288,19 +278,17 @@ def _on_inputs(
     def tune(network: nn.Module) -> tuple[nn.Module, Sequence[EpochRow]]:
         return tuner.tuned(network, dense, fitted, judge, request.progress)
 
-    return ModuleWork(
-        network,
-        None if tuner.strategy is None else tune,
-        measure,
-        unseen,
-        {} if tuner.teacher is None else {"teacher": _teacher_score(tuner, dense, held, measure)},
-        HELDOUT_ACCURACY.title if by_class else None,
-    )
+    further: dict[str, Any] = {}
+    if tuner.teacher is not None:
+        further["teacher"] = _teacher_score(tuner, dense, held, measure)
+    if score is None and measure.by_class and tested is None:
+        further["score_name"] = HELDOUT_ACCURACY.title
+    return network, None if tuner.strategy is None else tune, further
 
 
 def _on_images(
     model: nn.Module, data: ImageData, run: RunFolder, request: Request, tuner: FineTuner
-) -> ModuleWork:
+) -> tuple[FileModule, Tune | None, dict[str, Any]]:
     """Prepare a data set's classifier."""
     network = image_classifier(model, data, request, run.state)
 
@@ -312,8 +300,7 @@ def _on_images(
         epochs = finetune_in(run, network, data, tuner.recipe, model, teacher, heldout_is_new=new)
         return network, epochs
 
-    tuning = None if tuner.strategy is None else tune
-    return ModuleWork(network, tuning, numbers={"dataset": data.name})
+    return network, None if tuner.strategy is None else tune, {"dataset": data.name}
 
 
 def image_classifier(model: nn.Module, data: ImageData, request: Request, folder: Path) -> FileModule:

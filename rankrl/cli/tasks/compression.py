@@ -26,7 +26,7 @@ from rankrl.cli.tasks import steps
 from rankrl.compression import compress
 from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.network_compression import choose_plan, file_metadata, image_classifier
+from rankrl.network_compression import choose_plan, file_metadata
 from rankrl.options.decomposition import AUTO
 from rankrl.plan_search.run import search_numbers
 from rankrl.runs.run_folder import RunFolder
@@ -166,12 +166,8 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     steps.check_budget(config, data)
     dense = steps.dense_network(config, data, folder)
-    request = options.request(config)
-    network = image_classifier(dense, data, request, folder.state)
-    problem, result = choose_plan(network, request.timed_candidates(), request, folder)
-    result.plan.save(folder.plan)
-    if result.missed is not None:
-        folder.miss(result.missed)
+    network = steps.searched_network(config, data, dense, folder)
+    problem, result = choose_plan(network, options.request(config), folder)
     cost = problem.cost(result.key)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),

@@ -78,12 +78,9 @@ def _decomposed(
     config: AppConfig, network: FileModule, tuned: nn.Module, pruned: PrunedNetwork, folder: RunFolder
 ) -> tuple[nn.Module, CompressionPlan, ChosenPlan]:
     """Decompose the fine-tuned pruned network; return it, one plan for both steps, and how it was chosen."""
-    request = options.request(config)
     scoring: Any = network.scoring
     remainder = replace(network, model=tuned, scoring=replace(scoring, model=tuned))
-    _, search = choose_plan(remainder, request.timed_candidates(), request, folder)
-    if search.missed is not None:
-        folder.miss(search.missed)
+    _, search = choose_plan(remainder, options.request(config), folder)
     plan = replace(
         search.plan.with_operations(network.model, _removals(pruned.plan)),
         chosen_by=both_chose(pruned.plan.chosen_by, search.plan.chosen_by),
