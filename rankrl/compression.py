@@ -249,7 +249,7 @@ def compress(
     tuner = FineTuner(finetune, loss, teacher)
     told: dict[str, Any] = {"score": score, "heldout": heldout, "test": test}
     if isinstance(inputs, ImageData):
-        given = None if heldout == HELDOUT else heldout
+        given = None if isinstance(heldout, float) and heldout == HELDOUT else heldout
         _refuse("a data set, which has its own", score=score, heldout=given, test=test, loss=loss)
     else:
         _refuse("inputs that are no data set", calibration=calibration)

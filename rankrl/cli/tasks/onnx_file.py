@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import rankrl
 from decomposition import CompressionPlan
+from rankrl import compression
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
@@ -48,7 +48,7 @@ def compress(config: AppConfig, folder: RunFolder) -> None:
         )
     axes = config.dataset.get("batch_axes")
     given = options.verb_arguments(config)
-    result = rankrl.compress(path, inputs, folder, images=images, batch_axes=axes, **given)
+    result = compression.compress(path, inputs, folder, images=images, batch_axes=axes, **given)
     result.plan.save(folder.plan)
     if result.missed is not None:
         folder.miss(result.missed)
