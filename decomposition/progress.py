@@ -28,6 +28,24 @@ _drawing = False
 _listeners: list[Callable[[str, int, int], None]] = []
 
 
+class Deadline:
+    """The end of a call that is bounded in seconds from its beginning; without a number there is none."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds, self.stopped = seconds, False
+        self._begun = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the call began."""
+        return time.monotonic() - self._begun
+
+    def over(self) -> bool:
+        """Tell a stage that could go on whether to stop; `stopped` keeps that one was told so."""
+        self.stopped = self.stopped or (self.seconds is not None and self.elapsed >= self.seconds)
+        return self.stopped
+
+
 class ProgressBar:
     """A running progress bar, made by `progress_bar`."""
 

@@ -98,6 +98,7 @@ def compress(
     macs: float | None = None,
     bytes: float | None = None,
     latency: float | None = None,
+    memory: float | None = None,
     decomposition: str | Sequence[str] | DecompositionOptions | None = None,
     selector: str = DEFAULT_SELECTOR,
     selector_options: Mapping[str, Any] | None = None,
@@ -153,6 +154,8 @@ def compress(
         bytes: Fraction of the parameters' bytes to keep at most.
         latency: Fraction of the original's time in onnxruntime to keep at most. Give `drop` alone, or one of
             the four fractions, or two to be kept at once.
+        memory: Fraction of the original's peak memory of activations to keep at most, for one input, alone or
+            besides any of the others. Integers lower it, and factorised layers where they are what is large.
         decomposition: Name of a tensor format, names of several that every layer chooses from, or everything
             that may become of layers (`DecompositionOptions`). When omitted, layers of a module choose from
             CP, Tucker and tensor ring, nodes of a file from all formats that plain nodes can compute, in
@@ -216,7 +219,7 @@ def compress(
     if not (score is None or callable(score)):
         raise ConfigError(f"score must be a function or None, got {score!r}")
     goal = SearchGoal(
-        BudgetOptions(drop, minimise, params, macs, bytes, latency),
+        BudgetOptions(drop, minimise, params, macs, bytes, latency, memory),
         search or SearchOptions(),
         _timing(timing, file),
         reward,
@@ -279,6 +282,7 @@ def search(
     macs: float | None = None,
     bytes: float | None = None,
     latency: float | None = None,
+    memory: float | None = None,
     decomposition: str | Sequence[str] | DecompositionOptions | None = None,
     selector: str = "bayes",
     selector_options: Mapping[str, Any] | None = None,
@@ -314,7 +318,7 @@ def search(
     """
     file = _file(network, "search")
     _check_score("search", score, optional=file is not None)
-    budget, time = BudgetOptions(drop, minimise, params, macs, bytes, latency), _timing(timing, file)
+    budget, time = BudgetOptions(drop, minimise, params, macs, bytes, latency, memory), _timing(timing, file)
     goal = SearchGoal(budget, search or SearchOptions(), time, reward, reward_options or {})
     options = _decomposition(network, decomposition)
     request = Request(goal, options, selector, selector_options or {}, seed, _cache(cache), progress)
@@ -345,6 +349,7 @@ def make_task(
     macs: float | None = None,
     bytes: float | None = None,
     latency: float | None = None,
+    memory: float | None = None,
     decomposition: str | Sequence[str] | DecompositionOptions | None = None,
     reward: str = "accuracy",
     reward_options: Mapping[str, Any] | None = None,
@@ -371,7 +376,7 @@ def make_task(
     """
     file = _file(network, "make_task")
     budget, time = (
-        BudgetOptions(params=params, macs=macs, bytes=bytes, latency=latency),
+        BudgetOptions(params=params, macs=macs, bytes=bytes, latency=latency, memory=memory),
         _timing(timing, file),
     )
     goal = SearchGoal(budget, search or SearchOptions(), time, reward, reward_options or {})

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from decomposition.progress import Progress
+from decomposition.progress import Deadline, Progress
 from rankrl.errors import ConfigError, counted
 from rankrl.kits.kit import WrittenKit
 from rankrl.networks.network import CandidateOptions, PricedNetwork, SearchableNetwork
@@ -41,6 +41,11 @@ class Request:
     score_name: str | None = None
     overwrite: bool = False
     calibration: int = CalibrationOptions.images
+    deadline: Deadline | None = None
+
+    def __post_init__(self) -> None:
+        if self.deadline is None:  # a request is made when a call begins
+            object.__setattr__(self, "deadline", Deadline(self.goal.search.seconds))
 
     @property
     def timing(self) -> LatencyOptions:
@@ -87,7 +92,8 @@ class Request:
 
     def search_call(self, folder: Path | None, **told: Any) -> SearchCall:
         """Return the call of the session's search, recorded in a folder; `told` are its other fields."""
-        return SearchCall(self.selector, self.selector_options, self.seed, folder, **told)
+        deadline = self.deadline or Deadline()
+        return SearchCall(self.selector, self.selector_options, self.seed, folder, deadline=deadline, **told)
 
     def record(self, network: str) -> dict[str, Any]:
         """Return the arguments that a search depends on; data and score are in the search's own state."""
@@ -122,4 +128,11 @@ def opened_session(
     """Calibrate a network's layers and return the search session; nothing is fitted yet."""
     library = network.library(candidates, cache=request.fits, seed=request.seed)
     limit = candidates.candidates
-    return SearchSession(network, library, request.goal, candidates=limit, progress=request.progress)
+    return SearchSession(
+        network,
+        library,
+        request.goal,
+        candidates=limit,
+        progress=request.progress,
+        deadline=request.deadline,
+    )

@@ -144,6 +144,19 @@ def missed_latency(budget: float | None, times: LatencyComparison) -> str | None
     )
 
 
+def missed_memory(budget: float | None, before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
+    """Return the message that a finished file misses its limit of memory, else None."""
+    if budget is None or "activation_bytes" not in after:  # no file was written
+        return None
+    kept = after["activation_bytes"] / max(1, before["activation_bytes"])
+    if kept <= budget:
+        return None
+    return (
+        f"budget.memory={budget} is missed: the finished file holds {kept:.3f} of the original's bytes of "
+        "activations, more than its layers were expected to. Ask for a little less"
+    )
+
+
 def run_numbers(result: MeasuredNetwork) -> dict[str, Any]:
     """Return the entries of metrics.json for a compressed network."""
     numbers: dict[str, Any] = result.stages()
@@ -343,14 +356,18 @@ def finish(
     latency = budget.latency if budget.drop is None and estimate is None else None  # a time of this machine
     missed = None if search is None else search.missed
     known = evaluate_compressed(network, plan, compressed, measured, tuned=tuned, budget=budget)
+    before = {**measured.before, "activation_bytes": network.activation_bytes()}
+    sizes = {"file_bytes": path.stat().st_size, "activation_bytes": network.activation_bytes(path)}
+    after = {**measured.after, **sizes}
+    reasons = (missed, missed_latency(latency, file.latency), missed_memory(budget.memory, before, after))
     return Compression(
-        **shallow(replace(known, after={**measured.after, "file_bytes": path.stat().st_size})),
+        **shallow(replace(known, before=before, after=after)),
         path=path,
         outputs=file.outputs,
         verified=file.verified,
         latency=file.latency,
         search=search,
-        missed=missed or missed_latency(latency, file.latency),
+        missed=next((reason for reason in reasons if reason is not None), None),
         numbers=file.numbers,
         runtimes=file.runtimes,
         dense_int8=network.dense_int8(),

@@ -29,6 +29,8 @@ class CostTable:
             self.losses[row, : len(site)] = site.losses
         totals = np.array([limit.total for limit in self.limits])
         self.absent = ~np.isfinite(self._costs[0])
+        for row, site in enumerate(sites):
+            self.absent[row, site.dense] |= site.must_change
         self._shares = np.where(self.absent, 0.0, self._costs / totals[:, None, None])
         self._couplings = [_Coupling.of(sites, budget, site, width) for site in range(len(sites) - 1)]
 

@@ -139,11 +139,13 @@ class Budget:
     def spent(self, sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> float:
         """Return the cost of the whole model with candidate `choices[j]` of `sites[j]`.
 
-        It is infinite where candidates do not go together.
+        It is infinite where candidates do not go together, or a site stays as it is that must change.
         """
         for (here, choice), (behind, next_choice) in pairwise(zip(sites, map(int, choices), strict=True)):
             if in_one_block(here, behind) and here.leaving[choice] != behind.leaving[next_choice]:
                 return np.inf
+        if any(site.must_change and int(j) == site.dense for site, j in zip(sites, choices, strict=True)):
+            return np.inf
         own = sum(float(site.cost(self.measure)[int(j)]) for site, j in zip(sites, choices, strict=True))
         return self.fixed + own + self.crossed(sites, choices) - saved(sites, choices, self.measure)
 
@@ -187,6 +189,8 @@ class Budget:
         if site < len(sites) - 1 and (behind := self.coupling(sites, site)) is not None:
             costs = costs + behind[:, choices[site + 1]]
         extra: np.ndarray = costs - costs[choices[site]]
+        if sites[site].must_change:
+            extra[-1] = np.inf
         return extra
 
     def price(self, extra: np.ndarray, mixture: Sequence[float] | np.ndarray | None = None) -> np.ndarray:
@@ -262,7 +266,7 @@ class LatencyTable:
                     f"site {site.name!r} has {len(site)} candidates, the latency table holds {len(own)} "
                     "times for it; measure all candidates"
                 )
-            limits = {False: own[-1], True: np.inf}
+            limits = {False: np.inf if site.must_change else own[-1], True: np.inf}
             for candidate, time in zip(site.candidates, own, strict=True):
                 if candidate.integer and candidate.only_integers:
                     limits[True] = time

@@ -96,6 +96,7 @@ class CandidateSet:
         importance: Weight of this site's squared errors relative to other sites; positive or 0.
         layers: Names of the site's layers; `None` for that of `spec` alone.
         producer: Name of the site in front whose outputs this one alone reads, if candidates read only some.
+        must_change: Whether no plan may leave the site as it is.
     """
 
     spec: LayerSpec
@@ -103,6 +104,7 @@ class CandidateSet:
     importance: float = 1.0
     layers: tuple[str, ...] | None = None
     producer: str | None = None
+    must_change: bool = False
 
     def __post_init__(self) -> None:
         last = self.candidates[-1] if self.candidates else None
@@ -265,6 +267,7 @@ class CandidateSet:
         kept: list[int] = []
         for index in map(int, np.lexsort((self.macs, self.params, errors, *costs.T[::-1]))):
             dear = classes[index] == 0 and bool((costs[index] >= costs[self.dense]).all())
+            dear &= not self.must_change
             rivals = [rival for rival in kept if classes[rival] == classes[index]]
             beaten = errors[rivals] <= errors[index]
             beaten &= (costs[rivals] <= costs[index]).all(1)

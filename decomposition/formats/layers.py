@@ -254,7 +254,7 @@ def _keep_fast_path_away(module: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 def full_precision(x: torch.Tensor) -> AbstractContextManager[None]:
     """Disable autocast, so that cores contract in their own precision: more exact, faster if small."""
-    active = torch.is_autocast_enabled(x.device.type)
+    active = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     return torch.autocast(x.device.type, enabled=False) if active else nullcontext()
 
 

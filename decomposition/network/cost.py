@@ -87,6 +87,14 @@ def count_macs(model: nn.Module, input_shape: ExampleInputs) -> int:
     return counter.macs
 
 
+def stage_sizes(layer: nn.Module, x: torch.Tensor) -> list[int]:
+    """Return the numbers that each convolution and product of matrices in a layer gives, in order."""
+    counter = _Counter()
+    with torch.no_grad(), counter:
+        layer(x)
+    return counter.sizes
+
+
 class _Counter(TorchDispatchMode):
     """Adds up the multiply-accumulates of all convolutions and products of matrices that are called."""
 
@@ -95,6 +103,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.macs = 0
+        self.sizes: list[int] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -112,6 +121,8 @@ class _Counter(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         result = func(*args, **kwargs)
+        if counted:
+            self.sizes.append(result.numel())
         if operator in _PRODUCTS:
             left, right = args[_PRODUCTS[operator] :][:2]
             self.macs += left.shape[0] * right.shape[0] * right.shape[1]

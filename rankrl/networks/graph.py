@@ -52,6 +52,7 @@ from rankrl.plan_search.scores.evaluators import checked_score, values_of_inputs
 from rankrl.report import LayerRow
 from rankrl.timing.latency import LatencyComparison
 from rankrl.timing.network_timer import GraphFiles, NetworkTimer, compared_with_original
+from rankrl.verify.activations import Activations, DenseGraph, activation_bytes
 from rankrl.verify.agreement import OutputAgreement, agreement_score, agreement_values
 from rankrl.verify.certificate import OWN_SCORE, Basis, collapse
 from rankrl.verify.file_export import rival_numbers
@@ -148,6 +149,19 @@ class GraphNetwork:
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
         """Calibrate the nodes and return the library of their fits; see `Network`."""
         return fit_library(self.file, candidates, folder=cache, seed=seed)
+
+    def dense_graph(self) -> DenseGraph:
+        """Return the graph; see `PricedNetwork`."""
+        network = self.file.network.without_casts()
+        weights = {site.name: network.weight_inputs[site.name] for site in self.file.usable}
+        return DenseGraph(network.model, network.axes.one(self.feed), weights)
+
+    def activation_bytes(self, path: Path | None = None) -> int:
+        """Return the peak memory of the activations of a file; see `Network`."""
+        feed = self.file.split.axes.one(self.feed)
+        if path is not None:
+            return activation_bytes(path, feed)
+        return Activations(self._original.model, feed).peak
 
     def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> NetworkTimer:
         """Return the timer of the graph, whose nodes hold fits while it is timed."""

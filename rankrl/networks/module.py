@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,7 +31,7 @@ from decomposition.cache import Cache
 from decomposition.calibration.metric import WIDEST, Narrowing
 from decomposition.choose.listing import CandidateLister, Removal
 from decomposition.fit.fit_options import CHOOSING
-from decomposition.network.inputs import InputShape, example_tensor
+from decomposition.network.inputs import InputShape, example_tensor, random_batch
 from decomposition.network.layers import FLOAT_BYTES
 from decomposition.operations import computes_in_integers
 from decomposition.progress import Progress
@@ -41,7 +42,10 @@ from rankrl.data.calibration import calibration_images
 from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import ConfigError, ExportError
 from rankrl.networks.network import CandidateOptions, WrittenFile
+from rankrl.onnx.export import export_onnx
 from rankrl.onnx.export.onnx_file import check_names, name_file
+from rankrl.onnx.export.tracing import feed_of
+from rankrl.onnx.protobuf import load_model
 from rankrl.operations import RemoveBlock
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions
@@ -49,6 +53,7 @@ from rankrl.plan_search.scores.evaluators import Score, checked_score
 from rankrl.plan_search.scores.scoring import FunctionScoring, Scoring
 from rankrl.report import LayerRow
 from rankrl.timing.network_timer import ModuleFiles, NetworkTimer
+from rankrl.verify.activations import DenseGraph, activation_bytes, one_input
 from rankrl.verify.certificate import Basis
 from rankrl.verify.file_export import (
     NO_CACHE,
@@ -204,6 +209,19 @@ class ModuleNetwork:
             seed=seed,
         )
 
+    def dense_graph(self) -> DenseGraph:
+        """Return the exported network; see `PricedNetwork`."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "dense.onnx"
+            export_onnx(self.model, path, self.input_shape, progress=False)
+            feed = feed_of(self.model, random_batch(self.model, self.input_shape, 1))
+            return DenseGraph(load_model(path), feed, self._weights)
+
+    @property
+    def _weights(self) -> dict[str, str]:
+        """Name of every layer's weight in a file."""
+        return {spec.name: f"{spec.name}.weight" for spec in self.specs}
+
     def timer(self, options: LatencyOptions, _library: FitLibrary | None = None, /) -> NetworkTimer:
         """Return the timer of the exported module; no fits are needed."""
         preprocessing = self.preprocessing if options.preprocess else None
@@ -305,6 +323,14 @@ class FileModule(ModuleNetwork):
         path = export_dense(self.model, self.files, self.folder, self.cache)
         check_names(path, self.export)
         return path
+
+    def dense_graph(self) -> DenseGraph:
+        """Return the dense network's file; see `PricedNetwork`."""
+        return DenseGraph(load_model(self.baseline), one_input(next(self.files.feeds())), self._weights)
+
+    def activation_bytes(self, path: Path | None = None) -> int:
+        """Return the peak memory of the activations of a file; see `Network`."""
+        return activation_bytes(path or self.baseline, one_input(next(self.files.feeds())))
 
     def floating(self, candidates: CandidateOptions) -> Collection[str]:
         """Return the layers whose integers PyTorch does not simulate as the file has them (`unlike_file`)."""

@@ -26,6 +26,7 @@ from rankrl.plan_search.scores.scoring import Scoring
 from rankrl.report import LayerRow
 from rankrl.timing.latency import LatencyComparison
 from rankrl.timing.network_timer import NetworkTimer
+from rankrl.verify.activations import DenseGraph
 from rankrl.verify.agreement import OutputAgreement
 from rankrl.verify.certificate import Basis
 
@@ -99,6 +100,9 @@ class PricedNetwork(Protocol):
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
         """Calibrate and return the library of the layers' fits; nothing is fitted yet."""
 
+    def dense_graph(self) -> DenseGraph:
+        """Return the network as a graph, whose activations a limit of memory counts."""
+
     def timer(self, options: LatencyOptions, library: FitLibrary | None, /) -> NetworkTimer:
         """Return the timer of this network's layers and of the network under plans."""
 
@@ -144,6 +148,9 @@ class Network(SearchableNetwork, Protocol):
 
     def write(self, compressed: Any, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
         """Write a compressed network as an ONNX file, verify it, and time it along with the original's."""
+
+    def activation_bytes(self, path: Path | None = None) -> int:
+        """Return the peak memory of the activations of a file, or of the original, for one input."""
 
     def costs_before(self) -> dict[str, int]:
         """Return `params`, `macs`, `bytes` (of the parameters) and `file_bytes` of the original."""

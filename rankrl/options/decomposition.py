@@ -118,8 +118,8 @@ def differing_formats(formats: tuple[str, ...], budget: BudgetOptions) -> tuple[
 
 
 def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:
-    """Return the precisions that lower what budgets in time and in bytes measure, after float32."""
-    measured = budget.latency is not None or budget.bytes is not None
+    """Return the precisions that lower what budgets in time, bytes and memory measure, after float32."""
+    measured = any(limit is not None for limit in (budget.latency, budget.bytes, budget.memory))
     return ("float32", "int8") if measured else ("float32",)
 
 

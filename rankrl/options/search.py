@@ -94,6 +94,8 @@ class BudgetOptions:
         macs: Fraction of the multiply-accumulates to keep at most, or None.
         bytes: Fraction of the bytes of the parameters in a file to keep at most, or None.
         latency: Fraction of the dense network's time in onnxruntime on this machine to keep at most, or None.
+        memory: Fraction of the bytes of activations that the dense network holds at once, for one input, to
+            keep at most, alone or besides any of the others; None for no limit.
     """
 
     drop: float | None = None
@@ -102,13 +104,17 @@ class BudgetOptions:
     macs: float | None = None
     bytes: float | None = None
     latency: float | None = None
+    memory: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_budgets(self._all)
+        check_fractions({**self._all, "memory": self.memory})
+        check_number_of_budgets(self._all)
         if self.minimise not in MEASURES:
             raise ConfigError(f"budget.minimise={self.minimise!r} is none of {', '.join(MEASURES)}")
         if self.drop is None:
+            if self.memory is not None and not self.fractions:
+                object.__setattr__(self, "params", 1.0)  # memory alone limits no layer's parameters
             return
         if not 0 <= self.drop < 1:
             raise ConfigError(
@@ -135,9 +141,10 @@ class BudgetOptions:
     @property
     def numbers(self) -> dict[str, float | str]:
         """The budget that was asked for, as metrics.json has it: `{"params": 0.5}`."""
+        memory = {} if self.memory is None else {"memory": self.memory}
         if self.drop is not None:
-            return {"drop": self.drop, "minimise": self.minimise}
-        return dict(self.fractions)
+            return {"drop": self.drop, "minimise": self.minimise, **memory}
+        return {**self.fractions, **memory}
 
     @property
     def counted(self) -> dict[str, float | None]:
@@ -157,14 +164,13 @@ def budget_line(budget: Mapping[str, Any]) -> str:
     return " ".join(["budget", *limits]) if limits else "no budget"
 
 
-def check_budgets(fractions: Mapping[str, float | None]) -> None:
-    """Refuse fractions that are none, and more than two budgets."""
+def check_fractions(fractions: Mapping[str, float | None]) -> None:
+    """Refuse budgets that are no fractions."""
     for name, value in fractions.items():
         if value is not None and not 0 < value <= 1:
             raise ConfigError(
                 f"budget.{name}={value} is outside (0, 1]; it is the fraction to keep, for example 0.4"
             )
-    check_number_of_budgets(fractions)
 
 
 def check_number_of_budgets(fractions: Mapping[str, float | None]) -> None:
@@ -205,7 +211,9 @@ class SearchOptions(ScoringOptions):
         episodes: Episodes at most: plans that are proposed, also again.
         plans: Different plans to score, or None for as many as there are episodes. An episode that repeats
             a plan costs nothing, so selectors are compared at equal `plans`, with more `episodes`.
-        seconds: Stop after so many seconds, or None.
+        seconds: Take the best plan measured so far after so many seconds of the whole call, reading, timing
+            and fitting included; None for no limit. At least one step of plans is scored, and the chosen plan
+            is applied, exported, checked and fine-tuned after them. task=compare gives each search so many.
         patience: Stop after so many episodes without a better plan, or None.
         images: Images held out of the training set that each plan is scored on.
         metric: `accuracy` on the labels; `agreement`, the share of images on which the plan and the dense

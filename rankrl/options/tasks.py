@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rankrl.errors import ConfigError
-from rankrl.options.search import BudgetOptions, ScoreMetric, check_budgets, check_choice
+from rankrl.options.search import BudgetOptions, ScoreMetric, check_choice, check_fractions
 from rankrl.options.selectors import IMPORTANCE_SCALE, check_importance_scale
 
 
@@ -161,7 +161,7 @@ class EpisodeOptions:
 
     def __post_init__(self) -> None:
         for name, fraction in self.budgets:
-            check_budgets({name: fraction})
+            check_fractions({name: fraction})
         if not self.budgets:
             raise ConfigError("pretrain.params and pretrain.macs are both empty; set a budget, such as 0.25")
         for name in ("plans", "batches"):

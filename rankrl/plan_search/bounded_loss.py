@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from decomposition import CompressionPlan, list_heuristics
 from decomposition.choose.allocation import least_fraction
+from decomposition.errors import DecompositionError
+from decomposition.progress import Deadline
 from rankrl.plan_search.measured_plans import (
     ALL_INT8,
     MeasuredPlan,
@@ -88,18 +90,24 @@ def within_loss(
     around: Callable[[SearchProblem], list[Choices]] | None = None,
 ) -> MeasuredPlan:
     """Return the cheapest measured plan whose network loses at most `drop`; the dense one if none does."""
-    for name, key in standard_plans(measure.problem).items():
-        measure(name, key)
+    measure.each(standard_plans(measure.problem))
+    if _cheapest(measure, drop) is None:  # a limit of memory may bar the dense plan
+        measure("greedy", tuple(map(int, measure.problem.preset)))
     left = REFITS - _spared(measure, drop)
     low, high = _bisected(measure, drop, left)
     problem = measure.problem  # later measurements may raise costs, so that its budget cannot be met any more
     if high < 1:
-        for name, key in standard_plans(within(problem, high)).items():
-            measure(f"{name} at {high:.3f}", key)
-    if around is not None and low < high:
+        standard = standard_plans(within(problem, high))
+        measure.each({f"{name} at {high:.3f}": key for name, key in standard.items()})
+    if around is not None and low < high and not measure.deadline.over():
         for key in around(within(problem, (low + high) / 2)):
             measure("search", key)
-    return undominated(_cheapest(measure, drop), measure.plans.values())
+    best = _cheapest(measure, drop)
+    if best is None:
+        raise DecompositionError(
+            f"no plan found within budget.memory loses at most budget.drop={drop}; allow more of either"
+        )
+    return undominated(best, [plan for plan in measure.plans.values() if _may_be_taken(measure, plan)])
 
 
 def within(problem: SearchProblem, fraction: float) -> SearchProblem:
@@ -108,9 +116,15 @@ def within(problem: SearchProblem, fraction: float) -> SearchProblem:
     return replace(problem, budget=replace(problem.budget, fraction=fraction))
 
 
-def _cheapest(measure: PlanMeter, drop: float) -> MeasuredPlan:
-    keeping = [plan for plan in measure.plans.values() if plan.loss <= drop]
-    return min(keeping, key=lambda plan: (plan.cost, plan.loss))  # never empty: the dense plan loses 0
+def _cheapest(measure: PlanMeter, drop: float) -> MeasuredPlan | None:
+    plans = measure.plans.values()
+    keeping = [plan for plan in plans if plan.loss <= drop and _may_be_taken(measure, plan)]
+    return min(keeping, key=lambda plan: (plan.cost, plan.loss), default=None)
+
+
+def _may_be_taken(measure: PlanMeter, plan: MeasuredPlan) -> bool:
+    sites = measure.problem.sites
+    return not any(site.must_change and j == site.dense for site, j in zip(sites, plan.key, strict=True))
 
 
 def _spared(measure: PlanMeter, drop: float) -> int:
@@ -126,7 +140,7 @@ def _spared(measure: PlanMeter, drop: float) -> int:
     count = sum(j != site.dense for site, j in zip(sites, in_integers, strict=True))
     too_few, enough = 0, count
     refits = 0
-    while enough - too_few > 1 and refits < _SPARED_REFITS:
+    while enough - too_few > 1 and refits < _SPARED_REFITS and not measure.deadline.over():
         doubled = max(1, 2 * too_few)
         spared = doubled if enough == count and doubled < count else (too_few + enough) // 2
         key = without_most_sensitive(sites, spared)
@@ -141,12 +155,13 @@ def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, floa
 
     Costs are corrected by all plans measured so far; each correction allocates anew.
     """
-    low, high = 0.0, min(1.0, spent(measure.problem, _cheapest(measure, drop).key))
+    best = _cheapest(measure, drop)
+    low, high = 0.0, 1.0 if best is None else min(1.0, spent(measure.problem, best.key))
     while True:
         problem = measure.problem
         assert problem.budget is not None
         low = max(low, least_fraction(problem.sites, problem.budget))  # measured times may have raised it
-        if refits <= 0 or high - low <= _CLOSE * high:
+        if refits <= 0 or high - low <= _CLOSE * high or measure.deadline.over():
             return low, max(low, high)
         fraction = (low + high) / 2
         key = tuple(map(int, within(problem, fraction).preset))
@@ -170,6 +185,7 @@ class SearchCall:
     on_set_aside: Callable[[], None] | None = None
     on_episode: Callable[[EpisodeRow], None] | None = None
     on_update: OnUpdate | None = None
+    deadline: Deadline = field(default_factory=Deadline)
 
 
 _Chosen = TypeVar("_Chosen", bound=ChosenPlan)
@@ -185,13 +201,13 @@ def best_of_standard_plans(session: SearchSession, result: _Chosen, call: Search
     if problem.measure not in ("latency", "bytes") or session.reward.name != "accuracy":
         return result
     rivals = {name: key for name, key in standard_plans(problem).items() if key != result.key}
-    if not rivals:
+    if not rivals or call.deadline.over():
         return result
     original = session.scoring.of_original()
     measure = _meter(session, lambda plan: original - session.network_score(plan), call)
     first = measure("the plan of the search", result.key, result.plan.chosen_by)
     limit = 1.0 if session.latency is None else session.latency.fraction_of_original
-    measured = [first, *(measure(name, key) for name, key in rivals.items())]
+    measured = [first, *measure.each(rivals)]
     keeping = [plan for plan in measured if plan.keeps(limit) or plan.cost <= min(limit, first.cost)]
     keeping = keeping or [plan for plan in measured if plan.cost <= first.cost]
     best = undominated(min(keeping, key=lambda plan: (plan.loss, plan.cost)), keeping)
@@ -242,7 +258,11 @@ def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -
 
 def _meter(session: SearchSession, loss: Callable[[CompressionPlan], float], call: SearchCall) -> PlanMeter:
     latency, problem = session.latency, session.problem
-    options: dict[str, Any] = {"identity": session.evaluator.fingerprint, "folder": call.folder}
+    options: dict[str, Any] = {
+        "identity": session.evaluator.fingerprint,
+        "folder": call.folder,
+        "deadline": call.deadline,
+    }
     if latency is None or latency.elsewhere:
         return PlanMeter(problem, loss, None, **options)
     if session.goal.budget.drop is not None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from decomposition import CompressionPlan
 from decomposition.cache import Cache, digest
+from decomposition.progress import Deadline
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.models.classifiers import network_digest
@@ -81,7 +82,15 @@ def search_all(
         # Scores remembered from one selector would save the next one evaluations.
         session.evaluator.restore({})
         entry = compared.entry
-        result = session.search(SearchCall(entry.selector, entry.options, compared.seed or 0, own))
+        result = session.search(
+            SearchCall(
+                entry.selector,
+                entry.options,
+                compared.seed or 0,
+                own,
+                deadline=Deadline(session.goal.search.seconds),
+            )
+        )
         if result.stopped_by == "interrupt":
             raise RunStoppedError(folder.parent)
         result.plan.save(own / "plan.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from decomposition import CandidateSet, CompressionPlan, get_format, list_format
 from decomposition.cache import Cache, digest
 from decomposition.choose.candidates import Candidate
 from decomposition.network.geometry import plain_modes
+from decomposition.progress import Deadline
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.timing.latency import RelativeTime
 
@@ -85,11 +86,17 @@ class PlanMeter:
         identity: str,
         folder: Path | None = None,
         recosted: Callable[[Sequence[MeasuredPlan]], SearchProblem] | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self.problem, self._loss, self._time = problem, loss, time
         self._identity, self._cache = digest(identity, problem.fingerprint), Cache(folder)
         self._recosted = recosted
+        self.deadline = Deadline() if deadline is None else deadline
         self.plans: dict[Choices, MeasuredPlan] = {}
+
+    def each(self, plans: Mapping[str, Choices]) -> list[MeasuredPlan]:
+        """Measure plans by name, in order, as far as the deadline allows."""
+        return [self(name, key) for name, key in plans.items() if not self.deadline.over()]
 
     def __call__(self, name: str, key: Sequence[int], chosen_by: str = "") -> MeasuredPlan:
         """Measure a plan, or return its earlier measurement."""

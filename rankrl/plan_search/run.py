@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from decomposition.plan.plan import CompressionPlan
+from decomposition.progress import Deadline
 from rankrl.errors import CheckpointError, ConfigError, counted
 from rankrl.files import write_json
 from rankrl.option_types import shown
@@ -103,6 +104,8 @@ def layer_costs(problem: SearchProblem, key: Choices) -> tuple[LayerCost, ...]:
 SETUP_FILE = "search.json"
 """Name of the file with the settings of a folder's search, written once; `episodes.csv` has its steps."""
 _VERSION = 1
+_ENDED = "ended after"
+"""Key of the seconds that ended a search in its settings."""
 
 
 StoppedBy = Literal["episodes", "plans", "seconds", "patience", "interrupt", "selector"]
@@ -128,6 +131,7 @@ class ChosenPlan:
         measured: Plans that were applied and measured before one was taken.
         layers: Loss and savings of every compressed layer.
         estimate: The time on another device; None where this one is timed.
+        stopped_by: The limit that ended the search, or `seconds` where plans were left unmeasured.
     """
 
     plan: CompressionPlan
@@ -136,6 +140,7 @@ class ChosenPlan:
     measured: tuple[MeasuredPlan, ...] = ()
     layers: tuple[LayerCost, ...] = ()
     estimate: TimeEstimate | None = None
+    stopped_by: StoppedBy | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +155,6 @@ class SearchResult(ChosenPlan):
     best: EpisodeRow
     rows: tuple[EpisodeRow, ...]
     seconds: float
-    stopped_by: StoppedBy
     account: tuple[Mapping[str, Any], ...] = ()
     objective: Mapping[str, str] = field(default_factory=dict)
 
@@ -186,9 +190,10 @@ def search_numbers(result: ChosenPlan) -> dict[str, Any]:
             "best_reward": result.best.reward,
             "chosen_reward": result.row.reward,
             "chosen_episode": result.row.episode,
-            "stopped_by": result.stopped_by,
             **({"agent": list(result.account)} if result.account else {}),
         }
+    if result.stopped_by is not None:
+        searched["stopped_by"] = result.stopped_by
     if result.measured:
         searched["measured"] = as_rows(result.measured, result.key)
     if result.estimate is not None:
@@ -212,7 +217,7 @@ def run_search(
     *,
     episodes: int,
     reward: Reward | None = None,
-    seconds: float | None = None,
+    deadline: Deadline | None = None,
     patience: int | None = None,
     plans: int | None = None,
     folder: Path | None = None,
@@ -225,9 +230,11 @@ def run_search(
     """Search with a selector for the plan with the best reward.
 
     With a folder, every step is recorded in its `episodes.csv`; with `resume`, the selector is told what is
-    recorded there, and a search killed at any moment continues to the same result, bit for bit.
+    recorded there, and a search killed at any moment continues to the same result, bit for bit. One that the
+    deadline ended has ended, unless it is given more seconds; one step is scored in any case.
     """
-    check_limits(episodes, seconds, patience, plans)
+    check_limits(episodes, None, patience, plans)
+    deadline = Deadline() if deadline is None else deadline
     reward = create_reward("accuracy", budgeted=problem.budget is not None) if reward is None else reward
     steps: list[list[EpisodeRow]] = []
     table = None
@@ -248,6 +255,7 @@ def run_search(
                 raise CheckpointError(_another_search(path, differing))
             else:
                 steps = _recorded(folder / EPISODES_FILE)
+                deadline.stopped |= _ended(path, deadline.seconds)
         write_candidates(problem, folder / CANDIDATES_FILE)
         write_json(path, setup)
         table = EpisodesFile(folder / EPISODES_FILE, [row for step in steps for row in step])
@@ -255,7 +263,7 @@ def run_search(
     if rows:
         evaluator.restore(known_evaluations(problem, rows))
     spent = rows[-1].elapsed if rows else 0.0
-    stopped_by = _limit(rows, episodes, seconds, patience, spent, plans)
+    stopped_by = _limit(rows, episodes, deadline, patience, plans)
     if stopped_by is None:
         _replay(selector, steps)
         if folder is not None:
@@ -291,12 +299,12 @@ def run_search(
                 if on_episode is not None:
                     on_episode(row)
             stopped_by = (
-                "interrupt"
-                if interrupt.requested
-                else _limit(rows, episodes, seconds, patience, time.perf_counter() - start, plans)
+                "interrupt" if interrupt.requested else _limit(rows, episodes, deadline, patience, plans)
             )
     if not rows:
         raise ConfigError(f"selector {selector.name!r} proposed no plan; check its options")
+    if stopped_by == "seconds" and folder is not None:
+        write_json(folder / SETUP_FILE, {**setup, _ENDED: deadline.seconds})
     best = best_rows(rows, 1)[0]
     if stopped_by != "interrupt":
         _check_budget(problem, selector, rows)
@@ -349,12 +357,23 @@ def _setup(
 
 def _differing(path: Path, setup: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the values of a folder's setup, before and now, that differ."""
-    try:
-        before = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise damaged_state(path, "search", error) from error
+    before = _read_setup(path)
+    before.pop(_ENDED, None)
     pairs = {key: (before.get(key), setup.get(key)) for key in sorted({*before, *setup})}
     return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+
+
+def _read_setup(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise damaged_state(path, "search", error) from error
+
+
+def _ended(path: Path, seconds: float | None) -> bool:
+    """Tell whether as many seconds or more ended the search of a folder."""
+    ended = _read_setup(path).get(_ENDED)
+    return ended is not None and seconds is not None and seconds <= ended
 
 
 def _another_search(path: Path, differing: Mapping[str, tuple[Any, Any]]) -> str:
@@ -433,9 +452,8 @@ def _affordable(proposals: list[Proposal], rows: Sequence[EpisodeRow], plans: in
 def _limit(
     rows: Sequence[EpisodeRow],
     episodes: int,
-    seconds: float | None,
+    deadline: Deadline,
     patience: int | None,
-    spent: float,
     plans: int | None,
 ) -> StoppedBy | None:
     """Return the limit that has been reached, if any."""
@@ -443,8 +461,6 @@ def _limit(
         return "episodes"
     if plans is not None and len({row.choices for row in rows}) >= plans:
         return "plans"
-    if seconds is not None and spent >= seconds:
-        return "seconds"
     if patience is not None and rows and len(rows) - best_rows(rows, 1)[0].episode >= patience:
         return "patience"
-    return None
+    return "seconds" if rows and deadline.over() else None

@@ -16,7 +16,7 @@ from decomposition import CandidateSet, CompressionPlan, FitLibrary, list_heuris
 from decomposition.errors import DecompositionError
 from decomposition.operations import computes_in_integers
 from decomposition.plan.plan import LayerPlan
-from decomposition.progress import Progress, progress_bar
+from decomposition.progress import Deadline, Progress, in_words, progress_bar
 from rankrl.errors import ConfigError, counted
 from rankrl.networks.network import CandidateOptions, PricedNetwork, SearchableNetwork
 from rankrl.options.search import BudgetOptions, SearchOptions, objective_line
@@ -155,8 +155,10 @@ class SearchSession:
         *,
         candidates: int,
         progress: Progress = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self.progress = progress
+        self.deadline = Deadline() if deadline is None else deadline
         self.network, self.library, self.goal = network, library, goal
         self.scoring = network.scoring
         self.candidates = candidates
@@ -176,6 +178,8 @@ class SearchSession:
         if self.candidates < 1:
             raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
         unfitted = [self.library.unfitted(name, limit=self.candidates) for name in self.library.specs]
+        if goal.budget.memory is not None:
+            unfitted = self.network.dense_graph().within(unfitted, goal.budget.memory)
         if latency is None:
             problem_of(self.network, unfitted, goal)
         self.scoring.check()
@@ -230,14 +234,18 @@ class SearchSession:
 
     def search(self, call: SearchCall) -> SearchResult:
         """Search with a selector for the best plan; an interrupted search in a folder is resumed."""
-        return self._described(self._ended(call))
+        return self._described(self._ended(call), call)
 
     def choose(self, call: SearchCall) -> ChosenPlan:
         """Choose a plan to apply: by a rule, from candidates and budget alone, or by a search."""
         ruled = call.selector in list_heuristics()
-        return self._described(self._ruled(call) if ruled else self._ended(call))
+        return self._described(self._ruled(call) if ruled else self._ended(call), call)
 
-    def _described(self, chosen: _Chosen) -> _Chosen:
+    def _described(self, chosen: _Chosen, call: SearchCall) -> _Chosen:
+        if call.deadline.stopped and chosen.stopped_by != "interrupt":
+            limit = call.deadline.seconds
+            log.warning("search.seconds=%s is over: the best plan measured so far is taken", limit)
+            chosen = replace(chosen, stopped_by="seconds")
         estimate = None if self.latency is None else self.latency.estimate(self.problem, chosen.key)
         return replace(chosen, layers=layer_costs(self.problem, chosen.key), estimate=estimate)
 
@@ -275,6 +283,8 @@ class SearchSession:
                 log.warning(missed)
         else:
             rows = [result.best] if count == 1 else finalists(result, count)
+        if call.deadline.over():
+            rows = rows[:1]
         refitted = with_row(self.problem, result, self._best_refit(result, rows), missed)
         return best_of_standard_plans(self, refitted, call)
 
@@ -301,7 +311,7 @@ class SearchSession:
                 selector,
                 episodes=options.episodes,
                 reward=self.reward,
-                seconds=options.seconds,
+                deadline=call.deadline,
                 patience=options.patience,
                 plans=options.plans,
                 folder=call.folder,
@@ -336,11 +346,20 @@ class SearchSession:
 
     def _fitted(self, unfitted: Sequence[CandidateSet]) -> list[CandidateSet]:
         sites: dict[str, CandidateSet] = {}
+        before = self.deadline.elapsed
         with progress_bar("fit layers", total=len(unfitted), progress=self.progress) as bar:
 
             def finish(site: CandidateSet) -> None:
                 sites[site.name] = site
                 bar.advance()
+                done, count, elapsed = len(sites), len(unfitted), self.deadline.elapsed
+                if done < count and self.deadline.over():
+                    needed = before + (elapsed - before) * count / done
+                    raise ConfigError(
+                        f"search.seconds={self.deadline.seconds:g} is over with {done} of {count} layers "
+                        f"fitted, and no plan chosen; all of them take about {in_words(needed)}. Raise it: "
+                        "fits are kept where there is a cache"
+                    )
 
             spread = None if self._cluster is None else self._cluster.spread
             self.library.fit_all(unfitted, finish, workers=spread)

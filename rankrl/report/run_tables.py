@@ -105,10 +105,11 @@ class Stage:
     agreement: float | None = None
     score: float | None = None
     file_bytes: float | None = None
+    activation_bytes: float | None = None
 
 
 _STAGES = {"baseline": BASELINE, "compressed": "Compressed", "finetuned": "Fine-tuned"}
-_MEASURED = ("accuracy", "params", "macs", "agreement", "score")
+_MEASURED = ("accuracy", "params", "macs", "agreement", "score", "activation_bytes")
 
 
 def stages(metrics: Mapping[str, Any]) -> list[Stage]:
@@ -121,7 +122,8 @@ def stages(metrics: Mapping[str, Any]) -> list[Stage]:
         tuned = found.pop()
         last = found[-1] if found else Stage("")
         if metrics.get("epochs") or tuned.accuracy != last.accuracy or "agreement" in metrics["finetuned"]:
-            found.append(replace(tuned, params=last.params, macs=last.macs))
+            costs = {key: getattr(last, key) for key in ("params", "macs", "activation_bytes")}
+            found.append(replace(tuned, **costs))
     for index, prefix in ((-1, ""), *([(0, "baseline_")] if metrics.get("baseline") else [])):
         if found:
             latency, size = (number(metrics, "onnx", prefix + key) for key in ("latency_ms", "file_bytes"))
@@ -350,13 +352,14 @@ def _quality(
 
 
 def costs(metrics: Mapping[str, Any]) -> list[Measure]:
-    """List the measured costs: parameters, MACs, latency and bytes of the file."""
+    """List the measured costs: parameters, MACs, latency, bytes of the file and of activations."""
     found = []
     for title, key, write, better, worse, words in (
         ("Parameters", "params", format_count, "fewer", "more", "parameters"),
         ("MACs", "macs", format_large, "fewer", "more", "MACs"),
         ("Latency", "latency_ms", format_latency, "faster", "slower", "time"),
         ("File", "file_bytes", format_bytes, "smaller", "larger", "bytes"),
+        ("Activations", "activation_bytes", format_bytes, "smaller", "larger", "bytes of activations"),
     ):
         values, rival = _values(metrics, key)
         if all(value is None for value in values):

@@ -48,7 +48,7 @@ from rankrl.report.write import render
 _HAVE_COLUMNS = (
     *("model.architecture", "dataset.name", "decomposition", "decomposition.format", "selector.name"),
     *("pruner", "pruner.name"),
-    *("drop", "minimise", "bytes", "latency"),  # budgets of a call from Python
+    *("drop", "minimise", "bytes", "latency", "memory"),  # budgets of a call from Python
 )
 
 

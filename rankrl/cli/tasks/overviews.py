@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, Factorise, LayerSpec, get_format, inspect_layers
 from decomposition.network.layers import skipping
-from decomposition.progress import progress_bar
+from decomposition.progress import Deadline, progress_bar
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
@@ -147,7 +147,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     teacher = steps.teacher(config, data) if applied else None
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
-    request = options.request(config)
+    request = replace(options.request(config), deadline=Deadline())  # each search has seconds of its own
     with opened_session(network, request.timed_candidates(), request) as session:
         results = search_all(session, entered, folder.searches, folder.warn)
     best = winner(results)

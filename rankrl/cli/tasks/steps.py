@@ -31,7 +31,7 @@ from rankrl.report import (
     runtimes_table,
     summary_table,
 )
-from rankrl.result import MeasuredModule, run_numbers, write_run
+from rankrl.result import MeasuredModule, missed_memory, run_numbers, write_run
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training import EpochRow, TrainingResult, guessing_share
 from rankrl.training.networks import (
@@ -174,6 +174,9 @@ def finish_compressed(config: AppConfig, result: MeasuredModule, folder: RunFold
     """Report a compressed network."""
     searched = {} if result.search is None else search_numbers(result.search)
     metrics = {**folder.notes.about, **run_numbers(result), **searched}
+    missed = missed_memory(config.budget.memory, result.before, result.after)
+    if missed is not None:
+        folder.miss(missed)
     exported_step(config, result.model, folder)
     if result.collapsed is not None:
         log.error(result.collapsed)

@@ -117,7 +117,8 @@ class RankMap(ActionMap):
 
     def _choose(self, layer: int, action: float, allowed: float) -> int:
         """Return the candidate of an action, or the nearest below that costs at most `allowed`."""
-        cost, choice = self._costs[layer], self._wanted(layer, action)
+        cost, site = self._costs[layer], self.sites[layer]
+        choice = min(self._wanted(layer, action), site.dense - site.must_change)
         if cost[choice] <= allowed:
             return choice
         # MACs need not grow with the rank, so all smaller candidates are checked.

@@ -196,6 +196,7 @@ class SearchProblem:
                 [f"{loss:.5e}" for loss in site.losses],  # another processor rounds the last digits otherwise
                 site.cost("latency") if site.timed else None,
                 [site.saved(measure) for measure in ("params", self.measure) if site.narrows],
+                *([site.must_change] if site.must_change else []),
             )
             for site in self.sites
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -140,6 +141,20 @@ def test_nothing_useful_is_left_that_could_still_be_paid(sites: list[CandidateSe
     for site, j in zip(sites, choices, strict=True):
         better = site.errors < site.errors[j]
         assert not np.any(better & (site.params - site.params[j] <= left))
+
+
+@given(sites=site_lists(), share=st.floats(0.01, 1), numbers=st.sets(st.integers(0, 3)))
+def test_no_site_stays_as_it_is_that_must_change(
+    sites: list[CandidateSet], share: float, numbers: set[int]
+) -> None:
+    sites = [
+        replace(site, must_change=number in numbers and len(site) > 1) for number, site in enumerate(sites)
+    ]
+    least = sum(int(site.params.min()) for site in sites)
+    budget = budget_of(sites, least + share * (sum(int(site.params[-1]) for site in sites) - least))
+    for choices in (allocate(sites, budget), *allocate_many(sites, budget, np.zeros((2, len(sites))))):
+        assert budget.kept(sites, choices)
+        assert not any(site.must_change and j == site.dense for site, j in zip(sites, choices, strict=True))
 
 
 @given(sites=site_lists(), shift=st.floats(-5, 5))

@@ -210,6 +210,9 @@ def test_options_that_cannot_be_right_are_refused(options: dict[str, float], mes
 
 def test_a_bounded_loss_begins_with_everything() -> None:
     assert BudgetOptions(drop=0.01).fractions == {"latency": 1.0}
+    assert BudgetOptions(drop=0.01, memory=0.5).numbers["memory"] == 0.5
+    assert BudgetOptions(memory=0.5).numbers == {"params": 1.0, "memory": 0.5}
+    assert len(BudgetOptions(latency=0.5, bytes=0.5, memory=0.5).numbers) == 3
     assert BudgetOptions(drop=0.01, minimise="bytes").counted == {"params": None, "macs": None, "bytes": 1.0}
 
 

@@ -10,6 +10,7 @@ import signal
 import pytest
 
 from decomposition.operations import operation_from_dict
+from decomposition.progress import Deadline
 from rankrl.errors import CheckpointError, ConfigError, StorageError
 from rankrl.plan_search.run import run_search
 from rankrl.plan_search.scores.evaluation import (
@@ -143,10 +144,27 @@ def test_plans_that_were_scored_before_can_be_the_best(small_problem, synthetic_
 
 
 def test_time_stops_a_search(small_problem, synthetic_evaluator) -> None:
-    result = search(small_problem, synthetic_evaluator, episodes=100_000, seconds=0.1)
+    result = search(small_problem, synthetic_evaluator, episodes=100_000, deadline=Deadline(0.1))
     assert result.stopped_by == "seconds"
     assert result.seconds >= 0.1
     assert len(result.rows) < 100_000
+
+
+def test_a_search_that_time_ended_goes_on_with_more_of_it_alone(
+    small_problem, synthetic_evaluator, tmp_path
+) -> None:
+    """One step is scored however little time there is; the rest of the call is told to end, too."""
+    first = search(small_problem, synthetic_evaluator, folder=tmp_path, deadline=Deadline(1e-9))
+    assert first.stopped_by == "seconds"
+    assert len(first.rows) == 1
+    again = Deadline(1e-9)
+    assert (
+        search(small_problem, synthetic_evaluator, folder=tmp_path, resume=True, deadline=again).key
+        == first.key
+    )
+    assert again.stopped
+    rest = search(small_problem, synthetic_evaluator, folder=tmp_path, resume=True, deadline=Deadline(1e9))
+    assert (rest.stopped_by, len(rest.rows)) == ("episodes", 12)
 
 
 def test_ctrl_c_finishes_the_episode_and_saves(small_problem, synthetic_evaluator, tmp_path, capsys) -> None:
