@@ -146,6 +146,8 @@ def compress_module(
     if not claimed:
         assert isinstance(result, ModuleCompression)
         numbers = run_numbers(result) | further
+        if run.notes.trainings:
+            numbers["trainings"] = run.notes.trainings
         if tuned is not None and isinstance(own, OwnMeasure):
             numbers["compressed"]["agreement"] = agreement_score(own.heldout.agreement(compressed))
         write_call(run, result, request, type(model).__name__, numbers)
@@ -276,7 +278,11 @@ def _on_inputs(
     )
 
     def tune(network: nn.Module) -> tuple[nn.Module, Sequence[EpochRow]]:
-        return tuner.tuned(network, dense, fitted, judge, request.progress)
+        tuned, training = tuner.tuned(network, dense, fitted, judge, request.progress)
+        if training is None:
+            return tuned, ()
+        run.notes.trainings["finetune"] = training.numbers
+        return tuned, training.history
 
     further: dict[str, Any] = {}
     if tuner.teacher is not None:

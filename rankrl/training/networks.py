@@ -157,13 +157,13 @@ class FineTuner:
         fitted: Sample,
         judge: Callable[[nn.Module], Any],
         progress: Progress,
-    ) -> tuple[nn.Module, Sequence[EpochRow]]:
-        """Return the fine-tuned network, and the epochs of our own training."""
+    ) -> tuple[nn.Module, TrainingResult | None]:
+        """Return the fine-tuned network, and the result of our own training."""
         types, recipe = own_types(network), self.recipe
         if self.loss is None:
             fitted = fitted.labelled()
         if recipe is None:
-            return self.trained_by_user(network, dense), ()
+            return self.trained_by_user(network, dense), None
         steps = recipe.epochs * steps_of_an_epoch(len(fitted), recipe.batch_size)
         with progress_bar("fine-tune", total=steps, progress=progress) as bar:
 
@@ -184,7 +184,7 @@ class FineTuner:
                 teacher=self.teacher_of(dense),
                 on_step=show,
             )
-        return back_in(trained, types), result.history
+        return back_in(trained, types), result
 
 
 def read_teacher(
