@@ -174,7 +174,7 @@ def _computes_integers(node: ir.Node, counted: Collection[ir.Value]) -> bool:
     """Tell whether a node is computed in integers: it stands between DequantizeLinear and QuantizeLinear."""
     if quantises(node) or dequantises(node) or len(node.outputs) != 1 or node.outputs[0].is_graph_output():
         return False
-    sources = [value.producer() for value in node.inputs if value in counted]
+    sources = [value.producer() for value in node.inputs if value is not None and value in counted]
     readers = [use.node for use in node.outputs[0].uses()]
     between = sources and all(source is not None and dequantises(source) for source in sources)
     return bool(between and readers) and all(map(quantises, readers))
@@ -257,7 +257,7 @@ class DenseGraph:
                 _kept(site, [may and peak <= limit for may, peak in zip(allowed, peaks, strict=True)])
             )
         needed = [
-            least[placed[node]] if node in placed else live
+            least[placed[node]] if node in placed else float(live)
             for node, live in zip(activations.nodes, activations.live, strict=True)
         ]
         worst = int(np.argmax(needed))
