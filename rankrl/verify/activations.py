@@ -136,9 +136,9 @@ def _inferred(model: ir.Model, feed: Batch) -> ir.Model:
         if entry.type.HasField("tensor_type"):
             entry.type.tensor_type.ClearField("shape")
     graph = ir.from_proto(onnx.shape_inference.infer_shapes(proto, data_prop=True))
-    outputs = [value for node in graph.graph for value in node.outputs if value.name]
-    unknown = [value for value in outputs if value in depending(graph.graph, graph.graph.inputs)]
-    unknown = [value for value in unknown if value.shape is None or not value.shape.is_static()]
+    counted = depending(graph.graph, graph.graph.inputs)
+    outputs = [value for node in graph.graph for value in node.outputs if value in counted and value.name]
+    unknown = [value for value in outputs if value.shape is None or not value.shape.is_static()]
     if unknown:
         seen = tensors_of(proto, [str(value.name) for value in unknown])(feeds)
         for value in unknown:
@@ -271,7 +271,7 @@ class DenseGraph:
         layers = {node: name for name in able for node in self._nodes.get(name, ())}
         activations, chosen = self.activations, set[str]()
         while (over := np.flatnonzero(activations.live > limit)).size and chosen != able:
-            touching = set().union(*(activations.touching(int(step)) for step in over))
+            touching = set[str]().union(*(activations.touching(int(step)) for step in over))
             further = {layers[node] for node in touching & set(layers)} - chosen
             chosen |= further or able
             activations = self._rounded(chosen)
@@ -337,5 +337,5 @@ def _stages(spec: LayerSpec, candidate: Candidate) -> list[float]:
     )
     layer = factorise.structure(geometry.dense(device="meta"), spec)
     shape = (1, spec.in_channels, *inside) if axes else (1, *inside, spec.in_channels)
-    *between, last = stage_sizes(layer, torch.empty(shape, device="meta"))
-    return [size / last for size in between]
+    sizes = stage_sizes(layer, torch.empty(shape, device="meta"))
+    return [size / sizes[-1] for size in sizes[:-1]]
