@@ -246,7 +246,8 @@ class DenseGraph:
         least = {site.name: 0.0 for site in sites}
         kept = []
         for site in sites:
-            places = [activations.place(node) for node in self._nodes.get(site.name, ())]
+            nodes = self._nodes.get(site.name, ())
+            places = [activations.place(node) for node in nodes if node in activations.nodes]
             allowed = [each.computes_integers or site.name not in integers for each in site.candidates]
             peaks = [
                 max((_peak(place, site.spec, each) for place in places), default=0.0)
