@@ -230,7 +230,7 @@ def _agent(report: RunReport) -> Table:
         against = "" if greedy is None else f", greedy's plan {greedy:.4f}"
         more = len(rows[0]["observation"]) - len(names)
         caption = (
-            "What the agent saw of each layer, each in [0, 1], the action that it took, in [-1, 1], and what "
+            "What the agent saw of each layer, each in [0, 1], the action that it took, in [−1, 1], and what "
             f"the layer became in its best episode, which earned the reward {best:.4f}{against}."
         )
         if more:
