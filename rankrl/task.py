@@ -60,7 +60,7 @@ class SearchTask:
 
     @property
     def best(self) -> Choices:
-        """The plan with the best reward that keeps the budget of those scored; greedy's before any."""
+        """The scored plan with the best reward that keeps the budget; greedy's before any."""
         within = filter(self.problem.keeps_budget, self._scored)
         return max(within, key=self._scored.__getitem__, default=self.greedy)
 

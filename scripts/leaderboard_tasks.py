@@ -22,8 +22,9 @@ from decomposition.operations import PRECISIONS
 from rankrl import DecompositionOptions, SearchOptions
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
+from rankrl.file_compression import FileSearch, FileSource
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
-from rankrl.network_compression import FileSearch, FileSource, image_classifier
+from rankrl.module_compression import image_classifier
 from rankrl.networks.graph import GraphNetwork
 from rankrl.options.search import BudgetOptions
 from rankrl.options.timing import LatencyOptions

@@ -1,4 +1,4 @@
-"""Build a data set's networks and their teachers, and train them within a run."""
+"""Build a data set's networks and their teachers, and train or fine-tune them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from rankrl.errors import ConfigError, RankrlError, counted
 from rankrl.files import write_atomically
 from rankrl.models import build_model, checkpoint_preprocessing, load_checkpoint
 from rankrl.options.training import FineTuningOptions
-from rankrl.runs.run_folder import RunFolder
 from rankrl.training import (
     EpochRow,
     Loss,
@@ -355,67 +354,3 @@ def run_training(
         result.lr,
     )
     return result
-
-
-def train_in(
-    run: RunFolder,
-    stage: str,
-    network: nn.Module,
-    data: ImageData,
-    recipe: TrainingRecipe,
-    *,
-    teacher: nn.Module | None = None,
-) -> TrainingResult:
-    """Train a network in place as a stage of a run, tracked; note the learning rate that was used."""
-    title = "train" if stage == "train" else "fine-tune"
-    result = run_training(
-        title,
-        network,
-        data,
-        recipe,
-        state_file=run.training_state(stage),
-        teacher=teacher,
-        on_epoch=run.tracking.epochs(stage),
-    )
-    run.notes.trainings[stage] = result.numbers
-    if result.halvings:
-        run.warn(
-            f"{title}: the training diverged at the learning rate {recipe.lr:.3g}; after "
-            f"{counted(result.halvings, 'halving')} it was followed to the end at {result.lr:.3g}."
-        )
-    return result
-
-
-def finetune_in(
-    run: RunFolder,
-    network: nn.Module,
-    data: ImageData,
-    recipe: TrainingRecipe,
-    dense: nn.Module,
-    teacher: Teacher | None = None,
-    *,
-    stage: str = "finetune",
-    heldout_is_new: bool = True,
-) -> Sequence[EpochRow]:
-    """Fine-tune a compressed network in place, with the dense one as teacher if no other is given."""
-    source = dense if teacher is None else teacher.network
-    result = train_in(run, stage, network, data, recipe, teacher=source)
-    if teacher is not None:
-        run.notes.trainings[stage]["teacher"] = {"name": teacher.title, "accuracy": teacher.accuracy}
-    if recipe.restore_best and result.epoch == 0:
-        aim = heldout_accuracy(dense, data)
-        kept = (
-            f"fine-tune: no epoch was better on the held-out images than the network was before "
-            f"({100 * result.start:.1f} %, the dense one {100 * aim:.1f} %); it is handed back as it was."
-        )
-        if result.start < aim:
-            run.warn(f"{kept} Try another learning rate (optim.lr) or more epochs (finetune.epochs).")
-        else:
-            log.info("%s There was nothing to win back: finetune.epochs=0 leaves fine-tuning out.", kept)
-    elif not heldout_is_new and result.accuracy < result.start:
-        run.warn(
-            f"fine-tune: the accuracy on the held-out images fell from {100 * result.start:.1f} to "
-            f"{100 * result.accuracy:.1f} %. The dense network may have been trained on them, so they cannot "
-            "tell whether that is a loss; compare with finetune.epochs=0."
-        )
-    return result.history

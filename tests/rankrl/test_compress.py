@@ -322,7 +322,7 @@ def test_killed_call_goes_on_and_equals_the_undisturbed_one(
         def killed(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr("rankrl.network_compression.save_compressed", killed)
+        patch.setattr("rankrl.module_compression.save_compressed", killed)
         with pytest.raises(KeyboardInterrupt):
             rankrl.compress(two(), LOADER, tmp_path / "killed", **grouped(**options))
     again = rankrl.compress(two(), LOADER, tmp_path / "killed", **grouped(**options))

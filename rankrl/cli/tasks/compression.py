@@ -26,7 +26,7 @@ from rankrl.cli.tasks import steps
 from rankrl.compression import compress
 from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.network_compression import choose_plan, file_metadata
+from rankrl.module_compression import choose_plan, file_metadata
 from rankrl.options.decomposition import AUTO
 from rankrl.plan_search.run import search_numbers
 from rankrl.runs.run_folder import RunFolder

@@ -18,8 +18,8 @@ from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compression import method_of
 from rankrl.cli.tasks.overviews import cost_cells, finished_files, print_wide, show
 from rankrl.errors import ConfigError, ExportError, counted
+from rankrl.file_compression import FileSource, apply_to_file, write_file_kit
 from rankrl.kits.kit import FinishedFile, write_verify_kit
-from rankrl.network_compression import FileSource, apply_to_file, write_file_kit
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.graph import ImagePreprocessing
 from rankrl.onnx.output_scores import SCORES

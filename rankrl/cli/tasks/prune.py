@@ -18,7 +18,7 @@ from rankrl.cli.tasks import steps
 from rankrl.cli.tasks.compression import both_chose
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
-from rankrl.network_compression import choose_plan, finish_module
+from rankrl.module_compression import choose_plan, finish_module
 from rankrl.networks.module import FileModule, calibrating_images
 from rankrl.operations import RemoveBlock, kept_channels, removed_blocks
 from rankrl.plan_search.run import ChosenPlan

@@ -18,7 +18,7 @@ from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData
 from rankrl.errors import counted
 from rankrl.models import checkpoint_heldout, save_checkpoint
-from rankrl.network_compression import image_classifier
+from rankrl.module_compression import finetune_in, image_classifier, train_in
 from rankrl.networks.module import FileModule, ModuleNetwork
 from rankrl.plan_search.run import search_numbers
 from rankrl.plan_search.session import check_reachable
@@ -37,11 +37,9 @@ from rankrl.training import EpochRow, TrainingResult, guessing_share
 from rankrl.training.networks import (
     Teacher,
     build_network,
-    finetune_in,
     guessing_warning,
     model_title,
     read_teacher,
-    train_in,
     write_training_step,
 )
 from rankrl.verify.certificate import accuracy_collapse

@@ -383,7 +383,7 @@ def test_options_of_another_optimizer_are_refused_where_they_are_given() -> None
 def test_an_unreachable_budget_is_refused_before_the_network_is_trained(
     monkeypatch: pytest.MonkeyPatch, budget: str
 ) -> None:
-    monkeypatch.setattr("rankrl.training.networks.run_training", _begun)
+    monkeypatch.setattr("rankrl.module_compression.run_training", _begun)
     assert "the least is 0." in task_refusal("model=conv4", budget)
 
 

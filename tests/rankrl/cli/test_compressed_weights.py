@@ -177,7 +177,7 @@ def test_a_plan_of_another_network_is_refused_before_anything_is_trained(
     def begun(*_: object, **__: object) -> None:
         raise AssertionError("work has begun")
 
-    monkeypatch.setattr("rankrl.training.networks.run_training", begun)
+    monkeypatch.setattr("rankrl.module_compression.run_training", begun)
     plan = cp_plan(SmallNetwork(10).eval())
     plan.save(tmp_path / "plan.json")
     given = ("task=apply", f"plan={tmp_path / 'plan.json'}")

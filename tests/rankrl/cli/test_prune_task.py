@@ -143,7 +143,7 @@ def test_an_interrupted_run_goes_on_to_the_same_result(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("rankrl.network_compression.save_compressed", kill)
+        patch.setattr("rankrl.module_compression.save_compressed", kill)
         with pytest.raises(Killed):
             prune("broken", *arguments)
     broken = whole.parent / "broken"

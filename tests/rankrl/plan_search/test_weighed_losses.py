@@ -13,7 +13,7 @@ from decomposition.choose.quick_refit import QuickRefit
 from rankrl.data import ImageData, load_dataset
 from rankrl.data.calibration import calibration_images
 from rankrl.models import create_model
-from rankrl.network_compression import image_classifier
+from rankrl.module_compression import image_classifier
 from rankrl.networks.module import ModuleNetwork
 from rankrl.networks.network import CandidateOptions
 from rankrl.options.decomposition import DecompositionOptions

@@ -18,7 +18,7 @@ from small_graphs import OPSETS, Array, convolutions, images, model_of, sentence
 
 import rankrl
 from decomposition import CompressionPlan, DecompositionError, Factorise, Quantise
-from rankrl import network_compression
+from rankrl import file_compression
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.networks import graph
 from rankrl.onnx.export.network_file import INT4_OPSET
@@ -249,9 +249,9 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str,
 def test_a_budget_out_of_reach_is_refused_before_anything_is_measured(
     options: dict[str, Any], tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(network_compression.GraphNetwork, "library", None)
+    monkeypatch.setattr(file_compression.GraphNetwork, "library", None)
     monkeypatch.setattr("rankrl.request.suited_multiple", None)
-    monkeypatch.setattr(network_compression, "relative_time", None)
+    monkeypatch.setattr(file_compression, "relative_time", None)
     with pytest.raises(DecompositionError, match=r"0\.001"):
         compressed(convolutions(), images(), tmp_path, **options)
     assert not (tmp_path / "small.onnx").exists()

@@ -263,8 +263,8 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> rankrl.Compression:
     x = generator().standard_normal((40, 1, 12, 20)).astype(np.float32)
     np.save(folder / "x.npy", x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rankrl.network_compression.faster_positions", lambda *_: found)
-        patch.setattr("rankrl.network_compression.relative_time", lambda *_: 1.1)
+        patch.setattr("rankrl.file_compression.faster_positions", lambda *_: found)
+        patch.setattr("rankrl.file_compression.relative_time", lambda *_: 1.1)
         patch.setattr("rankrl.timing.network_timer.NetworkTimer.whole", lambda *_: RelativeTime(0.7))
         return rankrl.compress(
             folder / "net.onnx",
@@ -296,8 +296,8 @@ def test_nothing_more_is_done_where_that_is_fast_enough(
     monkeypatch: pytest.MonkeyPatch, compressed: rankrl.Compression, tmp_path: Path
 ) -> None:
     found = {"first": SeveralPositions(1, 4)}
-    monkeypatch.setattr("rankrl.network_compression.faster_positions", lambda *_: found)
-    monkeypatch.setattr("rankrl.network_compression.relative_time", lambda *_: 0.55)
+    monkeypatch.setattr("rankrl.file_compression.faster_positions", lambda *_: found)
+    monkeypatch.setattr("rankrl.file_compression.relative_time", lambda *_: 0.55)
     monkeypatch.setattr("rankrl.networks.graph.fit_library", lambda *_, **__: pytest.fail("fitted"))
     path, x = compressed.path.parent / "net.onnx", compressed.path.parent / "x.npy"
     kept = rankrl.compress(
@@ -344,7 +344,7 @@ def test_plans_of_another_file(
 def test_only_for_budgets_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Copies of kernels are more parameters, which other budgets forbid."""
     onnx.save(small(), tmp_path / "net.onnx")
-    monkeypatch.setattr("rankrl.network_compression.faster_positions", lambda *_: pytest.fail("asked for"))
+    monkeypatch.setattr("rankrl.file_compression.faster_positions", lambda *_: pytest.fail("asked for"))
     x = generator().standard_normal((40, 1, 12, 20)).astype(np.float32)
     options: Any = {"decomposition": "tucker", "candidates": 2, "timing": OPTIONS}
     found = rankrl.compress(tmp_path / "net.onnx", x, tmp_path / "small.onnx", macs=0.8, **grouped(**options))
