@@ -65,7 +65,8 @@ class DecompositionOptions(FittingOptions):
         precisions: What every layer may compute with or be stored in: float32, int8 (weights and
             activations; int7, with weights of 7 bits, takes its place where export.reduce_range has it so),
             int8_weights, int4_weights. None takes float32 and int8 for budget.latency, budget.bytes and
-            budget.memory, else float32. Nodes of a file that cannot compute in integers have int8_weights for int8.
+            budget.memory, else float32. Nodes of a file that cannot compute in integers have int8_weights
+            for int8.
         rank_multiple: Ranks are multiples of it: processors compute several channels at a time. None times
             a few for budget.latency and takes what suits this machine, else 1.
         final_iterations: L-BFGS iterations of the fit of each layer of the chosen plan.
