@@ -115,7 +115,7 @@ def test_layers_choose_among_the_formats_that_are_listed() -> None:
     ],
 )
 def test_ranks_for_a_budget_in_time_fill_the_processor_s_lanes(overrides, multiple, monkeypatch) -> None:
-    monkeypatch.setattr(options, "suited_multiple", lambda timing: 32)
+    monkeypatch.setattr("rankrl.request.suited_multiple", lambda timing: 32)
     assert options.request(settings(*overrides)).timed_candidates().multiple == multiple
 
 
