@@ -485,7 +485,7 @@ IDLE = (
         "compare.apply=false applies no plan; leave one of the two out",
     ),
     Idle(
-        ("budget.bytes", "budget.latency"),
+        ("budget.bytes", "budget.latency", "budget.memory"),
         lambda config: config["task"] == "prune",
         "task=prune removes channels to a fraction of what is counted; set budget.params or budget.macs",
     ),
