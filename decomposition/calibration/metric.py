@@ -92,9 +92,9 @@ def in_parts(rows: torch.Tensor, *, like: torch.Tensor | None = None) -> tuple[t
 def cholesky(matrix: torch.Tensor) -> torch.Tensor:
     """Return the lower Cholesky factor of a matrix or batch of them, which rounding may make indefinite."""
     power = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     for share in _JITTERS:
-        factor, failed = torch.linalg.cholesky_ex(matrix + share * power * identity if share else matrix)
+        raised = matrix + share * power * torch.eye(matrix.shape[-1]).to(matrix) if share else matrix
+        factor, failed = torch.linalg.cholesky_ex(raised)
         if not bool(failed.any()):
             if share:
                 log.warning(

@@ -179,8 +179,8 @@ class MomentAccumulator:
             if worth_factoring(self._count, patches.shape[1]):
                 return
             patches, self._rows = torch.cat(self._rows), []
-            self._products = torch.zeros((), dtype=torch.float64)
-        self._products = self._products + covariance(patches, self._centre) * len(patches)
+            self._products = torch.zeros(patches.shape[1], patches.shape[1], dtype=torch.float64)
+        self._products += covariance(patches, self._centre).mul_(len(patches))
 
     def moments(self) -> InputMoments:
         """Return the moments of everything added."""
@@ -191,7 +191,7 @@ class MomentAccumulator:
             matrix = RowFactor(rows.sub_(mean).div_(self._count**0.5))
         else:
             offset = mean - self._centre.double().cpu()
-            matrix = (self._products / self._count).sub_(torch.outer(offset, offset))
+            matrix = (self._products / self._count).addr_(offset, offset, alpha=-1)
         return InputMoments(mean, matrix, self._count, self._spread.shrinkage(matrix))
 
 

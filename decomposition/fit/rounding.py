@@ -41,7 +41,9 @@ def compensated_weight(weight: torch.Tensor, moments: Metric | None, bits: int) 
     few_rows = isinstance(moments, RowFactor) and weight.shape[1] > WIDEST
     if moments is None or few_rows or not bool(used.any()):
         return rounded_weight(weight, bits)
-    matrix = whole(moments).double()[..., used, :][..., used]
+    matrix = whole(moments).double()
+    if not bool(used.all()):
+        matrix = matrix[..., used, :][..., used]
     rounded = torch.zeros_like(weight)
     rounded[:, used] = _compensated(weight[:, used], matrix, bits)
     plain = rounded_weight(weight, bits)
@@ -56,17 +58,20 @@ def _compensated(weight: torch.Tensor, moments: torch.Tensor, bits: int) -> torc
     diagonal = moments.diagonal(dim1=-2, dim2=-1)
     # Columns with the most power come first: all later ones can compensate for their errors.
     order = diagonal.reshape(-1, columns).mean(0).argsort(descending=True)
-    weight, moments = weight[:, order], moments[..., order, :][..., order]
+    weight = weight[:, order]
     scale = weight.abs().amax(1) / largest
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     fixed = weight.abs() == weight.abs().amax(1, keepdim=True)
     # The clamp keeps H invertible if all inputs are zero.
     damping = (_DAMPING * diagonal.mean(-1)).clamp_min(1e-30)
-    identity = torch.eye(columns, dtype=moments.dtype)
-    damped = moments + damping[..., None, None] * identity
     # U is the inverse of the upper triangular R with R R' = H, a lower one from the last column to the first.
-    root = cholesky(damped.flip(-2, -1)).flip(-2, -1)
-    upper = torch.linalg.solve_triangular(root, identity, upper=True)
+    backwards = order.flip(0)
+    damped = moments[..., backwards, :][..., backwards]  # of many columns, few copies fit into memory
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping[..., None])
+    root = cholesky(damped).flip(-2, -1)
+    del damped
+    upper = torch.linalg.solve_triangular(root, torch.eye(columns, dtype=root.dtype), upper=True)
+    del root
     moved, rounded = weight.clone(), torch.empty_like(weight)
     for start in range(0, columns, _BLOCK):
         stop = min(start + _BLOCK, columns)

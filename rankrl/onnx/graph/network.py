@@ -282,13 +282,12 @@ def open_session(
     *,
     threads: int = 1,
     optimised: bool = True,
-    arena: bool = True,
 ) -> onnxruntime.InferenceSession:
-    """Open a model in onnxruntime, on the processor."""
+    """Open a model in onnxruntime, on the processor, for passes that are not timed."""
     try:
         proto = to_proto(model) if isinstance(model, ir.Model) else model
         content = proto if isinstance(proto, str) else proto.SerializeToString()
-        return inference_session(content, threads, optimised=optimised, arena=arena)
+        return inference_session(content, threads, optimised=optimised, arena=False)
     except Exception as error:  # onnxruntime's error classes have no common base of their own
         raise OnnxGraphError(
             f"onnxruntime {onnxruntime.__version__} cannot run {source}: {error}. Its operators may need "

@@ -76,7 +76,7 @@ class GraphWalk:
                 if start not in sessions:
                     part = part_of(self._model, [*self._model.graph.inputs, *sorted(start)], missing)
                     set_types(part, values)
-                    session = open_session(part, self._source, arena=False)  # values are kept one by one
+                    session = open_session(part, self._source)
                     sessions[start] = GraphSession(session, self._source)
                 values |= zip(missing, sessions[start].run(values), strict=True)
             self._keep(index, {name: values[name] for name in live if name not in feed})
