@@ -9,6 +9,7 @@ from decomposition.registry import announce
 from rankrl.errors import ConfigError
 
 ENVIRONMENT_ID = "rankrl/RankSelection-v0"
+BENCH_ID = "rankrl/RankBench-v0"
 
 
 class RankSelectionSpec(EnvSpec):
@@ -26,9 +27,11 @@ class RankSelectionSpec(EnvSpec):
 
 
 def register() -> None:
-    """Register the environment with Gymnasium, and announce the operations to `decomposition`."""
+    """Register the environments with Gymnasium, and announce the operations to `decomposition`."""
     announce("operation", "rankrl.operations")
     if ENVIRONMENT_ID not in gymnasium.registry:
         gymnasium.registry[ENVIRONMENT_ID] = RankSelectionSpec(
             ENVIRONMENT_ID, entry_point="rankrl.plan_search.envs.rank_selection:RankSelectionEnv"
         )
+    if BENCH_ID not in gymnasium.registry:
+        gymnasium.register(BENCH_ID, entry_point="rankrl.bench.task:BenchEnv")

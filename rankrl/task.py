@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,6 @@ from decomposition import CompressionPlan
 from rankrl.errors import ConfigError
 from rankrl.options.selectors import ActionKind, AgentOptions, Feature
 from rankrl.plan_search.envs.rank_selection import PlanReward, RankSelectionEnv
-from rankrl.plan_search.scores.evaluation import Evaluation
 from rankrl.plan_search.session import SearchSession
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.result import Compression
@@ -27,31 +27,19 @@ FileWriter = Callable[[CompressionPlan, Path, Mapping[str, torch.Tensor]], Compr
 """Carries a plan out on a file, from the plan, the target and the sensitivities of its nodes."""
 
 
-class SearchTask:
-    """The choice of a plan for one network, as `rankrl.search` and the command line search it.
+class PlanTask(ABC):
+    """The choice of a plan for one network, for agents.
 
     A plan is a tuple of choices: for every compressible layer, in forward order, the index of a candidate in
-    `problem.sites`. `rankrl.make_task` makes tasks; `close` one that has worker processes.
+    `problem.sites`.
 
     Attributes:
         problem: Layers, candidates, costs and budget.
     """
 
-    def __init__(
-        self,
-        session: SearchSession,
-        write: FileWriter | None = None,
-        *,
-        scratch: TemporaryDirectory[str] | None = None,
-    ) -> None:
-        self._session, self._write = session.__enter__(), write
-        self._scratch = scratch  # removed with the task
+    def __init__(self, problem: SearchProblem) -> None:
+        self.problem = problem
         self._scored: dict[Choices, float] = {}  # the rewards
-        self.problem: SearchProblem = session.problem
-
-    def close(self) -> None:
-        """End the worker processes, if there are any."""
-        self._session.__exit__(None, None, None)
 
     @property
     def greedy(self) -> Choices:
@@ -75,11 +63,20 @@ class SearchTask:
         Raises:
             ConfigError: The choices are no plan of the problem.
         """
-        return self._evaluated(choices).score
+        return self._evaluated(choices)[0]
 
     def reward(self, choices: Sequence[int]) -> float:
         """Score a plan and return its reward, the score itself unless the reward weighs size."""
-        return self._session.reward(self._evaluated(choices))
+        return self._evaluated(choices)[1]
+
+    def _evaluated(self, choices: Sequence[int]) -> tuple[float, float]:
+        key = self.problem.checked(choices)
+        score, self._scored[key] = self._evaluate(key)
+        return score, self._scored[key]
+
+    @abstractmethod
+    def _evaluate(self, choices: Choices) -> tuple[float, float]:
+        """Return the score and the reward of a plan of the problem."""
 
     def within_budget(self, choices: Sequence[int]) -> bool:
         """Whether a plan keeps the budget; always true without one."""
@@ -115,6 +112,31 @@ class SearchTask:
         """Return the plan of choices, to save, or for `rankrl.apply_plan`."""
         return self.problem.plan(self.problem.checked(choices), chosen_by)
 
+
+class SearchTask(PlanTask):
+    """The choice of a plan for one network, as `rankrl.search` and the command line search it.
+
+    `rankrl.make_task` makes tasks; `close` one that has worker processes.
+
+    Attributes:
+        problem: Layers, candidates, costs and budget.
+    """
+
+    def __init__(
+        self,
+        session: SearchSession,
+        write: FileWriter | None = None,
+        *,
+        scratch: TemporaryDirectory[str] | None = None,
+    ) -> None:
+        self._session, self._write = session.__enter__(), write
+        self._scratch = scratch  # removed with the task
+        super().__init__(session.problem)
+
+    def close(self) -> None:
+        """End the worker processes, if there are any."""
+        self._session.__exit__(None, None, None)
+
     @verb()
     def apply(self, choices: Sequence[int], target: str | Path | None = None) -> Any:
         """Apply a plan: every layer is fitted to the inputs that reach it.
@@ -147,8 +169,6 @@ class SearchTask:
         return self._write(plan, Path(target), self._session.library.sensitivities)
 
     @verb()
-    def _evaluated(self, choices: Sequence[int]) -> Evaluation:
-        key = self.problem.checked(choices)
-        (evaluation,) = self._session.evaluator.evaluate([key])
-        self._scored[key] = self._session.reward(evaluation)
-        return evaluation
+    def _evaluate(self, choices: Choices) -> tuple[float, float]:
+        (evaluation,) = self._session.evaluator.evaluate([choices])
+        return evaluation.score, self._session.reward(evaluation)

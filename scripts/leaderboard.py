@@ -9,12 +9,13 @@ proposes before any, are then scored after the refit on other held-out images. I
 plan that anyone found for the task scores more. Rows are kept in a CSV file, searches and trained networks
 in the folder: a killed run goes on, and tasks, selectors and seeds are added to those that are there. A
 policy is not judged on tasks that its card names; with `--leave-out` only tasks count whose family, format
-or runtime it has not seen.
+or runtime it has not seen. With `--bench` tasks are those of RankBench, whose tables answer in milliseconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import io
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,10 +33,11 @@ from matplotlib.figure import Figure
 
 from decomposition import DecompositionError
 from rankrl import reuse_memory
+from rankrl.bench import bench_task, bench_tasks
 from rankrl.cli.config.compose import load_plugins
 from rankrl.cli.config.options import selector_entry
 from rankrl.device import processor_name
-from rankrl.errors import RankrlError
+from rankrl.errors import RankrlError, counted
 from rankrl.files import write_atomically
 from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy
 from rankrl.plan_search.run import SearchResult, run_search
@@ -138,6 +140,27 @@ def run(task: Task, families: Mapping[str, str], options: argparse.Namespace, ke
                 if not kept.find(key(one, seed, evaluations)):
                     kept.add(key(one, seed, evaluations), about | values)
             say(f"{task.name}: {one.text}, seed {seed}: {rows}")
+
+
+def of_bench(options: argparse.Namespace) -> list[dict[str, str]]:
+    """Search RankBench's tables: rows of all selectors and seeds, and of the best plan of each table."""
+    rows = []
+    for name in fnmatch.filter(bench_tasks(), options.tasks):
+        task = bench_task(name)
+        best = {"selector": "the table", "score": f"{task.table.judged.max():.6f}"}
+        rows.append({"task": name, "search": "", "new": "", **best})
+        for one in options.selectors:
+            known = {"policy": None} if "policy" in selector_options(one.selector) else {}
+            for seed in seeds_of(one, options.seeds):
+                chosen = {**known, **one.options}
+                result = task.search(one.selector, options.evaluations, seed=seed, **chosen)
+                for end, plan in best_plans(result.rows, after(options.evaluations)).items():
+                    values = (name, one.text, str(seed), str(options.evaluations), str(end))
+                    score, seconds = f"{task.judged(plan):.6f}", f"{result.seconds:.2f}"
+                    found = dict(zip(KEY, values, strict=True))
+                    rows.append(found | {"score": score, "seconds": seconds, "new": ""})
+        say(f"{name}: searched")
+    return rows
 
 
 def _searched(
@@ -316,8 +339,8 @@ def picture(board: Board) -> Figure:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = command_line(__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="where searches and networks are kept")
-    parser.add_argument("--rows", type=Path, required=True, help="CSV file of the rows")
+    parser.add_argument("--folder", type=Path, help="where searches and networks are kept")
+    parser.add_argument("--rows", type=Path, help="CSV file of the rows")
     parser.add_argument("--yaml", type=Path, default=TASKS, help="file of the tasks")
     parser.add_argument("--tasks", default="*", help="pattern of names")
     parser.add_argument("--selectors", nargs="+", default=list(SELECTORS))
@@ -328,6 +351,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--evaluations", type=int, default=20, help="of a search")
     parser.add_argument("--images", type=int, default=1000, help="held-out images, or inputs, of a search")
     parser.add_argument("--leave-out", choices=("family", "format", "runtime"), help="what is to be new")
+    parser.add_argument("--bench", action="store_true", help="search the tables of RankBench")
     parser.add_argument("--report", action="store_true", help="run nothing, report the rows that are there")
     parser.add_argument("--section", default="leaderboard", help="name of that section")
     parser.add_argument(
@@ -338,6 +362,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--picture", type=Path, help="PNG file to draw the regrets in")
     options = parser.parse_args(arguments)
+    if not options.bench and (options.folder is None or options.rows is None):
+        parser.error("--folder and --rows are needed, but for --bench")
     try:
         load_plugins(options.plugins)
         options.selectors = [*map(selector, options.selectors)]
@@ -349,6 +375,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Run what is missing, print the table, and perhaps save it and the picture."""
     options = parse()
+    if options.bench:
+        board = Board.of(of_bench(options), options.evaluations, [each.text for each in options.selectors])
+        note = f"{len(board.tasks)} tables, {counted(len(options.seeds), 'seed')}."
+        publish(f"{note}\n\n{report(board)}", options.output, section="bench", title="Selectors on RankBench")
+        return
     options.folder.mkdir(parents=True, exist_ok=True)
     kept = ResultRows(options.rows, KEY, VALUES)
     tasks = read_tasks(options.yaml, options.tasks)

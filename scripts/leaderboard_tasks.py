@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -253,9 +253,14 @@ def _of_file(task: Task, _: Path, images: int) -> tuple[SearchSession, Judging]:
     return begun.session(), judging
 
 
-def read_tasks(path: Path = TASKS, pattern: str = "*") -> list[Task]:
-    """List the tasks of a YAML file whose names match a pattern, in order."""
+def read_tasks(path: Path = TASKS, pattern: str = "*", keys: Sequence[str] = ("tasks",)) -> list[Task]:
+    """List the tasks below these keys of a YAML file whose names match a pattern, in order."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     networks = {name: Network(name, **entry) for name, entry in content["networks"].items()}
-    tasks = [Task.parse(networks[name], text) for name, texts in content["tasks"].items() for text in texts]
+    tasks = [
+        Task.parse(networks[name], text)
+        for key in keys
+        for name, texts in content[key].items()
+        for text in texts
+    ]
     return [task for task in tasks if fnmatchcase(task.name, pattern)]

@@ -1,0 +1,196 @@
+"""Fill RankBench's tables: score many plans of many tasks, a row each.
+
+    RANKRL_DATA=data RANKRL_CHECKPOINTS=checkpoints python scripts/rankbench.py --folder TABLES \
+        --tasks "separable *" --plans 400
+
+Tasks are those of `leaderboard.yaml`, but for budgets in time. Plans are greedy's, plans around it by random
+importances of three widths, random ones that spend the budget, and those of searches. Each is scored as
+searches score it, and judged after the refit on images that no search sees. A killed run goes on: plans that
+have a row are not scored again.
+`--pack FILE` then writes the tables as RankBench's file, and prints what each task is worth.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from bench_frame import command_line, markdown, publish, say
+from leaderboard_tasks import TASKS, Opened, opened, read_tasks
+from made_inputs import MissingFileError
+from scipy.stats import spearmanr
+
+from decomposition import DecompositionError
+from rankrl import reuse_memory
+from rankrl.bench import Surrogate, Table, write_tables
+from rankrl.device import processor_name
+from rankrl.errors import RankrlError
+from rankrl.files import write_json
+from rankrl.plan_search.envs.actions import create_action_map
+from rankrl.plan_search.selectors import create_selector
+from rankrl.plan_search.selectors.random_plans import random_choices
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.plan_search.space.problem_file import problem_from_json, problem_to_json
+
+COLUMNS = ("choices", "source", "score", "judged", "accuracy")
+WIDTHS = (0.15, 0.4, 1.0)
+SEARCHES = ("cmaes", "bayes", "local")
+_SHARES = {"importance": 0.45, "random": 0.1}  # the rest are plans of searches
+_SEED = 0
+
+
+class Rows:
+    """The rows of one task in its CSV file, in the order in which they were measured."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[Choices, float] = {}
+        if path.exists():
+            text = path.read_text(encoding="utf-8")
+            path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a kill may leave half a line
+            with path.open(encoding="utf-8", newline="") as file:
+                for row in csv.DictReader(file):
+                    self.known[tuple(map(int, row["choices"].split()))] = float(row["score"])
+        else:
+            path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
+
+    def add(self, plan: Choices, source: str, numbers: Sequence[float | None]) -> None:
+        """Append a row."""
+        shown = ["" if number is None else f"{number:.6f}" for number in numbers]
+        with self.path.open("a", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow([" ".join(map(str, plan)), source, *shown])
+        self.known[plan] = float(shown[0])
+
+
+def drawn(problem: SearchProblem, plans: int) -> Iterator[tuple[Choices, str]]:
+    """Draw plans without looking at scores: greedy's, around it, at random; in a mixed order."""
+    generator = np.random.default_rng(_SEED)
+    actions = create_action_map(problem, "importance")
+    yield tuple(problem.preset.tolist()), "greedy"
+    around, at_random = (round(plans * _SHARES[name]) for name in ("importance", "random"))
+    sources = [f"importance {width}" for width in WIDTHS] * (around // len(WIDTHS)) + ["random"] * at_random
+    for source in generator.permutation(sources):
+        if source == "random":
+            yield tuple(map(int, random_choices(problem, generator))), str(source)
+        else:
+            noise = float(source.split()[1]) * generator.standard_normal(len(problem.sites))
+            yield tuple(map(int, actions.choices_of(noise.clip(-1, 1)))), str(source)
+
+
+def measure(ready: Opened, rows: Rows, plans: int) -> None:
+    """Add rows until there are that many."""
+    problem = ready.session.problem
+
+    def score(plan: Choices, source: str) -> float:
+        if plan not in rows.known:
+            (evaluation,) = ready.session.evaluator.evaluate([plan])
+            rows.add(plan, source, (evaluation.score, *ready.judge(plan)))
+        return rows.known[plan]
+
+    for plan, source in drawn(problem, plans):
+        score(plan, source)
+    for seed in range(100):
+        for name in SEARCHES:
+            episodes = max(20, round(plans * 0.15))
+            selector = create_selector(name, problem, seed=seed, episodes=episodes, **_without_policy(name))
+            while selector.observed < episodes:
+                if len(rows.known) >= plans:
+                    return
+                proposals = selector.propose()
+                selector.observe(proposals, [score(each.choices, name) for each in proposals])
+
+
+def _without_policy(name: str) -> dict[str, None]:
+    return {"policy": None} if name == "bayes" else {}
+
+
+def table_of(folder: Path) -> Table:
+    """Read a task's folder."""
+    content = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+    with (folder / "plans.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return Table(
+        content["name"],
+        content["family"],
+        content["network"],
+        problem_from_json(content["problem"], str(folder)),
+        np.array([list(map(int, row["choices"].split())) for row in rows]),
+        tuple(row["source"] for row in rows),
+        np.array([float(row["score"]) for row in rows]),
+        np.array([float(row["judged"]) for row in rows]),
+        {"machine": processor_name(), "torch": torch.__version__},
+    )
+
+
+def pack(folder: Path, target: Path, least: int) -> str:
+    """Write all tables of at least so many plans as one file, and list them."""
+    folders = sorted(path.parent for path in folder.glob("*/task.json"))
+    tables = [table for table in map(table_of, folders) if len(table) >= least]
+    for number, table in enumerate(tables):
+        known = Surrogate(table.problem, table.choices, table.scores).correlation
+        tables[number] = replace(table, about={**table.about, "correlation": round(known, 3)})
+    write_tables(tables, target)
+    lines = []
+    for table in tables:
+        best = int(table.judged.argmax())
+        lines.append(
+            [
+                table.name,
+                str(len(table.problem.sites)),
+                str(len(table)),
+                f"{100 * table.judged[0]:.2f}",
+                f"{100 * table.prize:.2f}",
+                table.sources[best],
+                f"{spearmanr(table.scores, table.judged).statistic:.3f}",
+                str(table.about["correlation"]),
+            ]
+        )
+    head = ["task", "layers", "plans", "greedy", "prize", "best is from", "search and judge", "surrogate"]
+    return markdown(head, lines)
+
+
+def main() -> None:
+    """Measure what is missing of every task."""
+    parser = command_line(__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="where tables and networks are kept")
+    parser.add_argument("--yaml", type=Path, default=TASKS, help="file of the tasks")
+    parser.add_argument("--tasks", default="*", help="pattern of names")
+    parser.add_argument("--plans", type=int, default=400, help="of a task; for --pack, at least")
+    parser.add_argument("--images", type=int, default=1000, help="held-out images, or inputs, of a search")
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="measure nothing, write RankBench's file")
+    options = parser.parse_args()
+    if options.pack:
+        table = pack(options.folder, options.pack, options.plans)
+        short: dict[Path | None, str] = {options.folder: "TABLES"}
+        publish(table, options.output, section="rankbench", title="RankBench's tasks", shortened=short)
+        return
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for task in read_tasks(options.yaml, options.tasks, ("tasks", "bench")):
+        if task.measure == "latency":  # measured times differ from run to run
+            continue
+        folder = options.folder / task.name.replace(" ", "_")
+        folder.mkdir(exist_ok=True)
+        rows = Rows(folder / "plans.csv")
+        if len(rows.known) >= options.plans:
+            continue
+        try:
+            with opened(task, options.folder, options.images) as ready:
+                content = json.loads(json.dumps(problem_to_json(ready.session.problem)))
+                about = {"name": task.name, "family": task.network.family, "network": task.network.name}
+                write_json(folder / "task.json", {**about, "problem": content})
+                measure(ready, rows, options.plans)
+        except (MissingFileError, RankrlError, DecompositionError) as error:
+            print(f"{task.name}: {error}", file=sys.stderr, flush=True)
+            continue
+        say(f"{task.name}: {len(rows.known)} plans")
+
+
+if __name__ == "__main__":
+    reuse_memory()
+    main()
