@@ -143,7 +143,8 @@ def _inferred(model: ir.Model, feed: Batch) -> ir.Model:
         seen = tensors_of(proto, [str(value.name) for value in unknown])(feeds)
         for value in unknown:
             array = seen[str(value.name)]
-            value.shape, value.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
+            if isinstance(value.type, ir.TensorType | None):  # else a sequence, which has no shape
+                value.shape, value.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
     return graph
 
 

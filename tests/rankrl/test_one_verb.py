@@ -160,7 +160,7 @@ def test_auto_chooses_among_formats_that_nobody_has_to_list(
 @pytest.mark.usefixtures("staged_files")
 def test_a_data_set_brings_its_own_images_and_score(tmp_path: Path) -> None:
     data, timing = load_dataset("digits"), rankrl.LatencyOptions(batch=2, runs=2, int8=False)
-    model = create_model("lenet5", input_shape=data.input_shape, num_classes=data.classes)
+    model = create_model("conv4", input_shape=data.input_shape, num_classes=data.classes)
     given = {**QUICK, "params": 0.5, "timing": timing}
     found = rankrl.compress(model, data, tmp_path / "run", calibration=64, **given)
     written = json.loads((tmp_path / "run" / "metrics.json").read_text())

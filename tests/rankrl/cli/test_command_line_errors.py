@@ -346,7 +346,7 @@ def test_options_are_refused_before_data_are_read(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
 ) -> None:
     monkeypatch.setattr("rankrl.cli.config.options.load_dataset", _begun)
-    monkeypatch.setattr("rankrl.cli.config.options.suited_multiple", _begun)
+    monkeypatch.setattr("rankrl.request.suited_multiple", _begun)
     assert expected in task_refusal(*arguments)
 
 

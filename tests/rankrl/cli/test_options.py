@@ -354,7 +354,10 @@ NO_OPTIONS = {
     "model.weights": "refused: nothing is downloaded",
     "decomposition.inspect_layers": "a function",
     "task.description": "the progress bar's",
-    **dict.fromkeys(("task.reward", "task.greedy", "task.apply"), "of what make_task returns"),
+    **dict.fromkeys(
+        (f"task.{name}" for name in ("reward", "greedy", "apply", "plan", "within_budget", "table.choices")),
+        "of what make_task returns",
+    ),
     "task.fields": "the progress bar's",
 }
 FILES = ("json", "lock", "safetensors", "csv", "md", "tex", "png", "onnx", "html")

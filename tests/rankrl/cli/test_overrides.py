@@ -66,7 +66,7 @@ def test_values_are_refused_before_anything_is_made(
         # Nothing may be NaN or infinite.
         (("budget.params=nan",), "budget.params must be finite, got nan"),
         (("search.seconds=inf",), "search.seconds must be finite, got inf"),
-        (("selector.step=-inf",), "selector.step must be finite"),
+        (("selector=bayes", "selector.step=-inf"), "selector.step must be finite"),
         (("finetune.gradient_clip=inf",), "finetune.gradient_clip must be finite"),
         (("pruner.strengths={conv1: 2.0}",), "'+pruner.strengths={NAME: VALUE}'"),
         (("budget.macs=1e999",), "budget.macs must be finite"),
@@ -113,7 +113,7 @@ def test_what_an_option_cannot_be_is_refused(arguments: tuple[str, ...], expecte
         (("selector=ddpg", "selector.hidden=[64,x]"), "selector.hidden must be a list of whole numbers"),
         (("selector=ddpg", "selector.features=[identity,plam]"), "selector.features must be a list of"),
         (("selector=ddpg", "selector.noise=true"), "selector.noise must be a number, got true"),
-        (("selector.action=ranks",), "selector.action must be one of importance, rank or null"),
+        (("selector=ddpg", "selector.action=ranks"), "selector.action must be one of importance, rank, ratio or null"),
         (("reward=weighted", "reward.compression=much"), "reward.compression must be a number, got 'much'"),
         (("reward=amc", "reward.measure=latency"), "reward.measure must be one of params, macs"),
         (("pruner.layers=conv1",), "pruner.layers must be a list"),

@@ -51,7 +51,7 @@ def test_it_writes_the_run_folder_of_the_pipeline(prune: Callable[..., Path]) ->
     assert metrics["compressed"]["macs"] <= 0.6 * metrics["baseline"]["macs"]
     assert metrics["onnx"]["max_abs_difference"] <= 1e-4
     assert metrics["onnx"]["accuracy"] == pytest.approx(metrics["finetuned"]["accuracy"], abs=0.01)
-    assert set(metrics["ratios"]) == {"params", "macs", "bytes", "file_bytes", "latency"}
+    assert set(metrics["ratios"]) == {"params", "macs", "bytes", "file_bytes", "latency", "activation_bytes"}
     pruning = metrics["pruning"]
     assert (pruning["measure"], pruning["target"]) == ("macs", 0.6)
     assert pruning["channels_kept"] < pruning["channels"]

@@ -221,7 +221,7 @@ def test_a_full_disk_keeps_the_steps_before(
     assert [row.key for row in resumed.rows] == [row.key for row in whole.rows]
 
 
-@pytest.mark.parametrize("limits", [{"episodes": 0}, {"seconds": 0.0}, {"patience": -1}, {"plans": 0}])
+@pytest.mark.parametrize("limits", [{"episodes": 0}, {"patience": -1}, {"plans": 0}])
 def test_limits_out_of_range_are_refused(small_problem, synthetic_evaluator, limits) -> None:
     selector = create_selector("random", small_problem)
     with pytest.raises(ConfigError, match=next(iter(limits))):
