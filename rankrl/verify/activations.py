@@ -337,7 +337,7 @@ def _stages(spec: LayerSpec, candidate: Candidate) -> list[float]:
         (1,) * axes,
         bias=spec.bias,
     )
-    layer = factorise.structure(geometry.dense(device="meta"), spec)
+    layer = factorise.structure(geometry.dense(device="meta"), spec).eval()  # training may contract it
     shape = (1, spec.in_channels, *inside) if axes else (1, *inside, spec.in_channels)
     sizes = stage_sizes(layer, torch.empty(shape, device="meta"))
     return [size / sizes[-1] for size in sizes[:-1]]

@@ -61,6 +61,7 @@ CASES = [
     ("decomposition", ("task=prune", "decomposition=cp"), r"=cp .* set prune\.decompose_params"),
     ("prune.finetune_epochs", ("task=prune", "prune.finetune_epochs=2"), r"epochs=2 .* decomposes nothing"),
     ("budget.bytes", ("task=prune", "budget.bytes=0.3"), r"bytes=0\.3 .* set budget\.params or budget\.macs"),
+    ("budget.memory", ("task=prune", "budget.memory=0.3"), r"memory=0\.3 .* set budget\.params"),
     (
         "budget.latency",
         ("task=prune", "prune.decompose_macs=0.5", "budget.latency=0.3"),
