@@ -161,7 +161,7 @@ class ModuleFiles:
         )
 
 
-_METHOD = 8
+_METHOD = 9
 """Version of the way layers are timed; tables of another version are not read."""
 
 

@@ -55,7 +55,6 @@ CASES = [
     ("run", ("task=train", "run=runs/a"), r"run=runs/a .* task=finetune, evaluate"),
     ("runs", ("task=train", "runs=multirun/a"), r"runs=multirun/a .* task=report"),
     ("search", ("task=prune", "search.episodes=9"), r"episodes=9 .* set prune\.decompose_params"),
-    ("search.episodes", ("search.episodes=9",), r"episodes=9 .* selector=greedy is a rule"),
     ("selector", ("task=prune", "selector=bayes"), r"selector=bayes .* task=prune decomposes nothing"),
     ("reward", ("task=prune", "reward=amc"), r"reward=amc .* set prune\.decompose_params"),
     ("decomposition", ("task=prune", "decomposition=cp"), r"=cp .* set prune\.decompose_params"),
