@@ -113,7 +113,10 @@ def test_what_an_option_cannot_be_is_refused(arguments: tuple[str, ...], expecte
         (("selector=ddpg", "selector.hidden=[64,x]"), "selector.hidden must be a list of whole numbers"),
         (("selector=ddpg", "selector.features=[identity,plam]"), "selector.features must be a list of"),
         (("selector=ddpg", "selector.noise=true"), "selector.noise must be a number, got true"),
-        (("selector=ddpg", "selector.action=ranks"), "selector.action must be one of importance, rank, ratio or null"),
+        (
+            ("selector=ddpg", "selector.action=ranks"),
+            "selector.action must be one of importance, rank, ratio or null",
+        ),
         (("reward=weighted", "reward.compression=much"), "reward.compression must be a number, got 'much'"),
         (("reward=amc", "reward.measure=latency"), "reward.measure must be one of params, macs"),
         (("pruner.layers=conv1",), "pruner.layers must be a list"),
