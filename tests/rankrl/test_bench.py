@@ -9,7 +9,6 @@ from pathlib import Path
 
 import gymnasium
 import numpy as np
-import optuna
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
@@ -154,6 +153,7 @@ def test_selectors_search_a_table(task: BenchTask, selector: str, options: dict[
 
 
 def test_optuna_maximises_the_score(task: BenchTask) -> None:
+    optuna = pytest.importorskip("optuna")
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler(seed=0))
     study.optimize(task.objective, n_trials=8)
     assert study.best_value == max(trial.value for trial in study.trials if trial.value is not None)
