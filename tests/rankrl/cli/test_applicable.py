@@ -230,7 +230,8 @@ def test_compressing_a_network_that_has_learned_nothing_is_warned_of_everywhere(
     folder = tmp_path / "run"
     arguments = (*small_network(tmp_path), f"task={task}", *OF_TASK.get(task, ()))
     rankrl(*(QUICK if task == "prune" else SHORT), *arguments, f"hydra.run.dir={folder}")
-    (warning,) = read_json(folder / "metrics.json")["warnings"]
+    warning, *others = read_json(folder / "metrics.json")["warnings"]
+    assert all(each.startswith("fine-tune: the accuracy") for each in others)
     assert re.match(r"The network is hardly better than guessing: it answers [\d.]+ % of 287 h", warning)
     assert "small.safetensors was trained on this dataset" in warning
     assert f"[WARNING] - {warning}" in (folder / "rankrl.log").read_text()
