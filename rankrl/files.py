@@ -36,6 +36,15 @@ def write_json(path: str | Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file; an empty one if it cannot be read or is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 @contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path for a library that writes to a path itself.

@@ -18,6 +18,7 @@ import torch
 
 from rankrl.device import processor_name, usable_cores
 from rankrl.errors import counted
+from rankrl.files import read_object
 from rankrl.plan_search.scores.evaluation import EpisodeRow, parse_rows
 from rankrl.report.run_tables import BASELINE, Measure, ReportError, costs, qualities, stages
 from rankrl.runs.run_folder import COMPRESS
@@ -231,7 +232,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, above: Path) -> GatheredRun:
-    record = _object(path / _CONFIGURATION)
+    record = read_object(path / _CONFIGURATION)
     config, overrides = record.get("config"), record.get("overrides")
     run = GatheredRun(
         path.relative_to(above),
@@ -248,17 +249,8 @@ def _read(path: Path, above: Path) -> GatheredRun:
             return replace(run, status="failed", error=str(error))
         return finished
     if (path / "error.json").is_file():
-        return replace(run, status="failed", error=str(_object(path / "error.json").get("error", "")))
+        return replace(run, status="failed", error=str(read_object(path / "error.json").get("error", "")))
     return run
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file, or an empty one if it cannot be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 DATE = "Date"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import threading
@@ -11,7 +10,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -19,7 +17,7 @@ from rich.text import Text
 
 from decomposition.progress import in_words
 from rankrl.errors import StorageError, counted
-from rankrl.files import write_json
+from rankrl.files import read_object, write_json
 from rankrl.runs.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -52,28 +50,19 @@ def write_failure(
 
 def sweep_identifier(sweep_folder: Path) -> str | None:
     """Return the identifier of the last sweep started in a folder, or None without one."""
-    known = _read(sweep_folder / SWEEP_FILE).get("id")
+    known = read_object(sweep_folder / SWEEP_FILE).get("id")
     return None if known is None else str(known)
 
 
 def failures(sweep_folder: Path) -> list[Failure]:
     """Return the failed jobs of the last sweep started in a folder, sorted by folder name."""
     sweep = sweep_identifier(sweep_folder)
-    read = {path: _read(path) for path in sorted(sweep_folder.rglob(ERROR_FILE))}
+    read = {path: read_object(path) for path in sorted(sweep_folder.rglob(ERROR_FILE))}
     return [
         Failure(path.parent, str(content.get("error", f"{path} cannot be read")))
         for path, content in read.items()
         if sweep is None or content.get("sweep", sweep) == sweep
     ]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; an empty one if there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 _TOLD_EVERY = 2.0  # seconds; file systems of clusters are slow
@@ -193,7 +182,7 @@ class SweepWatch:
 
 def _last_words(folder: RunFolder) -> tuple[float, str]:
     """Return time and text of a job's last progress report."""
-    report = _read(folder.progress)
+    report = read_object(folder.progress)
     is_known = report.keys() >= {"stage", "completed", "total"}
     words = ": {stage} {completed} of {total}".format(**report) if is_known else ""
     try:
