@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from decomposition.choose.candidates import CandidateSet, in_one_block, saved
+from decomposition.choose.candidates import CandidateSet, in_one_block, leaves_one_dense, saved
 from decomposition.errors import DecompositionError
 from decomposition.network.cost import count_macs, count_parameters
 from decomposition.network.inputs import ExampleInputs
@@ -144,7 +144,7 @@ class Budget:
         for (here, choice), (behind, next_choice) in pairwise(zip(sites, map(int, choices), strict=True)):
             if in_one_block(here, behind) and here.leaving[choice] != behind.leaving[next_choice]:
                 return np.inf
-        if any(site.must_change and int(j) == site.dense for site, j in zip(sites, choices, strict=True)):
+        if leaves_one_dense(sites, choices):
             return np.inf
         own = sum(float(site.cost(self.measure)[int(j)]) for site, j in zip(sites, choices, strict=True))
         return self.fixed + own + self.crossed(sites, choices) - saved(sites, choices, self.measure)

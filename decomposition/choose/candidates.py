@@ -280,6 +280,11 @@ class CandidateSet:
         return replace(self, candidates=tuple(self.candidates[index] for index in indices))
 
 
+def leaves_one_dense(sites: Sequence[CandidateSet], choices: Iterable[int]) -> bool:
+    """Tell whether choices leave a site as it is that must change."""
+    return any(site.must_change and int(j) == site.dense for site, j in zip(sites, choices, strict=True))
+
+
 def in_one_block(here: CandidateSet, behind: CandidateSet) -> bool:
     """Tell whether neighbouring sites only leave the network together (with equal `CandidateSet.leaving`)."""
     return here.removal is not None and here.removal == behind.removal

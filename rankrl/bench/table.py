@@ -62,7 +62,7 @@ class Table:
 
     @property
     def prize(self) -> float:
-        """What the best known plan scores more than greedy's on inputs that no search sees."""
+        """Judged score of the best known plan less that of greedy's."""
         return float(self.judged.max() - self.judged[0])
 
 

@@ -77,11 +77,11 @@ class BenchTask(PlanTask):
         return float(self.table.judged.max()) - self.judged(choices)
 
     def search(self, selector: str, plans: int, *, seed: int = 0, **options: Any) -> SearchResult:
-        """Search with a selector of ours or a plugin, until so many different plans are scored.
+        """Search with a selector of ours or a plugin.
 
         Args:
             selector: Its name.
-            plans: Number of different plans.
+            plans: Number of plans that it proposes, repeated ones included.
             seed: Seed of its draws.
             **options: The selector's own.
         """
@@ -102,7 +102,7 @@ class BenchTask(PlanTask):
 
     def _evaluate(self, choices: Choices) -> tuple[float, float]:
         score = self._look_up("scores", choices)[0]
-        return score, score - self._look_up("scores", self.greedy)[0]
+        return score, score - float(self.table.scores[0])
 
     def _look_up(self, values: str, choices: Choices) -> tuple[float, float]:
         """Return a value of a plan and its standard deviation."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from decomposition import CompressionPlan, list_heuristics
 from decomposition.choose.allocation import least_fraction
+from decomposition.choose.candidates import leaves_one_dense
 from decomposition.errors import DecompositionError
 from decomposition.progress import Deadline
 from rankrl.plan_search.measured_plans import (
@@ -107,7 +108,9 @@ def within_loss(
         raise DecompositionError(
             f"no plan found within budget.memory loses at most budget.drop={drop}; allow more of either"
         )
-    return undominated(best, [plan for plan in measure.plans.values() if _may_be_taken(measure, plan)])
+    sites = measure.problem.sites
+    allowed = [plan for plan in measure.plans.values() if not leaves_one_dense(sites, plan.key)]
+    return undominated(best, allowed)
 
 
 def within(problem: SearchProblem, fraction: float) -> SearchProblem:
@@ -117,14 +120,9 @@ def within(problem: SearchProblem, fraction: float) -> SearchProblem:
 
 
 def _cheapest(measure: PlanMeter, drop: float) -> MeasuredPlan | None:
-    plans = measure.plans.values()
-    keeping = [plan for plan in plans if plan.loss <= drop and _may_be_taken(measure, plan)]
+    plans, sites = measure.plans.values(), measure.problem.sites
+    keeping = [plan for plan in plans if plan.loss <= drop and not leaves_one_dense(sites, plan.key)]
     return min(keeping, key=lambda plan: (plan.cost, plan.loss), default=None)
-
-
-def _may_be_taken(measure: PlanMeter, plan: MeasuredPlan) -> bool:
-    sites = measure.problem.sites
-    return not any(site.must_change and j == site.dense for site, j in zip(sites, plan.key, strict=True))
 
 
 def _spared(measure: PlanMeter, drop: float) -> int:

@@ -173,9 +173,12 @@ def make_row(
 ) -> EpisodeRow:
     """Make the row of an evaluation; `before` are the rows of all earlier plans."""
     found = any(row.within_budget for row in before)
-    best = reward if not before or (within_budget and not found) else before[-1].best_reward
-    if within_budget or not found:
-        best = max(best, reward)
+    if found and not within_budget:
+        best = before[-1].best_reward
+    elif before and found == within_budget:
+        best = max(reward, before[-1].best_reward)
+    else:  # the first plan, or the first within the budget
+        best = reward
     return EpisodeRow(
         episode=len(before) + 1,
         reward=reward,

@@ -58,6 +58,7 @@ def _site_to_json(site: CandidateSet) -> dict[str, Any]:
         "layers": site.layers,
         "producer": site.producer,
         "importance": site.importance,
+        "must_change": site.must_change,
         "spec": asdict(site.spec),
         "candidates": [_candidate_to_json(candidate) for candidate in site.candidates],
     }
@@ -92,6 +93,7 @@ def _site(entry: Mapping[str, Any], source: str) -> CandidateSet:
         entry["importance"],
         None if entry["layers"] is None else tuple(entry["layers"]),
         entry["producer"],
+        entry.get("must_change", False),  # files of before have none
     )
 
 
