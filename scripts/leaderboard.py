@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from bench_frame import ResultRows, command_line, markdown, publish, say
-from leaderboard_tasks import NOTHING, TASKS, Opened, Task, opened, read_tasks
+from leaderboard_tasks import NOTHING, TASKS, Opened, Task, opened, read_tasks, without_policy
 from made_inputs import MissingFileError
 from matplotlib.figure import Figure
 
@@ -42,7 +42,7 @@ from rankrl.files import write_atomically
 from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy
 from rankrl.plan_search.run import SearchResult, run_search
 from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator, best_rows
-from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded, selector_options
+from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
 
@@ -100,8 +100,7 @@ def search(
 ) -> SearchResult:
     """Search, or read the search that is in the folder."""
     evaluator.restore({})  # what one has scored must not help the next
-    known = {"policy": None} if "policy" in selector_options(one.selector) else {}  # but for a named one
-    options = {**known, **one.options}
+    options = {**without_policy(one.selector), **one.options}
     selector = create_selector(one.selector, problem, seed=seed, episodes=episodes, **options)
     return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True)
 
@@ -150,9 +149,8 @@ def of_bench(options: argparse.Namespace) -> list[dict[str, str]]:
         best = {"selector": "the table", "score": f"{task.table.judged.max():.6f}"}
         rows.append({"task": name, "search": "", "new": "", **best})
         for one in options.selectors:
-            known = {"policy": None} if "policy" in selector_options(one.selector) else {}
             for seed in seeds_of(one, options.seeds):
-                chosen = {**known, **one.options}
+                chosen = {**without_policy(one.selector), **one.options}
                 result = task.search(one.selector, options.evaluations, seed=seed, **chosen)
                 for end, plan in best_plans(result.rows, after(options.evaluations)).items():
                     values = (name, one.text, str(seed), str(options.evaluations), str(end))

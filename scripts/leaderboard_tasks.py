@@ -32,6 +32,7 @@ from rankrl.plan_search.agents.policy_file import PolicyFile, PolicyTask
 from rankrl.plan_search.pretraining import task_of
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions
 from rankrl.plan_search.scores.scoring import ImageScoring
+from rankrl.plan_search.selectors import selector_options
 from rankrl.plan_search.session import SearchGoal, SearchSession
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.request import Request, opened_session
@@ -178,6 +179,11 @@ class Opened:
             return problem
         sites = [replace(each, importance=library.fitted(each).importance) for each in problem.sites]
         return replace(problem, sites=tuple(sites))
+
+
+def without_policy(selector: str) -> dict[str, None]:
+    """Return the option with which a selector begins without the pretrained policy, if it has one."""
+    return {"policy": None} if "policy" in selector_options(selector) else {}
 
 
 @contextmanager

@@ -12,17 +12,16 @@ have a row are not scored again.
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from bench_frame import command_line, markdown, publish, say
-from leaderboard_tasks import TASKS, Opened, opened, read_tasks
+from bench_frame import ResultRows, command_line, markdown, publish, say
+from leaderboard_tasks import TASKS, Opened, opened, read_tasks, without_policy
 from made_inputs import MissingFileError
 from scipy.stats import spearmanr
 
@@ -38,34 +37,21 @@ from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.plan_search.space.problem_file import problem_from_json, problem_to_json
 
-COLUMNS = ("choices", "source", "score", "judged", "accuracy")
+KEY, VALUES = ("choices",), ("source", "score", "judged", "accuracy")
 WIDTHS = (0.15, 0.4, 1.0)
 SEARCHES = ("cmaes", "bayes", "local")
 _SHARES = {"importance": 0.45, "random": 0.1}  # the rest are plans of searches
 _SEED = 0
 
 
-class Rows:
-    """The rows of one task in its CSV file, in the order in which they were measured."""
+def rows_of(folder: Path) -> ResultRows:
+    """Read the rows of a task's plans, in the order in which they were measured."""
+    return ResultRows(folder / "plans.csv", KEY, VALUES)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.known: dict[Choices, float] = {}
-        if path.exists():
-            text = path.read_text(encoding="utf-8")
-            path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")  # a kill may leave half a line
-            with path.open(encoding="utf-8", newline="") as file:
-                for row in csv.DictReader(file):
-                    self.known[tuple(map(int, row["choices"].split()))] = float(row["score"])
-        else:
-            path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
 
-    def add(self, plan: Choices, source: str, numbers: Sequence[float | None]) -> None:
-        """Append a row."""
-        shown = ["" if number is None else f"{number:.6f}" for number in numbers]
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerow([" ".join(map(str, plan)), source, *shown])
-        self.known[plan] = float(shown[0])
+def plan_of(row: Mapping[str, str]) -> Choices:
+    """Return the plan of a row."""
+    return tuple(map(int, row["choices"].split()))
 
 
 def drawn(problem: SearchProblem, plans: int) -> Iterator[tuple[Choices, str]]:
@@ -83,44 +69,43 @@ def drawn(problem: SearchProblem, plans: int) -> Iterator[tuple[Choices, str]]:
             yield tuple(map(int, actions.choices_of(noise.clip(-1, 1)))), str(source)
 
 
-def measure(ready: Opened, rows: Rows, plans: int) -> None:
+def measure(ready: Opened, rows: ResultRows, plans: int) -> None:
     """Add rows until there are that many."""
     problem = ready.session.problem
+    known = {plan_of(row): float(row["score"]) for row in rows.rows}
 
     def score(plan: Choices, source: str) -> float:
-        if plan not in rows.known:
+        if plan not in known:
             (evaluation,) = ready.session.evaluator.evaluate([plan])
-            rows.add(plan, source, (evaluation.score, *ready.judge(plan)))
-        return rows.known[plan]
+            numbers = zip(VALUES[1:], (evaluation.score, *ready.judge(plan)), strict=True)
+            shown = {name: "" if number is None else f"{number:.6f}" for name, number in numbers}
+            rows.add({"choices": " ".join(map(str, plan))}, {"source": source, **shown})
+            known[plan] = float(shown["score"])
+        return known[plan]
 
     for plan, source in drawn(problem, plans):
         score(plan, source)
     for seed in range(100):
         for name in SEARCHES:
             episodes = max(20, round(plans * 0.15))
-            selector = create_selector(name, problem, seed=seed, episodes=episodes, **_without_policy(name))
+            selector = create_selector(name, problem, seed=seed, episodes=episodes, **without_policy(name))
             while selector.observed < episodes:
-                if len(rows.known) >= plans:
+                if len(known) >= plans:
                     return
                 proposals = selector.propose()
                 selector.observe(proposals, [score(each.choices, name) for each in proposals])
 
 
-def _without_policy(name: str) -> dict[str, None]:
-    return {"policy": None} if name == "bayes" else {}
-
-
 def table_of(folder: Path) -> Table:
     """Read a task's folder."""
     content = json.loads((folder / "task.json").read_text(encoding="utf-8"))
-    with (folder / "plans.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(folder).rows
     return Table(
         content["name"],
         content["family"],
         content["network"],
         problem_from_json(content["problem"], str(folder)),
-        np.array([list(map(int, row["choices"].split())) for row in rows]),
+        np.array([plan_of(row) for row in rows]),
         tuple(row["source"] for row in rows),
         np.array([float(row["score"]) for row in rows]),
         np.array([float(row["judged"]) for row in rows]),
@@ -176,8 +161,8 @@ def main() -> None:
             continue
         folder = options.folder / task.name.replace(" ", "_")
         folder.mkdir(exist_ok=True)
-        rows = Rows(folder / "plans.csv")
-        if len(rows.known) >= options.plans:
+        rows = rows_of(folder)
+        if len(rows.rows) >= options.plans:
             continue
         try:
             with opened(task, options.folder, options.images) as ready:
@@ -188,7 +173,7 @@ def main() -> None:
         except (MissingFileError, RankrlError, DecompositionError) as error:
             print(f"{task.name}: {error}", file=sys.stderr, flush=True)
             continue
-        say(f"{task.name}: {len(rows.known)} plans")
+        say(f"{task.name}: {len(rows.rows)} plans")
 
 
 if __name__ == "__main__":

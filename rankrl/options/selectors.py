@@ -194,7 +194,7 @@ SELECTORS = {
 }
 """Options by the selector's name."""
 DEFAULT_SELECTOR = "greedy"
-"""What chooses plans unless another is named: it takes seconds, and scores nothing."""
+"""The default selector: a rule, which takes seconds and scores no plans."""
 HEURISTICS = ("energy", "greedy", "uniform", "vbmf")
 """Selectors that are rules of `decomposition`: one plan, no search."""
 

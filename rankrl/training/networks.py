@@ -141,7 +141,7 @@ class FineTuner:
         return Teacher(network, type(network).__name__, heldout_accuracy(network, data))
 
     def trained_by_user(self, network: nn.Module, dense: nn.Module) -> nn.Module:
-        """Return what the user's function made of a network."""
+        """Fine-tune a network with the user's function."""
         assert callable(self.strategy)
         types = own_types(network)
         returned = self.strategy(network.train())

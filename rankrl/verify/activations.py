@@ -318,7 +318,7 @@ def _peak(place: _Place, spec: LayerSpec, candidate: Candidate) -> float:
 
 
 def _stages(spec: LayerSpec, candidate: Candidate) -> list[float]:
-    """Return what passes between the stages of a candidate, as shares of the layer's output."""
+    """Return the sizes of the tensors between a candidate's stages, as shares of the layer's output."""
     factorise = next((each for each in candidate.operations if isinstance(each, Factorise)), None)
     if factorise is None or not spec.input_sizes:
         return []

@@ -1,4 +1,4 @@
-"""What holds for every page: whole, self-contained, in the theme's colours, and text is never markup."""
+"""Test all pages alike: whole, self-contained, in the theme's colours, text never markup."""
 
 from __future__ import annotations
 

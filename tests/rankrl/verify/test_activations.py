@@ -196,7 +196,7 @@ def test_an_unreachable_limit_names_what_needs_most(residual) -> None:
 
 
 def test_candidates_are_left_out_whose_files_hold_more(tmp_path: Path) -> None:
-    """What passes between the stages of a layer counts: here one map is wide, and the other small."""
+    """Tensors between the stages of a layer count: here one map is wide, and the other small."""
     network = nn.Sequential(nn.Conv2d(3, 48, 3, padding=1), nn.Conv2d(48, 3, 3, padding=1)).eval()
     specs, shape = inspect_layers(network, (3, 16, 16)), (3, 16, 16)
 
