@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from decomposition.registry import did_you_mean
+from rankrl.bench.surrogate import Surrogate
 from rankrl.errors import ConfigError
 from rankrl.files import write_atomically
 from rankrl.plan_search.space.problem import Choices, SearchProblem
@@ -59,6 +60,12 @@ class Table:
     def rows(self) -> dict[Choices, int]:
         """The row of each plan."""
         return {tuple(map(int, plan)): row for row, plan in enumerate(self.choices)}
+
+    @cached_property
+    def surrogates(self) -> dict[str, Surrogate]:
+        """What predicts `scores` and `judged` of plans that are not here."""
+        known = {"scores": self.scores, "judged": self.judged}
+        return {name: Surrogate(self.problem, self.choices, values) for name, values in known.items()}
 
     @property
     def prize(self) -> float:
@@ -114,6 +121,7 @@ class BenchFile:
         if version != BENCH_VERSION:
             raise ConfigError(f"{self.path} has version {version!r}; this rankrl reads {BENCH_VERSION}")
         self.tasks: dict[str, dict[str, str]] = tasks
+        self._tables: dict[str, Table] = {}
 
     def table(self, name: str) -> Table:
         """Read a task's table; an unknown name or a damaged table raise a `ConfigError`."""
@@ -122,6 +130,11 @@ class BenchFile:
                 f"RankBench has no task {name!r}; rankrl.bench.bench_tasks() lists its {len(self.tasks)}."
                 f"{did_you_mean(name, self.tasks)}"
             )
+        if name not in self._tables:
+            self._tables[name] = self._read(name)
+        return self._tables[name]
+
+    def _read(self, name: str) -> Table:
         entry = self.tasks[name]
         try:
             with zipfile.ZipFile(self.path) as archive:

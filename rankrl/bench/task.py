@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from decomposition.registry import did_you_mean
-from rankrl.bench.surrogate import Surrogate
-from rankrl.bench.table import BenchFile, Table, read_tables
+from rankrl.bench.table import Table, read_tables
 from rankrl.errors import ConfigError
 from rankrl.options.selectors import ActionKind, Feature
 from rankrl.plan_search.envs.actions import ActionMap, create_action_map
@@ -44,10 +43,6 @@ class BenchTask(PlanTask):
     def __init__(self, table: Table) -> None:
         super().__init__(table.problem)
         self.table = table
-        self._surrogates = {
-            name: Surrogate(table.problem, table.choices, values)
-            for name, values in (("scores", table.scores), ("judged", table.judged))
-        }
 
     @property
     def name(self) -> str:
@@ -58,7 +53,7 @@ class BenchTask(PlanTask):
     def correlation(self) -> float:
         """Spearman's correlation of predicted with measured scores, on plans that a fit leaves out."""
         known = self.table.about.get("correlation")
-        return self._surrogates["scores"].correlation if known is None else float(known)
+        return self.table.surrogates["scores"].correlation if known is None else float(known)
 
     def measured(self, choices: Sequence[int]) -> bool:
         """Whether the table holds the plan."""
@@ -114,7 +109,7 @@ class BenchTask(PlanTask):
                 f"task {self.name!r} has no row of the plan {list(choices)}, and its surrogate's correlation "
                 f"is {self.correlation:.2f}, less than {LEAST_CORRELATION}; take a plan of task.table.choices"
             )
-        mean, deviation = self._surrogates[values].predict(np.array([choices]))
+        mean, deviation = self.table.surrogates[values].predict(np.array([choices]))
         return float(mean[0]), float(deviation[0])
 
 
@@ -157,12 +152,7 @@ def bench_task(name: str, path: str | Path | None = None) -> BenchTask:
     Raises:
         ConfigError: There is no such task, or the file is damaged.
     """
-    return _task(name, read_tables(path))
-
-
-@cache
-def _task(name: str, file: BenchFile) -> BenchTask:
-    return BenchTask(file.table(name))
+    return BenchTask(read_tables(path).table(name))
 
 
 class BenchEnv(RankSelectionEnv):

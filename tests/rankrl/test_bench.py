@@ -126,8 +126,8 @@ def test_a_surrogate_predicts_plans_that_it_does_not_know(task: BenchTask, table
 
 
 def test_trees_are_averaged_as_scikit_learn_averages_them(task: BenchTask, table: Table) -> None:
-    fitted = task._surrogates["scores"]._fitted
-    features = task._surrogates["scores"]._features(table.choices[:5])
+    fitted = table.surrogates["scores"]._fitted
+    features = table.surrogates["scores"]._features(table.choices[:5])
     scaled = fitted._scaled(features)
     assert isinstance(fitted._trees, ExtraTreesRegressor)
     expected = fitted._linear(scaled) + fitted._trees.predict(scaled)
