@@ -95,7 +95,7 @@ RESULTS = (
 _FILES = (
     *RESULTS,
     *("episodes.csv", "search.json", "candidates.json", "tpe.sqlite3", "dense.safetensors"),
-    *("policy.safetensors", "optimizer_step.onnx", "compare.csv", "compare.md"),
+    *("optimizer_step.onnx", "compare.csv", "compare.md"),
 )
 # File names in these folders, unlike those of `_FILES`, are known only when they are written.
 _FOLDERS = ("state", "plots", "searches", "kit", ".hydra", "tensorboard", "tracking", "wandb")

@@ -7,9 +7,8 @@ Tasks are those of `leaderboard.yaml`: a network, the formats that its layers ch
 selector searches with the same held-out images. Its best plan after so many evaluations, and the one that it
 proposes before any, are then scored after the refit on other held-out images. Its regret is what the best
 plan that anyone found for the task scores more. Rows are kept in a CSV file, searches and trained networks
-in the folder: a killed run goes on, and tasks, selectors and seeds are added to those that are there. A
-policy is not judged on tasks that its card names; with `--leave-out` only tasks count whose family, format
-or runtime it has not seen. With `--bench` tasks are those of RankBench, whose tables answer in milliseconds.
+in the folder: a killed run goes on, and tasks, selectors and seeds are added to those that are there.
+With `--bench` tasks are those of RankBench, whose tables answer in milliseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from bench_frame import ResultRows, command_line, markdown, publish, say
-from leaderboard_tasks import NOTHING, TASKS, Opened, Task, opened, read_tasks, without_policy
+from leaderboard_tasks import TASKS, Opened, Task, opened, read_tasks
 from made_inputs import MissingFileError
 from matplotlib.figure import Figure
 
@@ -39,7 +38,6 @@ from rankrl.cli.config.options import selector_entry
 from rankrl.device import processor_name
 from rankrl.errors import RankrlError, counted
 from rankrl.files import write_atomically
-from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy
 from rankrl.plan_search.run import SearchResult, run_search
 from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator, best_rows
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded
@@ -47,20 +45,16 @@ from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
 
 AFTER = (0, 1, 5, 20, 100)
-POLICY = "the policy alone"
 PREDICTED = "greedy, predicted losses"
-GREEDY, PLAIN = "greedy", "bayes:policy=null"
+GREEDY = "greedy"
 SELECTORS = (
     *("uniform", "energy", "vbmf", PREDICTED, GREEDY, "divergence", "lems:trials=1", "lems"),
-    *("random", "local", "tpe", "cmaes", PLAIN, "ddpg:policy=null"),
-    *(f"{name}:policy={PRETRAINED_REFITTED}" for name in ("ddpg", "bayes")),
-    POLICY,
+    *("random", "local", "tpe", "cmaes", "bayes", "ddpg"),
 )
-AT_ONCE = (PREDICTED, GREEDY, "divergence", POLICY)
+AT_ONCE = (PREDICTED, GREEDY, "divergence")
 """Selectors of one plan whose plans are fine-tuned."""
 KEY = ("task", "selector", "seed", "search", "evaluations")
-VALUES = ("new", "score", "accuracy", "seconds", "task_seconds", "machine")
-_SEARCHED_AS = {POLICY: f"bayes:policy={PRETRAINED_REFITTED}", PREDICTED: GREEDY}
+VALUES = ("score", "accuracy", "seconds", "task_seconds", "machine")
 _COLOURS = tuple(colour for name, colour in PALETTE.items() if name.startswith("series-"))
 _RESAMPLES = 10_000
 _TUNED_TASKS = 4
@@ -72,11 +66,8 @@ def seeds_of(one: SelectorEntry, seeds: Sequence[int]) -> Sequence[int]:
 
 
 def selector(text: str) -> SelectorEntry:
-    """Read a selector of the command line.
-
-    `POLICY` is the first plan of `bayes` with the policy, `PREDICTED` greedy's without measured divergences.
-    """
-    return replace(selector_entry(_SEARCHED_AS.get(text, text)), text=text)
+    """Read a selector of the command line; `PREDICTED` is greedy without measured divergences."""
+    return replace(selector_entry(GREEDY if text == PREDICTED else text), text=text)
 
 
 def after(evaluations: int) -> list[int]:
@@ -100,36 +91,29 @@ def search(
 ) -> SearchResult:
     """Search, or read the search that is in the folder."""
     evaluator.restore({})  # what one has scored must not help the next
-    options = {**without_policy(one.selector), **one.options}
-    selector = create_selector(one.selector, problem, seed=seed, episodes=episodes, **options)
+    selector = create_selector(one.selector, problem, seed=seed, episodes=episodes, **one.options)
     return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True)
 
 
-def run(task: Task, families: Mapping[str, str], options: argparse.Namespace, kept: ResultRows) -> None:
-    """Add the rows of a task that are missing; `families` are those of networks by their names."""
+def run(task: Task, options: argparse.Namespace, kept: ResultRows) -> None:
+    """Add the rows of a task that are missing."""
 
     def key(one: SelectorEntry, seed: int, evaluations: int) -> dict[str, Any]:
         values = (task.name, one.text, seed, options.evaluations, evaluations)
         return dict(zip(KEY, values, strict=True))
 
     known = [row for row in kept.rows if row["task"] == task.name]
-    seen = any(row["new"] == NOTHING for row in known)
     missing = [
         (seed, one)
         for seed, one in product(options.seeds, options.selectors)
-        if seed in seeds_of(one, options.seeds)
-        and not (seen and one.options.get("policy"))
-        and not kept.find(key(one, seed, options.evaluations))
+        if seed in seeds_of(one, options.seeds) and not kept.find(key(one, seed, options.evaluations))
     ]
     if not missing:
         return
     with opened(task, options.folder, options.images) as ready:
-        new = task.new_to(read_policy(PRETRAINED_REFITTED), ready.known, families)
-        about = {"new": new, "machine": processor_name()}
+        about = {"machine": processor_name()}
         about["task_seconds"] = known[0]["task_seconds"] if known else f"{ready.seconds:.1f}"
         for seed, one in missing:
-            if new == NOTHING and one.options.get("policy"):
-                continue
             try:
                 rows = _judged(ready, _searched(ready, task, one, seed, options), options)
             except (RankrlError, DecompositionError) as error:
@@ -147,16 +131,15 @@ def of_bench(options: argparse.Namespace) -> list[dict[str, str]]:
     for name in fnmatch.filter(bench_tasks(), options.tasks):
         task = bench_task(name)
         best = {"selector": "the table", "score": f"{task.table.judged.max():.6f}"}
-        rows.append({"task": name, "search": "", "new": "", **best})
+        rows.append({"task": name, "search": "", **best})
         for one in options.selectors:
             for seed in seeds_of(one, options.seeds):
-                chosen = {**without_policy(one.selector), **one.options}
-                result = task.search(one.selector, options.evaluations, seed=seed, **chosen)
+                result = task.search(one.selector, options.evaluations, seed=seed, **one.options)
                 for end, plan in best_plans(result.rows, after(options.evaluations)).items():
                     values = (name, one.text, str(seed), str(options.evaluations), str(end))
                     score, seconds = f"{task.judged(plan):.6f}", f"{result.seconds:.2f}"
                     found = dict(zip(KEY, values, strict=True))
-                    rows.append(found | {"score": score, "seconds": seconds, "new": ""})
+                    rows.append(found | {"score": score, "seconds": seconds})
         say(f"{name}: searched")
     return rows
 
@@ -165,7 +148,7 @@ def _searched(
     ready: Opened, task: Task, one: SelectorEntry, seed: int, options: argparse.Namespace
 ) -> SearchResult:
     """Search, or read the search that is in the folder."""
-    episodes = 1 if one.text == POLICY else options.evaluations
+    episodes = options.evaluations
     folder = options.folder / task.name.replace(" ", "-") / f"{one.folder_name}-{seed}-{episodes}"
     problem = ready.predicted() if one.text == PREDICTED else ready.session.problem
     return search(problem, ready.session.evaluator, one, seed=seed, episodes=episodes, folder=folder)
@@ -249,7 +232,7 @@ def _cell(values: np.ndarray) -> str:
 
 
 def report(board: Board) -> str:
-    """Make the table, in points of the score, the least regret first, and what pretraining saves."""
+    """Make the table, in points of the score, the least regret first."""
     last, shown = board.evaluations[-1], [end for end in board.evaluations if end != 1]
     head = ["selector", *(f"regret at {end}" for end in shown), "less regret than greedy at 0"]
     head += [f"better / worse than greedy at {end}" for end in (0, last)] + ["seconds"]
@@ -262,28 +245,7 @@ def report(board: Board) -> str:
         cells += [board.against(name, end) if name != GREEDY else "" for end in (0, last)]
         cells.append(f"{board.seconds[board.selectors.index(name)].mean():.1f}")
         lines.append([f"`{name}`", *cells])
-    return f"{markdown(head, lines)}\n\n{paid(board)}"
-
-
-def paid(board: Board) -> str:
-    """Say what the policy's plan saves in evaluations, and what pretraining cost."""
-    if not {POLICY, PLAIN} <= {*board.selectors}:
-        return ""
-    known = board.of_selector(POLICY, 0).mean()
-    reached = [end for end in board.evaluations if board.of_selector(PLAIN, end).mean() <= known]
-    card = read_policy(PRETRAINED_REFITTED).card
-    spent = int(card.trained["plans"]) * len(card.tasks)
-    if reached and not reached[0]:
-        return (
-            f"`{PLAIN}` begins with a plan that is on average as good as the policy's: on these tasks the "
-            f"{spent} evaluations of pretraining do not pay for themselves before the first evaluation."
-        )
-    needs = f"after {reached[0]}" if reached else f"not within {board.evaluations[-1]}"
-    saved = f": it has paid after {-(-spent // reached[0])} tasks" if reached else ""
-    return (
-        f"`{PLAIN}` is on average as good as the policy's plan {needs} evaluations; pretraining took {spent}"
-        f"{saved}."
-    )
+    return markdown(head, lines)
 
 
 def finetuned(board: Board, tasks: Mapping[str, Task], options: argparse.Namespace) -> str:
@@ -348,7 +310,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--evaluations", type=int, default=20, help="of a search")
     parser.add_argument("--images", type=int, default=1000, help="held-out images, or inputs, of a search")
-    parser.add_argument("--leave-out", choices=("family", "format", "runtime"), help="what is to be new")
     parser.add_argument("--bench", action="store_true", help="search the tables of RankBench")
     parser.add_argument("--report", action="store_true", help="run nothing, report the rows that are there")
     parser.add_argument("--section", default="leaderboard", help="name of that section")
@@ -381,22 +342,20 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     kept = ResultRows(options.rows, KEY, VALUES)
     tasks = read_tasks(options.yaml, options.tasks)
-    families = {each.network.name: each.network.family for each in read_tasks(options.yaml)}
     for task in [] if options.report else tasks:
         try:
-            run(task, families, options, kept)
+            run(task, options, kept)
         except (MissingFileError, RankrlError, DecompositionError) as error:
             say(f"{task.name}: {error}")
     named = {task.name: task for task in tasks}
     rows = [row for row in kept.rows if row["task"] in named]
-    rows = [row for row in rows if not options.leave_out or options.leave_out in row["new"].split(", ")]
     board = Board.of(rows, options.evaluations, [each.text for each in options.selectors])
     if not board.tasks:
         sys.exit("leaderboard.py: there is no task yet with rows of all these selectors")
     if GREEDY not in board.selectors:
         sys.exit(f"leaderboard.py: the others are compared with {GREEDY}; name it in --selectors, too")
     left = len({row["task"] for row in rows}) - len(board.tasks)
-    note = f"{len(board.tasks)} tasks; {left} more lack rows of some selectors, as a policy's own tasks do."
+    note = f"{len(board.tasks)} tasks; {left} more lack rows of some selectors."
     table = finetuned(board, named, options) if options.finetune else report(board)
     short: dict[Path | None, str] = {options.folder: "RUNS"}
     publish(

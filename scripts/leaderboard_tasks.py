@@ -28,11 +28,8 @@ from rankrl.module_compression import image_classifier
 from rankrl.networks.graph import GraphNetwork
 from rankrl.options.search import BudgetOptions
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.agents.policy_file import PolicyFile, PolicyTask
-from rankrl.plan_search.pretraining import task_of
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions
 from rankrl.plan_search.scores.scoring import ImageScoring
-from rankrl.plan_search.selectors import selector_options
 from rankrl.plan_search.session import SearchGoal, SearchSession
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.request import Request, opened_session
@@ -42,8 +39,6 @@ from rankrl.training.networks import DISTILLATION, heldout_accuracy
 
 TASKS = Path(__file__).with_name("leaderboard.yaml")
 _BATCH = 128
-NOTHING = "nothing"
-"""Nothing of a task is new to a policy that was trained on it."""
 
 
 @dataclass(frozen=True)
@@ -95,19 +90,6 @@ class Network:
         return model.eval(), data
 
 
-def what_is_new(policy: PolicyFile, task: PolicyTask) -> str:
-    """Name the parts of a task that the policy was not trained on."""
-    policy.card.check_held_out(task)
-    known = policy.card.tasks
-    parts = {
-        "network": task.network not in {each.network for each in known},
-        "dataset": task.dataset not in {each.dataset for each in known},
-        "format": task.formats not in {each.formats for each in known},
-        "budget": task.budgets not in [each.budgets for each in known],
-    }
-    return ", ".join(name for name, new in parts.items() if new) or "combination"
-
-
 @dataclass(frozen=True)
 class Task:
     """A network, what its layers choose from, and what plans keep to: FORMAT MEASURE FRACTION [RUNTIME]."""
@@ -143,18 +125,6 @@ class Task:
         layers = DecompositionOptions(format="auto", formats=formats, precisions=("float32", *stored))
         return Request(goal, layers, selector="bayes", cache=kept, progress=False)
 
-    def new_to(self, policy: PolicyFile, known: PolicyTask, families: Mapping[str, str]) -> str:
-        """Name what of the task a policy was not trained on, or `NOTHING`; families are those of networks."""
-        told = {(each.model, each.dataset, each.formats, *each.budgets.items()) for each in policy.card.tasks}
-        names = (known.model, known.dataset, known.formats, *known.budgets.items())
-        if policy.card.known(known) or names in told:  # calibration may differ, names do not
-            return NOTHING
-        seen = {families.get(each.model, each.model) for each in policy.card.tasks}
-        parts = [what_is_new(policy, known)]
-        parts += ["family"] if self.network.family not in seen else []
-        timed = any("latency" in each.budgets for each in policy.card.tasks)
-        return ", ".join([*parts, *(["runtime"] if self.runtime != "none" and not timed else [])])
-
 
 Judge = Callable[[Choices], tuple[float, float | None]]
 """From a plan to its score and accuracy after the refit, on inputs that no search sees."""
@@ -169,7 +139,6 @@ class Opened:
     session: SearchSession
     judge: Judge
     tuned: Tune | None  # None for a file, which is not trained
-    known: PolicyTask
     seconds: float
 
     def predicted(self) -> SearchProblem:
@@ -181,11 +150,6 @@ class Opened:
         return replace(problem, sites=tuple(sites))
 
 
-def without_policy(selector: str) -> dict[str, None]:
-    """Return the option with which a selector begins without the pretrained policy, if it has one."""
-    return {"policy": None} if "policy" in selector_options(selector) else {}
-
-
 @contextmanager
 def opened(task: Task, folder: Path, images: int) -> Iterator[Opened]:
     """Fit a task; searches see at most `images` held-out images or two fifths of all, others judge."""
@@ -193,9 +157,8 @@ def opened(task: Task, folder: Path, images: int) -> Iterator[Opened]:
     begin = _of_images if task.network.file is None else _of_file
     session, judging = begin(task, folder, images)
     with session:
-        known = task_of(session.problem, model=task.network.name, dataset=task.network.dataset)
         judge, tuned = judging(session)
-        yield Opened(session, judge, tuned, known, time.perf_counter() - start)
+        yield Opened(session, judge, tuned, time.perf_counter() - start)
 
 
 Judging = Callable[[SearchSession], tuple[Judge, Tune | None]]

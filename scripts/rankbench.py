@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from bench_frame import ResultRows, command_line, markdown, publish, say
-from leaderboard_tasks import TASKS, Opened, opened, read_tasks, without_policy
+from leaderboard_tasks import TASKS, Opened, opened, read_tasks
 from made_inputs import MissingFileError
 from scipy.stats import spearmanr
 
@@ -88,7 +88,7 @@ def measure(ready: Opened, rows: ResultRows, plans: int) -> None:
     for seed in range(100):
         for name in SEARCHES:
             episodes = max(20, round(plans * 0.15))
-            selector = create_selector(name, problem, seed=seed, episodes=episodes, **without_policy(name))
+            selector = create_selector(name, problem, seed=seed, episodes=episodes)
             while selector.observed < episodes:
                 if len(known) >= plans:
                     return

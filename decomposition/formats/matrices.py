@@ -196,7 +196,6 @@ class PivotingFactorisation(TensorFormat):
     name = "pifa"
     description = "pivoting factorisation: two matrices, one with the rows of an identity inside"
     layer = PivotedLayer
-    described_as = "tucker"  # its product of two matrices, stored in fewer numbers
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
         return (min(modes.out_channels, modes.columns),)

@@ -91,7 +91,6 @@ class TensorFormat(ABC):
             two of them, as in a ring.
         starts_in_metric: Whether `starter` has a solution that knows the layer's inputs.
         cancels: Whether the terms of the best fit may grow and cancel one another.
-        described_as: The format that policies learn to treat it as; its own name by default.
         layer: The layer that executes one stage after the other (`chain`); other executions contract cores.
         splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
     """
@@ -104,7 +103,6 @@ class TensorFormat(ABC):
     starts_in_metric: ClassVar[bool] = False
     splits_kernel: ClassVar[bool] = False
     cancels: ClassVar[bool] = False
-    described_as: ClassVar[str] = ""
     layer: ClassVar[type[FactorisedLayer]] = ContractedLayer
 
     @abstractmethod

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from rankrl.errors import ConfigError
-from rankrl.options.decomposition import AUTO
 
 ActionKind = Literal["importance", "rank", "ratio"]
 Feature = Literal["macs", "curve", "descriptors", "identity", "budget", "budget_left", "last_reward", "plan"]
@@ -25,9 +23,6 @@ class AgentOptions:
     Returns are not discounted (gamma 1): a plan is good or bad as a whole.
 
     Attributes:
-        policy: A policy to start from, which `task=pretrain` made: its file, or `pretrained_refitted`, which
-            comes with rankrl and learnt from refitted plans. The first plan is then its own; `features`
-            and `hidden` are the file's. None starts from greedy's plan.
         action: What an action stands for: `importance`, `rank` or `ratio`; None takes importance with a
             budget, rank without.
         features: What the policy sees beyond the layer's own descriptors and the previous action
@@ -43,7 +38,6 @@ class AgentOptions:
         plans_per_step: Plans proposed at once, for parallel scoring; the agent learns after all of them.
     """
 
-    policy: str | Path | None = None
     action: ActionKind | None = None
     features: tuple[Feature, ...] = ("macs", "curve")
     hidden: tuple[int, ...] = (64, 64)
@@ -69,12 +63,6 @@ class AgentOptions:
         updates = self.updates_per_episode
         if updates is not None and updates < 1:
             raise ConfigError(f"selector.updates_per_episode must be at least 1 or null, got {updates}")
-
-
-def check_importance_scale(scale: float) -> None:
-    """Refuse a log-importance of action 1 that is not positive."""
-    if not scale > 0:
-        raise ConfigError(f"importance_scale must be positive, got {scale}")
 
 
 @dataclass(frozen=True)
@@ -152,10 +140,6 @@ class BayesOptions:
     """Options of `bayes`.
 
     Attributes:
-        policy: A policy to start from, which `task=pretrain` made: its file, or `pretrained_refitted`, which
-            comes with rankrl and learnt from refitted plans; `action` is the file's.
-            `auto` is `pretrained_refitted` where plans are ranks and roundings within a budget, else None,
-            which knows nothing beforehand.
         action: What an action stands for: `importance` or `rank`; None takes importance with a budget, rank
             without.
         warmup_episodes: Plans around greedy's before the process chooses.
@@ -164,7 +148,6 @@ class BayesOptions:
         plans_per_step: Plans proposed at once, for parallel scoring.
     """
 
-    policy: str | Path | None = AUTO
     action: Literal["importance", "rank"] | None = None
     warmup_episodes: int = 15
     step: float = 0.3

@@ -1,15 +1,14 @@
-"""Options of single tasks: calibration, export, pretraining."""
+"""Options of single tasks: calibration, pruning, comparisons, tracking."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rankrl.errors import ConfigError
-from rankrl.options.search import BudgetOptions, ScoreMetric, check_choice, check_fractions
-from rankrl.options.selectors import IMPORTANCE_SCALE, check_importance_scale
+from rankrl.options.search import BudgetOptions
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class CompareOptions:
     Attributes:
         selectors: Their names. Each has its own defaults; the one that `selector` names has those of the
             configuration. "NAME:OPTION=VALUE,OPTION=VALUE" sets options of one entry, so that a selector may
-            enter several times: [bayes, "bayes:policy=pretrained_refitted"].
+            enter several times: [bayes, "bayes:step=0.2"].
         seeds: The seeds that each runs with.
         apply: Apply, refit, test and fine-tune the plan of every search; false stops at the searches' scores.
         latex: Write the table of means as compare.tex (booktabs) and the curves as plots/rewards.pdf, too.
@@ -131,118 +130,3 @@ def check_calibration(count: int) -> None:
     """Refuse a number of calibration images."""
     if count < 1:
         raise ConfigError(f"calibration.images must be at least 1, got {count}")
-
-
-@dataclass(frozen=True)
-class EpisodeOptions:
-    """Which budgets tasks have, and how their plans are drawn and scored.
-
-    Attributes:
-        params: Fractions of the parameters to keep, a task each.
-        macs: Fractions of the multiply-accumulates to keep, a task each.
-        plans: Plans around greedy's that every task scores.
-        noises: Standard deviations of the plans' actions, in turn.
-        batches: Batches of held-out images that each plan is scored on, in turn; greedy's is on all of them.
-        metric: What plans gain over greedy's: accuracy, agreement or soft_agreement.
-        importance_scale: Log-importance of action 1.
-    """
-
-    # Plans near greedy's and far from it, scored by what moves with every change of the weights; more plans
-    # teach more than the same ones scored on more images.
-    PYTHON_ONLY: ClassVar[tuple[str, ...]] = ("noises", "batches", "metric", "importance_scale")
-
-    params: tuple[float, ...] = (0.35, 0.25, 0.167, 0.11)
-    macs: tuple[float, ...] = (0.4,)
-    plans: int = 64
-    noises: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5)
-    batches: int = 2
-    metric: ScoreMetric = "soft_agreement"
-    importance_scale: float = IMPORTANCE_SCALE
-
-    def __post_init__(self) -> None:
-        for name, fraction in self.budgets:
-            check_fractions({name: fraction})
-        if not self.budgets:
-            raise ConfigError("pretrain.params and pretrain.macs are both empty; set a budget, such as 0.25")
-        for name in ("plans", "batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"pretrain.{name} must be at least 1, got {getattr(self, name)}")
-        if not self.noises or not all(noise > 0 for noise in self.noises):
-            raise ConfigError(f"noises must hold positive numbers, got {list(self.noises)}")
-        check_choice("metric", self.metric, ScoreMetric)
-        check_importance_scale(self.importance_scale)
-
-    @property
-    def budgets(self) -> list[tuple[str, float]]:
-        """Measure and fraction of every task."""
-        return [("params", each) for each in self.params] + [("macs", each) for each in self.macs]
-
-
-@dataclass(frozen=True)
-class PretrainingOptions:
-    """How a policy is trained on what tasks teach.
-
-    Attributes:
-        hidden: Units of the policy's hidden layers.
-        steps: Gradient steps (AdamW), each on all tasks.
-        learning_rate: Their learning rate; it falls to 0 along a cosine.
-        weight_decay: Decay of the weights.
-        jitter: Standard deviation of the noise on descriptors, which lie in [0, 1].
-        restraint: What the square of an action costs: the policy leaves greedy's plan where it knows nothing.
-    """
-
-    # Fewer units, fewer steps or more restraint are worth what more jitter is (docs/benchmarks.md).
-    PYTHON_ONLY: ClassVar[tuple[str, ...]] = (
-        *("hidden", "steps", "learning_rate", "weight_decay", "restraint"),
-    )
-
-    hidden: tuple[int, ...] = (32, 32)
-    steps: int = 400
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.1
-    jitter: float = 0.15
-    restraint: float = 0.05
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or not self.learning_rate > 0:
-            raise ConfigError(
-                "steps must be at least 1 and learning_rate positive, got "
-                f"{self.steps} and {self.learning_rate}"
-            )
-        for name in ("weight_decay", "jitter", "restraint"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"pretrain.{name} must not be negative, got {getattr(self, name)}")
-        if not self.hidden or any(units < 1 for units in self.hidden):
-            raise ConfigError(
-                "hidden must hold numbers of units >= 1, one or more, as in [32, 32], got "
-                f"{list(self.hidden)}"
-            )
-
-
-@dataclass(frozen=True)
-class PretrainOptions(PretrainingOptions, EpisodeOptions):
-    """Networks, formats and budgets that task=pretrain trains a policy on, and settings of the training.
-
-    Every network is a checkpoint; decomposition, calibration and search.images say how its layers are fitted
-    and its plans scored.
-
-    Attributes:
-        networks: The networks, each with the options of `model`, for example
-            [{architecture: resnet20, checkpoint: a.th}]; empty for `model` itself.
-        formats: The formats, tasks each; None for decomposition.
-        add: Folders of earlier runs of task=pretrain, perhaps on other datasets, whose tasks count too.
-    """
-
-    PYTHON_ONLY = (*EpisodeOptions.PYTHON_ONLY, *PretrainingOptions.PYTHON_ONLY)
-
-    networks: tuple[Mapping[str, Any], ...] = ()
-    formats: tuple[str, ...] | None = None
-    add: tuple[str | Path, ...] = ()
-
-    def __post_init__(self) -> None:
-        EpisodeOptions.__post_init__(self)
-        PretrainingOptions.__post_init__(self)
-        if self.formats is not None and not self.formats:
-            raise ConfigError(
-                "pretrain.formats is empty; name formats, as in [tucker], or null for decomposition's"
-            )

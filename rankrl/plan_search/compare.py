@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import nn
@@ -15,10 +15,7 @@ from decomposition.progress import Deadline
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.models.classifiers import network_digest
-from rankrl.options.decomposition import AUTO
-from rankrl.plan_search.agents.policy_file import PRETRAINED_REFITTED, read_policy, resolved_policy
 from rankrl.plan_search.bounded_loss import SearchCall
-from rankrl.plan_search.pretraining import task_of
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded
 from rankrl.plan_search.session import SearchSession
@@ -60,18 +57,10 @@ def compared_searches(entries: Sequence[SelectorEntry], seeds: Sequence[int]) ->
 
 def search_all(
     session: SearchSession,
-    entered: Sequence[ComparedSearch],
+    searches: Sequence[ComparedSearch],
     folder: Path,
-    warn: Callable[[str], None] = log.warning,
 ) -> dict[ComparedSearch, SearchResult]:
     """Run every search; read finished ones, resume an interrupted one."""
-    held_out = [_held_out(session, compared) for compared in entered]
-    for each in sorted({each.entry.text for each, old in zip(held_out, entered, strict=True) if each != old}):
-        warn(
-            f"compare: {each}, since the policy {PRETRAINED_REFITTED} was trained on this very task: what it "
-            "carries over shows on another network, format or budget"
-        )
-    searches = list(dict.fromkeys(held_out))
     for compared in searches:
         if compared.seed is not None:  # deterministic selectors fail quickly and are slow to make
             _check_options(session, compared)
@@ -162,23 +151,6 @@ def tested(
             )
         )
     return rows
-
-
-def _held_out(session: SearchSession, compared: ComparedSearch) -> ComparedSearch:
-    """Drop the default policy where it was trained on this very task; refuse a named one."""
-    entry = compared.entry
-    named = entry.options.get("policy")
-    policy = resolved_policy(named, entry.options.get("action"), session.problem.setting)
-    if policy is None:
-        return compared
-    card = read_policy(policy).card
-    task = task_of(session.problem, model="the network", dataset="this dataset")
-    if named != AUTO:
-        card.check_held_out(task)
-    if card.known(task) is None:
-        return compared
-    text = f"{entry.text}{',' if ':' in entry.text else ':'}policy=null"
-    return replace(compared, entry=replace(entry, text=text, options={**entry.options, "policy": None}))
 
 
 def _check_options(session: SearchSession, compared: ComparedSearch) -> None:

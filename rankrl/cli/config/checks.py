@@ -117,20 +117,12 @@ def check_values(config: Config) -> None:
 
 
 def typed_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield every option with value and type; those within the entries of a list have the list's name."""
+    """Yield every option with value and type."""
     yield from _typed(AppConfig, config, "")
-    owned = list(_owned(config))
-    for network in config["pretrain"]["networks"]:
-        owned += [("model", "", _choice("pretrain.networks", network, GROUPS["model"]), network)]
-    for group, prefix, name, options in owned:
+    for group, prefix, name, options in _owned(config):
         types = GROUPS[group].types(name) if options else {}
         for key, value in options.items():
-            yield f"{prefix}.{key}" if prefix else "pretrain.networks", value, types.get(key, Any)
-    for entry in config["compare"]["selectors"]:
-        name, options = split_entry(entry)
-        types = GROUPS["selector"].types(name) if name in GROUPS["selector"].known() else {}
-        for key, value in options.items():
-            yield "compare.selectors", value, types.get(key, Any)
+            yield f"{prefix}.{key}", value, types.get(key, Any)
 
 
 def _typed(section: type, values: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
@@ -442,7 +434,7 @@ _DECOMPOSING = ("decompose_params", "decompose_macs")
 _SEARCHING = ("pipeline", "search", "compare", "prune")
 _FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
 _KITS = ("timing_kit", "verify_kit")
-_FITTING = ("inspect", "apply", "pretrain", "timing_kit", *_SEARCHING)
+_FITTING = ("inspect", "apply", "timing_kit", *_SEARCHING)
 _OF_MODULES = (
     *("calibration", "finetune", "optim", "train", "decomposition.sequential", "export.opset"),
     *("export.preprocess", "export.int8", "export.training", "export.pad_channels", "export.skip"),
@@ -450,7 +442,7 @@ _OF_MODULES = (
     *("search.statistics", "search.workers"),
 )
 IDLE = (
-    _read_by("search", "pretrain", *_SEARCHING),
+    _read_by("search", *_SEARCHING),
     _read_by("selector", *_SEARCHING),
     _read_by("reward", *_SEARCHING),
     _read_by("budget", *_SEARCHING),
@@ -465,7 +457,6 @@ IDLE = (
     _read_by("pruner", "prune"),
     _read_by("prune", "prune"),
     _read_by("compare", "compare"),
-    _read_by("pretrain", "pretrain"),
     _read_by("inspect", "inspect"),
     _read_by("plan", "apply"),
     _read_by("weights", "finetune", "evaluate", "export"),

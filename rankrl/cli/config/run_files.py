@@ -40,7 +40,7 @@ _CHOICES = "--config-dir"
 def named_paths(config: Mapping[str, Any], choices: Sequence[str] = ()) -> dict[str, list[str]]:
     """Return the paths in a configuration by option, and the folders of data, own modules and `choices`.
 
-    Names that are no files, such as that of a policy shipped with rankrl, are left out.
+    Names that are no files are left out.
     """
     kept = with_effect(config)
     paths: dict[str, list[str]] = {}
@@ -63,13 +63,7 @@ def path_from_here(option: str, override: str, record: Mapping[str, Any], run: R
         value = value[part]
 
     def moved(text: str) -> str:
-        if text in known:
-            return _found(option, text, known[text], run)
-        for path in known if option == "compare.selectors" else ():  # within ddpg:policy=PATH
-            name, sign, rest = text.partition(f"={path}")
-            if sign and rest[:1] in ("", ","):
-                text = f"{name}={_found(option, path, known[path], run)}{rest}"
-        return text
+        return _found(option, text, known[text], run) if text in known else text
 
     changed = _mapped(value, moved)
     return f"{option}={in_hydra(changed)}" if known and changed != value else override
@@ -120,8 +114,6 @@ def _places(places: list[str], run: RunFolder) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _mapped(each, change) for key, each in value.items()}
     if isinstance(value, list):
         return [_mapped(each, change) for each in value]
     return change(value) if isinstance(value, str) else value

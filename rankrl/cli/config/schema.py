@@ -41,7 +41,6 @@ from rankrl.options.tasks import (
     CalibrationOptions,
     CompareOptions,
     InspectOptions,
-    PretrainOptions,
     PruneOptions,
     TimingOptions,
     TrackingOptions,
@@ -61,7 +60,7 @@ class AppConfig:
 
     Attributes:
         task: What to do: pipeline (all of it), train, search, apply, prune, finetune, evaluate, export,
-            inspect, report, compare, pretrain, timing_kit, verify_kit.
+            inspect, report, compare, timing_kit, verify_kit.
         seed: Seed of everything random: held-out images, calibration, exploration, augmentation.
         resume: The folder of an interrupted run to continue, with its own configuration.
         reuse: A folder whose finished runs a sweep takes for its jobs with the same options, as it does
@@ -102,7 +101,6 @@ class AppConfig:
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     search: SearchOptions = field(default_factory=SearchOptions)
     compare: CompareOptions = field(default_factory=CompareOptions)
-    pretrain: PretrainOptions = field(default_factory=PretrainOptions)
     inspect: InspectOptions = field(default_factory=InspectOptions)
     optim: OptimizerOptions = field(default_factory=OptimizerOptions)
     finetune: FineTuningOptions = field(default_factory=FineTuningOptions)
@@ -348,7 +346,6 @@ TASKS = {
     "finetune": "fine-tune the compressed network weights=PATH or run=FOLDER, the dense one as teacher",
     "inspect": "list the layers: shape, cost and feasible ranks, or why not; errors if asked",
     "pipeline": "choose ranks, rewrite, fine-tune, export and report",
-    "pretrain": "train one policy on many tasks: networks, formats, budgets",
     "prune": "remove channels or blocks to a target, fine-tune, export and report",
     "report": "gather all runs below runs=FOLDER in one page and one CSV file",
     "search": "choose ranks and write plan.json",
@@ -358,7 +355,6 @@ TASKS = {
 }
 """The tasks, each the function of its name in a module of `cli.tasks`, and what they do."""
 _MODULES = {
-    "pretrain": "pretrain",
     "prune": "prune",
     **dict.fromkeys(("compare", "inspect", "report", "timing_kit", "verify_kit"), "overviews"),
 }

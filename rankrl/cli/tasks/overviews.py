@@ -149,7 +149,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     network = steps.searched_network(config, data, dense, folder)
     request = replace(options.request(config), deadline=Deadline())  # each search has seconds of its own
     with opened_session(network, request.timed_candidates(), request) as session:
-        results = search_all(session, entered, folder.searches, folder.warn)
+        results = search_all(session, entered, folder.searches)
     best = winner(results)
     with_preprocessing(best.plan, data.preprocessing).save(folder.plan)
     source = dense if teacher is None else teacher.network

@@ -12,7 +12,7 @@ import numpy as np
 from decomposition.choose.allocation import allocate, allocate_many
 from decomposition.choose.candidates import CandidateSet
 from rankrl.errors import ConfigError
-from rankrl.options.selectors import IMPORTANCE_SCALE, ActionKind, check_importance_scale
+from rankrl.options.selectors import IMPORTANCE_SCALE, ActionKind
 from rankrl.plan_search.space.problem import Choices, SearchProblem, SearchSetting
 
 
@@ -50,18 +50,16 @@ class ImportanceMap(ActionMap):
 
     action = "importance"
 
-    def __init__(self, problem: SearchProblem, *, scale: float = IMPORTANCE_SCALE) -> None:
+    def __init__(self, problem: SearchProblem) -> None:
         super().__init__(problem)
         check_action("importance", setting=problem.setting)
-        check_importance_scale(scale)
         assert problem.budget is not None
         self.budget = problem.budget
-        self.scale = scale
         self._dense = [float(site.cost(problem.measure)[-1]) for site in self.sites]
 
     def allocate(self, actions: np.ndarray) -> np.ndarray:
         """Allocate the budget under actions of shape (layers,); return the candidate of every layer."""
-        return allocate(self.sites, self.budget, self.scale * (actions - actions.mean()))
+        return allocate(self.sites, self.budget, IMPORTANCE_SCALE * (actions - actions.mean()))
 
     def choices_of(self, actions: np.ndarray) -> Choices:
         """Allocate the budget under the actions."""
@@ -73,7 +71,7 @@ class ImportanceMap(ActionMap):
 
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
         """Return the roots before `allocate` spends the rest of the budget and exchanges cost."""
-        weights = self.scale * (actions - actions.mean(1, keepdims=True))
+        weights = IMPORTANCE_SCALE * (actions - actions.mean(1, keepdims=True))
         return _loss_roots(self.sites, allocate_many(self.sites, self.budget, weights))
 
 
@@ -145,17 +143,11 @@ class RatioMap(RankMap):
         return int(np.abs(cost - kept).argmin())
 
 
-def create_action_map(
-    problem: SearchProblem,
-    action: ActionKind | None = None,
-    *,
-    scale: float = IMPORTANCE_SCALE,
-) -> ActionMap:
+def create_action_map(problem: SearchProblem, action: ActionKind | None = None) -> ActionMap:
     """Make the map from actions to candidates; None for the kind that suits the problem."""
     kind = check_action(action, setting=problem.setting)
-    if kind == "importance":
-        return ImportanceMap(problem, scale=scale)
-    return RankMap(problem) if kind == "rank" else RatioMap(problem)
+    maps: tuple[type[ActionMap], ...] = (ImportanceMap, RankMap, RatioMap)
+    return next(each for each in maps if each.action == kind)(problem)
 
 
 def check_action(action: ActionKind | None, *, setting: SearchSetting) -> ActionKind:

@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 
 from decomposition.choose.candidates import MEASURES, CandidateSet
-from decomposition.formats import get_format, list_formats
+from decomposition.formats import list_formats
 from decomposition.operations import Factorise, Quantise
 from rankrl.errors import ConfigError
 from rankrl.options.selectors import Feature
@@ -56,30 +56,23 @@ _FORMAT = "format_"
 
 
 def descriptor_names() -> tuple[str, ...]:
-    """List the names of the descriptors, in order; one for each format that policies tell apart."""
-    formats = {get_format(name).described_as or name for name in list_formats()}
+    """List the names of the descriptors, in order."""
     return (
         *_OF_A_LAYER,
         *(f"previous_{name}" for name in _OF_NEIGHBOURS),
         *(f"next_{name}" for name in _OF_NEIGHBOURS),
-        *(f"{_FORMAT}{name}" for name in sorted(formats)),
+        *(f"{_FORMAT}{name}" for name in list_formats()),
         *_OF_THE_TASK,
     )
 
 
-def unknown_descriptors(names: Sequence[str]) -> list[str]:
-    """List the names that are no descriptors; a format that is not registered here is one, always 0."""
-    known = descriptor_names()
-    return sorted(name for name in names if name not in known and not name.startswith(_FORMAT))
-
-
-def layer_descriptors(problem: SearchProblem, names: Sequence[str] | None = None) -> np.ndarray:
+def layer_descriptors(problem: SearchProblem) -> np.ndarray:
     """Return the descriptors of every layer, in [0, 1], shape (layers, descriptors).
 
-    Shares are logarithms relative to an even share; `names` chooses some, in that order. They are of the
-    layer, of its neighbours, and of the task: format, rounding, budgets and size of the network.
+    Shares are logarithms relative to an even share. They are of the layer, of its neighbours, and of the
+    task: format, rounding, budgets and size of the network.
     """
-    names = descriptor_names() if names is None else names
+    names = descriptor_names()
     own = _own(problem)
     columns = {
         **own,
@@ -128,12 +121,7 @@ def _task(problem: SearchProblem, of_formats: Sequence[str]) -> dict[str, np.nda
         site.candidates[choice].operations for site, choice in zip(problem.sites, problem.preset, strict=True)
     ]
     formats = [
-        {
-            _FORMAT + (one.tensor_format.described_as or one.format)
-            for one in of_layer
-            if isinstance(one, Factorise)
-        }
-        for of_layer in operations
+        {_FORMAT + one.format for one in of_layer if isinstance(one, Factorise)} for of_layer in operations
     ]
     errors = [site.errors[choice] for site, choice in zip(problem.sites, problem.preset, strict=True)]
     return {
@@ -210,22 +198,16 @@ def _unit(logs: np.ndarray) -> np.ndarray:
     return unit
 
 
-DESCRIBING: tuple[Feature, ...] = ("macs", "curve", "descriptors")
-"""Features whose number does not depend on the network: a policy that sees no others serves all networks."""
-
-
 class ObservationEncoder:
     """Encodes a layer's own numbers (patent WO2021102679), static features, the previous action, others."""
 
-    def __init__(
-        self, problem: SearchProblem, features: Sequence[Feature], descriptors: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, problem: SearchProblem, features: Sequence[Feature]) -> None:
         for name in features:
             if name not in get_args(Feature):
                 known = ", ".join(get_args(Feature))
                 raise ConfigError(f"selector.features may hold {known}; got {name!r}")
         self.features = tuple(features)
-        columns = _static_features(problem, self.features, descriptors)
+        columns = _static_features(problem, self.features)
         self.static = np.stack(list(columns.values()), axis=1)
         self.size = len(self(np.zeros(0)))
         changing = {"plan": [f"action_of_layer_{layer}" for layer in range(len(self.static))]}
@@ -249,9 +231,7 @@ class ObservationEncoder:
         return np.concatenate([static, previous, *shown]).astype(np.float32)
 
 
-def _static_features(
-    problem: SearchProblem, features: Sequence[Feature], descriptors: Sequence[str] | None
-) -> dict[str, np.ndarray]:
+def _static_features(problem: SearchProblem, features: Sequence[Feature]) -> dict[str, np.ndarray]:
     """Return the features that no action changes, each (layers,), by name."""
     specs = [site.spec for site in problem.sites]
     count = len(specs)
@@ -271,9 +251,8 @@ def _static_features(
         curves = np.array([_resampled(site) for site in problem.sites]).T
         columns |= {f"curve_{point}": errors for point, errors in enumerate(curves)}
     if "descriptors" in features:
-        names = descriptor_names() if descriptors is None else descriptors
-        described = layer_descriptors(problem, names).T
-        columns |= {f"descriptor_{name}": column for name, column in zip(names, described, strict=True)}
+        described = zip(descriptor_names(), layer_descriptors(problem).T, strict=True)
+        columns |= {f"descriptor_{name}": column for name, column in described}
     if "identity" in features:
         columns |= {f"is_layer_{layer}": column for layer, column in enumerate(np.eye(count))}
     if "budget" in features:

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from rankrl.options.decomposition import AUTO
-from rankrl.options.selectors import FINAL_SCALE, IMPORTANCE_SCALE, BayesOptions
-from rankrl.plan_search.agents.policy_file import (
-    AgentOptions,
-    PolicyFile,
-    options_with_policy,
-    read_policy,
-    resolved_policy,
-)
-from rankrl.plan_search.envs.actions import (
-    ActionKind,
-    check_action,
-    create_action_map,
-)
+from rankrl.options.selectors import FINAL_SCALE, BayesOptions
+from rankrl.plan_search.envs.actions import check_action, create_action_map
 from rankrl.plan_search.selectors.selector import Proposal, Selector, register_selector
 from rankrl.plan_search.space.problem import Choices, SearchProblem, SearchSetting
 
 if TYPE_CHECKING:
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import Kernel
-
-log = logging.getLogger(__name__)
-
 
 # Plans between two fits of the kernel's hyper-parameters, and most plans remembered: the cost of a fit grows
 # with their third power.
@@ -47,12 +30,10 @@ class RewardModel:
     """Gaussian-process regression (Rasmussen & Williams 2006) of rewards on layer losses, by scikit-learn.
 
     The inputs are the losses, not the actions: the reward is nearly linear in them, so that tens of plans
-    suffice. The kernel is a squared exponential plus a linear one and noise, of maximum likelihood. The mean
-    (section 2.7 there) may be the sum of the losses weighted by `counts`.
+    suffice. The kernel is a squared exponential plus a linear one and noise, of maximum likelihood.
     """
 
-    def __init__(self, counts: np.ndarray | None = None) -> None:
-        self._counts = counts
+    def __init__(self) -> None:
         self._roots: list[np.ndarray] = []
         self._rewards: list[float] = []
         self._added = 0
@@ -89,23 +70,7 @@ class RewardModel:
                 self._process = self._fitted(known, rewards)
             centre, scale = _scale(known)
             mean, deviation = self._process.predict((roots - centre) / scale, return_std=True)
-        expected, guess = self._guesses(known, rewards, roots)
-        left = rewards - expected
-        return guess + mean * _spread(left) + left.mean(), deviation * _spread(left)
-
-    def _guesses(
-        self, known: np.ndarray, rewards: np.ndarray, roots: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the additive model's rewards of the known plans and of others, each up to a constant.
-
-        The reward per unit of loss is fitted to the known plans by least squares, clamped at 0.
-        """
-        if self._counts is None:
-            return np.zeros(len(known)), np.zeros(len(roots))
-        losses = known**2 @ self._counts
-        excess = losses - losses.mean()
-        price = max(0.0, -float(excess @ rewards) / max(float(excess @ excess), 1e-300))
-        return -price * losses, -price * (roots**2 @ self._counts)
+        return mean * _spread(rewards) + rewards.mean(), deviation * _spread(rewards)
 
     def _fitted(
         self, known: np.ndarray, rewards: np.ndarray, *, search: bool = False
@@ -114,13 +79,12 @@ class RewardModel:
         from sklearn.gaussian_process import GaussianProcessRegressor
 
         centre, scale = _scale(known)
-        left = rewards - self._guesses(known, rewards, known)[0]
         kernel = _kernel(known.shape[1])
         if self._theta is not None and not search:
             kernel = kernel.clone_with_theta(self._theta)
         # alpha is jitter alone: the kernel has noise of its own.
         process = GaussianProcessRegressor(kernel, alpha=1e-8, optimizer="fmin_l_bfgs_b" if search else None)
-        return process.fit((known - centre) / scale, (left - left.mean()) / _spread(left))
+        return process.fit((known - centre) / scale, (rewards - rewards.mean()) / _spread(rewards))
 
 
 def _scale(known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -130,8 +94,8 @@ def _scale(known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return known.mean(0), np.maximum(deviation, 1e-2 * deviation.max() + 1e-12)
 
 
-def _spread(left: np.ndarray) -> float:
-    return max(float(left.std()), 1e-9)  # equal rewards have no spread
+def _spread(rewards: np.ndarray) -> float:
+    return max(float(rewards.std()), 1e-9)  # equal rewards have no spread
 
 
 @cache
@@ -169,7 +133,7 @@ _ATTEMPTS = 8
 # Number of the best candidates that are changed again, and rounds of such changes.
 _PARENTS = 8
 _REFINEMENTS = 2
-# Standard deviation of the warm-up's noise around greedy's, or the policy's, plan.
+# Standard deviation of the warm-up's noise around greedy's plan.
 _WARMUP_NOISE = 0.15
 # Weight of the standard deviation in the upper confidence bound.
 _OPTIMISM = 0.5
@@ -182,10 +146,6 @@ class BayesSelector(Selector):
     After a warm-up around greedy's plan, each step draws candidates as changes of the best plan so far,
     changes the most promising ones again, and proposes the one with the highest upper confidence bound of its
     reward (Srinivas et al., ICML 2010).
-
-    A pretrained policy, by default the one that comes with rankrl where plans are ranks and roundings within
-    a budget (`resolved_policy`), predicts the weight of each layer's loss: the process then learns only the
-    residual. The first plan is the policy's own, the second greedy's, and the warm-up is around the first.
     """
 
     name = "bayes"
@@ -197,46 +157,25 @@ class BayesSelector(Selector):
         own = self.own_options(**options)
         self.warmup_episodes, self.step = own.warmup_episodes, own.step
         self.candidates, self.plans_per_step = own.candidates, own.plans_per_step
-        action: ActionKind | None = own.action
-        importance_scale = IMPORTANCE_SCALE
-        policy = resolved_policy(own.policy, action, problem.setting)
-        log.info("bayes begins with %s", "greedy's plan" if policy is None else f"the policy {policy}")
-        known = None if policy is None else self._policy(policy, action)
-        if known is not None:
-            action, importance_scale = known.card.action, known.card.importance_scale
-        self._map = create_action_map(problem, action, scale=importance_scale)
+        self._map = create_action_map(problem, own.action)
         self.action_kind = self._map.action
-        self._centre, counts = np.zeros(len(problem.sites)), None
-        if known is not None:
-            actions = known.actions_for(problem)
-            self._centre, counts = actions, known.counts(actions)
-        self._pretrained = known is not None
-        self._model = RewardModel(counts)
-        self._best = self._centre
+        self._model = RewardModel()
+        self._best = np.zeros(len(problem.sites))  # greedy's plan
         self._best_reward = -np.inf
         self._seen: set[Choices] = set()
         # Losses under the proposed plans, as bytes: they identify plans without the cost of an allocation.
         self._known: set[bytes] = set()
 
     @classmethod
-    def check_ranges(cls, options: Mapping[str, Any]) -> None:
-        """Refuse options out of their ranges."""
-        super().check_ranges(options)
-        if options["policy"] not in (None, AUTO):
-            cls._policy(options["policy"], options["action"])
-
-    @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
         """Refuse a kind of action that does not suit the search."""
-        policy = resolved_policy(options["policy"], options["action"], setting)
-        check_action(options["action"] if policy is None else "importance", setting=setting)
+        check_action(options["action"], setting=setting)
 
     def propose(self) -> list[Proposal]:
         """Choose plans, new ones as long as they can be found."""
         generator, proposals = self.generator(), []
         seen, known = set(self._seen), set(self._known)
-        alone = self.observed <= int(self._pretrained)
-        for number in range(self.observed, self.observed + (1 if alone else self.plans_per_step)):
+        for number in range(self.observed, self.observed + (self.plans_per_step if self.observed else 1)):
             for _ in range(_ATTEMPTS):
                 actions, phase = self._choose(number, known, generator)
                 choices = self._map.choices_of(actions)
@@ -263,25 +202,15 @@ class BayesSelector(Selector):
         """Return the roots of the layers' losses under one plan's actions, (sites,)."""
         return self._map.loss_roots(actions[None])[0]
 
-    @staticmethod
-    def _policy(policy: str | Path, action: ActionKind | None) -> PolicyFile:
-        """Read a policy; refuse options that contradict it."""
-        pretrained = read_policy(policy)
-        asked = AgentOptions(policy=policy, action=action)
-        options_with_policy(asked, pretrained)
-        return pretrained
-
     def _choose(
         self, number: int, known: set[bytes], generator: np.random.Generator
     ) -> tuple[np.ndarray, str]:
         """Return the actions of a plan, shape (sites,), and the phase."""
-        if self._pretrained and number == 0:
-            return self._centre, "pretrained"
-        if number == int(self._pretrained):
-            return np.zeros_like(self._centre), "preset"
+        layers = len(self._best)
+        if number == 0:
+            return np.zeros(layers), "preset"
         if number < self.warmup_episodes or not len(self._model):
-            noise = _WARMUP_NOISE * generator.standard_normal(len(self._centre))
-            return (self._centre + noise).clip(-1, 1), "warm-up"
+            return (_WARMUP_NOISE * generator.standard_normal(layers)).clip(-1, 1), "warm-up"
         span = max(self.episodes - 1, self.warmup_episodes + 1) - self.warmup_episodes
         progress = min(1.0, (number - self.warmup_episodes) / span)
         scale = self.step * (min(FINAL_SCALE, self.step) / self.step) ** progress

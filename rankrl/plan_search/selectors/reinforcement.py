@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
-from torch import nn
 
 from rankrl.options.selectors import FINAL_SCALE, AgentOptions
-from rankrl.plan_search.agents.policy_file import PolicyFile, load_actor, options_with_policy, read_policy
-from rankrl.plan_search.envs.actions import ActionKind, check_action
+from rankrl.plan_search.envs.actions import check_action
 from rankrl.plan_search.envs.rank_selection import Act, Episode, RankSelectionEnv, repeat, rollout
 from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.plan_search.selectors.selector import Proposal, Selector, register_selector
@@ -52,15 +49,6 @@ def seeded(*seeds: int) -> Iterator[None]:
             np.random.set_state(outside)
 
 
-@contextmanager
-def kept(*parts: nn.Module | torch.optim.Optimizer) -> Iterator[None]:
-    """Restore modules and optimizers after training in the block."""
-    before = [copy.deepcopy(part.state_dict()) for part in parts]
-    yield
-    for part, state in zip(parts, before, strict=True):
-        part.load_state_dict(state)
-
-
 def noise_at(options: AgentOptions, episode: int, episodes: int) -> float:
     """Return the standard deviation of the policy's noise in an episode, from 0 on, of so many."""
     if options.noise == 0:
@@ -86,8 +74,7 @@ class ReinforcementSelector(Selector):
     an n-step return over the whole episode; the reward of the first episode is subtracted as a baseline.
 
     The first plan is greedy's, if actions know it; a warm-up around it follows, then the policy acts, with
-    noise. With a pretrained policy the first plan is the policy's, without noise, the second is greedy's, and
-    the warm-up, in which only the critics learn, is around the first.
+    noise.
 
     The episodes are not those of stable-baselines3's `learn`, which draws noise from generators that run on
     from one episode to the next, and holds the loop while plans are scored: a search is resumed from
@@ -103,50 +90,26 @@ class ReinforcementSelector(Selector):
     def __init__(self, problem: SearchProblem, *, seed: int, episodes: int, **options: Any) -> None:
         super().__init__(problem, seed=seed, episodes=episodes)
         own = AgentOptions(**options)
-        policy = None if own.policy is None else read_policy(own.policy)
-        if policy is None:
-            self.env = RankSelectionEnv(problem, action=own.action, features=own.features)
-        else:
-            own = options_with_policy(own, policy)
-            self.env = policy.environment(problem)
+        self.env = RankSelectionEnv(problem, action=own.action, features=own.features)
         self.action_kind = self.env.map.action
         self.agent_options = own
-        self._pretrained = policy is not None
         self.model = self._model()
-        self._centre = np.zeros(self.env.layers, dtype=np.float32)
-        if policy is not None:
-            self._begin_with(policy)
-            with seeded(seed):
-                unexplored = rollout(
-                    self.env, lambda _, seen: self.model.predict(seen, deterministic=True)[0]
-                )
-            self._centre = unexplored.actions[:, 0]
         self._baseline: float | None = None
         self._last_reward = 0.0
 
     @classmethod
-    def check_ranges(cls, options: Mapping[str, Any]) -> None:
-        """Refuse hyper-parameters out of their ranges, and a policy that cannot be read or does not fit."""
-        own = AgentOptions(**options)
-        if own.policy is not None:
-            options_with_policy(own, read_policy(own.policy))
-
-    @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
         """Refuse a kind of action that does not suit the search."""
-        action: ActionKind | None = options["action"] if options["policy"] is None else "importance"
-        check_action(action, setting=setting)
+        check_action(options["action"], setting=setting)
 
     def propose(self) -> list[Proposal]:
         """Play episodes."""
         options = self.agent_options
-        if self._pretrained and self.observed == 0:
-            return self._play([("pretrained", repeat(self._centre))])
-        if self.env.map.knows_greedy and self.observed == int(self._pretrained):
-            return self._play([("preset", repeat(np.zeros_like(self._centre)))])
+        if self.env.map.knows_greedy and not self.observed:
+            return self._play([("preset", repeat(np.zeros(self.env.layers, dtype=np.float32)))])
         noise = self.generator().standard_normal((options.plans_per_step, self.env.layers))
         if self._warming_up:
-            explored = (self._centre + options.warmup_noise * noise).astype(np.float32)
+            explored = (options.warmup_noise * noise).astype(np.float32)
             return self._play([("warm-up", repeat(actions)) for actions in explored])
         noise *= noise_at(options, self.observed, self.episodes)
         policies = []
@@ -188,16 +151,6 @@ class ReinforcementSelector(Selector):
             )
         model.set_logger(Logger(None, []))
         return cast("TD3 | SAC", model)
-
-    @property
-    def _actors(self) -> list[nn.Module]:
-        """The actor and, where the algorithm has one, its target."""
-        names = ("actor", "actor_target")
-        return [getattr(self.model, name) for name in names if hasattr(self.model, name)]
-
-    def _begin_with(self, policy: PolicyFile) -> None:
-        for actor in self._actors:
-            load_actor(actor, policy)
 
     def _policy(self, noise: np.ndarray | None) -> Act:
         """Return the policy, with the noise of each layer if it draws nothing itself; None for no noise."""
@@ -254,10 +207,7 @@ class ReinforcementSelector(Selector):
             buffer.add(seen, following, action, np.array(earned), np.array(done), [{}])
         if buffer.size() <= options.batch_size:
             return
-        # The critics of a pretrained actor know nothing yet.
-        critics_alone = self._pretrained and self._warming_up
-        actor = kept(*self._actors, self.model.actor.optimizer) if critics_alone else nullcontext()
-        with seeded(self.seed, number, _LEARNING), actor:
+        with seeded(self.seed, number, _LEARNING):
             self.model.train(options.updates_per_episode or self.env.layers, options.batch_size)
         if self.on_update is not None:
             self.on_update(number, self._numbers(number, episode))
@@ -312,10 +262,3 @@ class SACSelector(ReinforcementSelector):
     def _noise(self, number: int, seen: torch.Tensor) -> float:
         _, spread, _ = cast("SAC", self.model).actor.get_action_dist_params(seen)
         return float(spread.exp().mean())
-
-    def _begin_with(self, policy: PolicyFile) -> None:
-        super()._begin_with(policy)
-        with torch.no_grad():  # actions spread as in a warm-up
-            spread = cast(nn.Linear, self.model.actor.log_std)
-            spread.weight.zero_()
-            spread.bias.fill_(math.log(max(self.agent_options.warmup_noise, 1e-3)))  # 0 has no logarithm

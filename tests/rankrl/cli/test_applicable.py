@@ -48,7 +48,6 @@ CASES = [
         r"epochs=3 .* applies no plan",
     ),
     ("optim", ("task=compare", "compare.apply=false", "optim=sgd"), r"optim=sgd .* applies no plan"),
-    ("pretrain", ("task=search", "pretrain.plans=5"), r"plans=5 .* task=search does not read it"),
     ("inspect", ("inspect.errors=true",), r"errors=true .* task=pipeline does not read it"),
     ("plan", ("task=pipeline", "plan=runs/a/plan.json"), r"plan=runs/a/plan\.json .* task=apply"),
     ("weights", ("task=apply", "weights=a.safetensors"), r"weights=a\.safetensors .* evaluate or export$"),

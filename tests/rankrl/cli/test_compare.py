@@ -165,13 +165,13 @@ def test_each_selector_has_the_options_of_its_file() -> None:
 
 
 def test_an_entry_may_set_options_over_those_of_the_command_line() -> None:
-    entries = ["bayes", "bayes:policy=pretrained_refitted,step=0.4", "local:step=0.5"]
+    entries = ["bayes", "bayes:candidates=64,step=0.4", "local:step=0.5"]
     config = AppConfig(selector={"name": "bayes", "step": 0.2}, compare=CompareOptions(tuple(entries), (0,)))
-    plain, with_policy, local = options.compared_selectors(config)
+    plain, narrow, local = options.compared_selectors(config)
     assert plain.options == {"step": 0.2}
-    assert with_policy.options == {"step": 0.4, "policy": "pretrained_refitted"}
+    assert narrow.options == {"step": 0.4, "candidates": 64}
     assert local.options == {**selector_options("local"), "step": 0.5}
-    assert {each.text for each in (plain, with_policy, local)} == set(entries)
+    assert {each.text for each in (plain, narrow, local)} == set(entries)
 
 
 def test_selectors_that_draw_nothing_run_once() -> None:

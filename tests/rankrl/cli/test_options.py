@@ -32,7 +32,6 @@ from rankrl.options import decomposition
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.selectors import DEFAULT_SELECTOR
-from rankrl.options.tasks import EpisodeOptions, PretrainingOptions
 from rankrl.options.timing import ExportOptions, LatencyOptions
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions
 from rankrl.plan_search.selectors import create_selector
@@ -279,8 +278,6 @@ OWNERS: list[tuple[Any, tuple[str, ...]]] = [
     (ExportOptions, ("export.",)),
     (LatencyOptions, ("export.",)),
     (TrainingRecipe, ("finetune.", "")),
-    (EpisodeOptions, ("pretrain.",)),
-    (PretrainingOptions, ("pretrain.",)),
     (PruningOptions, ("pruner.", "decomposition.", "")),
     (create_selector, ("search.", "")),
     (rankrl.search, ("search.", "decomposition.", "budget.", "")),

@@ -58,13 +58,6 @@ def test_the_plan_that_the_search_began_with_can_win(small_problem, result, rewa
     assert found == result.rows[0] != result.best
 
 
-def test_greedys_plan_is_a_finalist_where_a_policy_plays_first(small_problem, synthetic_evaluator) -> None:
-    selector = create_selector("bayes", small_problem, seed=0, episodes=12)
-    found = run_search(small_problem, synthetic_evaluator, selector, episodes=12)
-    assert [row.phase for row in found.rows[:2]] == ["pretrained", "preset"]
-    assert found.rows[1].key in {row.key for row in finalists(found, 2)}
-
-
 def test_the_first_of_equals_is_taken(small_problem, result, reward) -> None:
     rows = finalists(result, 3)
     assert best_finalist(small_problem, rows, lambda plan: 0.5, reward, "random") == result.best

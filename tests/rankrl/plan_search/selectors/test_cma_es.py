@@ -21,7 +21,7 @@ def test_its_plans_are_those_of_the_library(small_problem) -> None:
     optimizer = cmaes.CMA(
         mean=np.zeros(layers), sigma=0.2, bounds=np.tile([-1.0, 1.0], (layers, 1)), population_size=4
     )
-    importance = ImportanceMap(small_problem, scale=2.0)
+    importance = ImportanceMap(small_problem)
     selector = create_selector("cmaes", small_problem, seed=3, episodes=20, step=0.2, population=4)
     (first,) = selector.propose()
     assert first.choices == tuple(small_problem.preset)

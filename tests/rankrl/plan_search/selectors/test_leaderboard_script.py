@@ -10,11 +10,10 @@ import leaderboard as script
 import numpy as np
 import pytest
 import yaml
-from leaderboard_tasks import NOTHING, Network, Task, opened, read_tasks
+from leaderboard_tasks import Network, Task, opened, read_tasks
 from made_inputs import MissingFileError
 
 from rankrl.options.search import MEASURES
-from rankrl.plan_search.agents.policy_file import PolicyTask, read_policy
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +24,7 @@ def row(
     task: str, selector: str, evaluations: int, score: float, seed: int = 0, **others: str
 ) -> dict[str, str]:
     key = dict(zip(script.KEY, (task, selector, seed, 5, evaluations), strict=True))
-    values = {"score": score, "seconds": 2.0, "new": "network"}
+    values = {"score": score, "seconds": 2.0}
     return {name: str(value) for name, value in {**key, **values}.items()}
 
 
@@ -49,21 +48,6 @@ def test_there_are_enough_tasks_of_every_measure_and_family() -> None:
     assert all(task.request().goal.budget.fractions for task in tasks)
 
 
-def test_what_a_policy_has_seen_is_told_from_what_is_new() -> None:
-    policy = read_policy("pretrained_refitted")
-    families = {"resnet20": "resnet"}
-    first = policy.card.tasks[0]
-    task = Task.parse(Network("resnet20", "resnet", "cifar10"), "tucker params 0.25")
-    assert task.new_to(policy, first, families) == NOTHING
-    assert task.new_to(policy, replace(first, network="calibrated otherwise"), families) == NOTHING
-    known = PolicyTask("vit", "a", "digits", ("tensor_ring",), {"latency": 0.5})
-    timed = Task.parse(Network("vit", "transformer", "digits"), "tensor_ring latency 0.5")
-    assert timed.new_to(policy, known, families) == "network, dataset, format, budget, family, runtime"
-    relative = Task.parse(Network("resnet32", "resnet", "cifar10"), "tucker params 0.25")
-    found = relative.new_to(policy, replace(first, model="resnet32", network="b"), families)
-    assert "family" not in found
-
-
 def test_a_whole_task_is_run_once_and_judged_on_other_images(
     small_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,14 +55,14 @@ def test_a_whole_task_is_run_once_and_judged_on_other_images(
     monkeypatch.setenv("RANKRL_CHECKPOINTS", str(tmp_path))
     words = ["leaderboard.py", "--folder", str(tmp_path / "runs"), "--rows", str(tmp_path / "rows.csv")]
     words += ["--yaml", str(small_yaml), "--evaluations", "2", "--picture", str(tmp_path / "drawn.png")]
-    words += ["--selectors", "greedy", script.PREDICTED, "lems:trials=1", script.POLICY]
+    words += ["--selectors", "greedy", script.PREDICTED, "bayes"]
     monkeypatch.setattr("sys.argv", words)
     script.main()
     shown = capsys.readouterr()
     assert "absent cp macs 0.3: there is no absent.onnx in the folder RANKRL_CHECKPOINTS" in shown.err
     assert "conv4 tucker params 0.0001: budget.params=0.0001 cannot be reached" in shown.err
     rows = script.ResultRows(tmp_path / "rows.csv", script.KEY, script.VALUES).rows
-    assert Counter(each["selector"] for each in rows) == dict.fromkeys(words[-4:], 3)
+    assert Counter(each["selector"] for each in rows) == dict.fromkeys(words[-3:], 3)
     assert {each["evaluations"] for each in rows} == {"0", "1", "2"}
     assert all(0 < float(each["score"]) <= 1 for each in rows)
     assert (tmp_path / "drawn.png").exists()
@@ -86,12 +70,12 @@ def test_a_whole_task_is_run_once_and_judged_on_other_images(
     script.main()
     tuned = capsys.readouterr().out.splitlines()[-1]
     assert tuned.startswith("| conv4 tucker params 0.1 | ")
-    assert tuned.count(" → ") == 3  # greedy with and without divergences, the policy
+    assert tuned.count(" → ") == 2  # greedy with and without divergences
     monkeypatch.setattr(script, "opened", None)
     monkeypatch.setattr("sys.argv", [*words, "--tasks", "conv4 * 0.1"])
     script.main()
     assert capsys.readouterr().out.splitlines()[1:] == shown.out.splitlines()[1:]
-    monkeypatch.setattr("sys.argv", [*words[:-4], script.POLICY, "--report"])
+    monkeypatch.setattr("sys.argv", [*words[:-3], "bayes", "--report"])
     with pytest.raises(SystemExit, match=r"compared with greedy; name it in --selectors"):
         script.main()
 
@@ -161,21 +145,6 @@ def test_the_interval_covers_the_mean_as_the_normal_one_does() -> None:
     values = np.random.default_rng(1).normal(3, 2, size=400)
     low, high = script.interval(values)
     assert (low, high) == pytest.approx((values.mean() - 0.196, values.mean() + 0.196), abs=0.02)
-
-
-def test_pretraining_has_paid_when_its_plans_are_saved(rows) -> None:
-    assert script.paid(script.Board.of(rows, 5)) == ""
-    named = [
-        {**each, "selector": {"greedy": script.POLICY, "random": script.PLAIN}[each["selector"]]}
-        for each in rows
-    ]
-    card = read_policy("pretrained_refitted").card
-    spent = card.trained["plans"] * len(card.tasks)
-    text = script.paid(script.Board.of(named, 5))
-    assert f"after 5 evaluations; pretraining took {spent}: it has paid after {-(-spent // 5)} tasks" in text
-    turned = {script.POLICY: script.PLAIN, script.PLAIN: script.POLICY}
-    named = [{**each, "selector": turned[each["selector"]]} for each in named]
-    assert f"the {spent} evaluations of pretraining do not pay" in script.paid(script.Board.of(named, 5))
 
 
 def test_the_picture_has_a_line_for_each_selector_that_ends_no_worse_than_greedy(rows) -> None:

@@ -70,9 +70,7 @@ def test_heuristics_propose_their_plan_once(small_problem, name) -> None:
 
 @pytest.mark.parametrize("name", [*REINFORCEMENT, *BAYES, "local", "tpe", "cmaes"])
 def test_searches_begin_with_greedys_plan(small_problem, name) -> None:
-    """But for a policy's plan, where they begin with one."""
-    known = {"policy": None} if name in BAYES else {}
-    (proposal,) = make(name, small_problem, **known).propose()
+    (proposal,) = make(name, small_problem).propose()
     assert proposal.choices == tuple(small_problem.preset)
     assert proposal.phase == "preset"
 

@@ -1,7 +1,0 @@
-"""Read, check and write the policies that agents begin with."""
-
-from __future__ import annotations
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
