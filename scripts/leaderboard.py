@@ -48,7 +48,7 @@ AFTER = (0, 1, 5, 20, 100)
 PREDICTED = "greedy, predicted losses"
 GREEDY = "greedy"
 SELECTORS = (
-    *("uniform", "energy", "vbmf", PREDICTED, GREEDY, "divergence", "lems:trials=1", "lems"),
+    *("uniform", "energy", "vbmf", PREDICTED, GREEDY, "divergence"),
     *("random", "local", "tpe", "cmaes", "bayes", "ddpg"),
 )
 AT_ONCE = (PREDICTED, GREEDY, "divergence")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,17 @@ def option_fields(section: Any) -> list[Field[Any]]:
     return [each for each in fields(section) if each.name not in getattr(section, "PYTHON_ONLY", ())]
 
 
-def _formats() -> Iterator[str]:
-    """Read the names of the formats off their source: importing them would import torch."""
-    for path in (Path(decomposition.__file__).parent / "formats").glob("*.py"):
-        for definition in path.read_text(encoding="utf-8").split("\n@register_format\n")[1:]:
-            yield from re.findall(r'^    name = "(\w+)"$', definition, re.MULTILINE)[:1]
+def _registered(folder: str, definition: str) -> tuple[str, ...]:
+    """Read registered names off the source of `decomposition`: importing it would import torch."""
+    files = (Path(decomposition.__file__).parent / folder).glob("*.py")
+    sources = [path.read_text(encoding="utf-8") for path in files]
+    return tuple(sorted(name for text in sources for name in re.findall(definition, text, re.MULTILINE)))
 
 
-FORMATS = tuple(sorted(_formats()))
+FORMATS = _registered("formats", r'^@register_format\nclass [\s\S]*?^    name = "(\w+)"$')
 """The names of the formats."""
-
+HEURISTICS = _registered("choose", r'^@register_heuristic\("(\w+)"')
+"""The names of the selectors that are rules: one plan, no search."""
 
 OPTIMIZERS = ("onnx_adagrad", "onnx_adam", "sgd")
 NO_OPTIONS = ("params", "lr", "maximize", "foreach", "capturable")

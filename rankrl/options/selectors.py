@@ -85,22 +85,6 @@ class StepOptions:
 
 
 @dataclass(frozen=True)
-class LEMSOptions(StepOptions):
-    """Options of `lems`.
-
-    Attributes:
-        plans_per_step: Plans proposed at once, for parallel scoring.
-        trials: Plans to try, each with a weight of depth of its own.
-    """
-
-    trials: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_least(self, trials=1)
-
-
-@dataclass(frozen=True)
 class LocalOptions:
     """Options of `local`.
 
@@ -164,22 +148,15 @@ SELECTORS = {
     "cmaes": CMAESOptions,
     "ddpg": AgentOptions,
     "divergence": NoOptions,
-    "energy": NoOptions,
-    "greedy": NoOptions,
-    "lems": LEMSOptions,
     "local": LocalOptions,
     "random": StepOptions,
     "sac": AgentOptions,
     "td3": AgentOptions,
     "tpe": StepOptions,
-    "uniform": NoOptions,
-    "vbmf": NoOptions,
 }
-"""Options by the selector's name."""
+"""Options by the selector's name; the heuristics of `decomposition`, which are selectors too, have none."""
 DEFAULT_SELECTOR = "greedy"
 """The default selector: a rule, which takes seconds and scores no plans."""
-HEURISTICS = ("energy", "greedy", "uniform", "vbmf")
-"""Selectors that are rules of `decomposition`: one plan, no search."""
 
 
 def _check_least(options: object, **least: float) -> None:

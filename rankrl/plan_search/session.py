@@ -209,9 +209,9 @@ class SearchSession:
         evaluator = self.scoring.evaluator(self.library, self.problem, cluster=self._cluster)
         return self._stack.enter_context(evaluator)
 
-    def _divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
+    def _divergences(self, batches: int) -> list[np.ndarray]:
         assert isinstance(self.evaluator, MeasuresDivergences)
-        return self.evaluator.divergences(batches, only)
+        return self.evaluator.divergences(batches)
 
     @cached_property
     def _of_network(self) -> Callable[[Any], float]:

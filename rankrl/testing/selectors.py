@@ -134,7 +134,7 @@ def small_problem(formats: tuple[str, ...] = ("tucker",), **budget: Any) -> Sear
     library = small_library(formats)
     sites = library.all_candidates(limit=8)
     problem = SearchProblem.from_model(small_network(), sites, INPUT_SHAPE, library=library, **budget)
-    return replace(problem, divergences=lambda _, only=None: [site.errors**2 for site in problem.sites])
+    return replace(problem, divergences=lambda _: [site.errors**2 for site in problem.sites])
 
 
 def rewards_of(proposals: Sequence[Proposal]) -> list[float]:

@@ -58,7 +58,7 @@ def rank_sums(problem: SearchProblem, choices: Choices) -> list[int]:
 
 def measured(problem: SearchProblem) -> SearchProblem:
     """The problem with divergences, which are the squared errors here."""
-    return replace(problem, divergences=lambda batches, only=None: [site.errors**2 for site in problem.sites])
+    return replace(problem, divergences=lambda batches: [site.errors**2 for site in problem.sites])
 
 
 class SyntheticEvaluator:

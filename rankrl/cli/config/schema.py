@@ -27,6 +27,7 @@ from rankrl.options.names import (
     DATASETS,
     FORMATS,
     HAND_ON,
+    HEURISTICS,
     MODELS,
     NO_OPTIONS,
     NONE,
@@ -36,7 +37,7 @@ from rankrl.options.names import (
     option_fields,
 )
 from rankrl.options.search import REWARDS, BudgetOptions, SearchOptions
-from rankrl.options.selectors import HEURISTICS, SELECTORS, NoOptions
+from rankrl.options.selectors import SELECTORS, NoOptions
 from rankrl.options.tasks import (
     CalibrationOptions,
     CompareOptions,
@@ -286,7 +287,7 @@ GROUPS = {
     "model": Group("model", MODELS, key="architecture"),
     "dataset": Group("dataset", DATASETS),
     "decomposition": Group("format", dict.fromkeys(FORMATS, NoOptions), key="format"),
-    "selector": Group("selector", SELECTORS, heuristics),
+    "selector": Group("selector", {**SELECTORS, **dict.fromkeys(HEURISTICS, NoOptions)}, heuristics),
     "reward": Group("reward", REWARDS),
     "pruner": Group("pruner", PRUNERS, registered_pruners),
     "optim": Group("optimizer", dict.fromkeys(OPTIMIZERS), registered_optimizers, nested=True, added=True),

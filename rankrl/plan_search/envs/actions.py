@@ -57,13 +57,11 @@ class ImportanceMap(ActionMap):
         self.budget = problem.budget
         self._dense = [float(site.cost(problem.measure)[-1]) for site in self.sites]
 
-    def allocate(self, actions: np.ndarray) -> np.ndarray:
-        """Allocate the budget under actions of shape (layers,); return the candidate of every layer."""
-        return allocate(self.sites, self.budget, IMPORTANCE_SCALE * (actions - actions.mean()))
-
     def choices_of(self, actions: np.ndarray) -> Choices:
         """Allocate the budget under the actions."""
-        return tuple(self.allocate(actions.astype(float)).tolist())
+        actions = actions.astype(float)
+        weights = IMPORTANCE_SCALE * (actions - actions.mean())
+        return tuple(allocate(self.sites, self.budget, weights).tolist())
 
     def budget_left(self, taken: np.ndarray) -> float:
         """Return the later layers' share of the dense cost, since nothing is spent before the last action."""

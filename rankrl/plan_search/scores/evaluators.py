@@ -80,12 +80,6 @@ def probes(problem: SearchProblem) -> list[int]:
     return found
 
 
-def scaled(site: CandidateSet, probe: int, divergence: float) -> CandidateSet:
-    """Scale the site's losses so that the probed candidate's equals its measured divergence."""
-    loss = float(site.losses[probe])
-    return site if loss == 0 else replace(site, importance=site.importance * divergence / loss)
-
-
 def weighed(
     sites: Sequence[CandidateSet], only: Sequence[int], divergences: Sequence[float]
 ) -> list[CandidateSet]:

@@ -58,7 +58,7 @@ class CMAESSelector(Selector):
         self._optimizer.reseed_rng(int(self.generator().integers(2**32)))
         generation = [self._optimizer.ask() for _ in range(self._optimizer.population_size)]
         return [
-            Proposal(tuple(self._map.allocate(actions).tolist()), "generation", tuple(actions.tolist()))
+            Proposal(self._map.choices_of(actions), "generation", tuple(actions.tolist()))
             for actions in generation
         ]
 

@@ -48,10 +48,7 @@ class LocalSelector(Selector):
         tried, phase = [self._best], "preset"
         if self.observed:
             tried, phase = [self._changed(generator) for _ in range(self.plans_per_step)], "local"
-        return [
-            Proposal(tuple(self._map.allocate(actions).tolist()), phase, tuple(actions.tolist()))
-            for actions in tried
-        ]
+        return [Proposal(self._map.choices_of(actions), phase, tuple(actions.tolist())) for actions in tried]
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
         """Move to the best of the plans if it is better."""

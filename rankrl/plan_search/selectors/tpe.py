@@ -69,7 +69,7 @@ class TPESelector(Selector):
                 actions = np.array([trial.suggest_float(name, *ends) for name, ends in self._ranges.items()])
                 # The sampler ignores it so; `observe` adds the scored one, of this process or another.
                 self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
-            choices = tuple(self._allocate(actions).tolist())
+            choices = self._map.choices_of(actions)
             proposals.append(Proposal(choices, self.name if number else "preset", tuple(actions.tolist())))
         return proposals
 
@@ -83,10 +83,6 @@ class TPESelector(Selector):
             self._study.add_trial(trial)
             if self._mirror is not None:
                 self._mirror.add_trial(trial)
-
-    def _allocate(self, actions: np.ndarray) -> np.ndarray:
-        """Return the candidate of every site under a trial's values, (values,)."""
-        return self._map.allocate(actions)
 
     def _sampler(self, number: int) -> Any:
         seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])

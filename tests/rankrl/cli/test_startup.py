@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from decomposition import list_formats
+from decomposition import list_formats, list_heuristics
 from rankrl.cli.config.schema import GROUPS, ON_FILE, TASKS, AppConfig, formats, plain, task_function
 from rankrl.onnx.runtimes import list_runtimes
-from rankrl.options.names import FORMATS
+from rankrl.options.names import FORMATS, HEURISTICS
 from rankrl.options.timing import RUNTIMES
 
 HEAVY = ("torch", "sklearn", "scipy", "stable_baselines3", "torchvision", "onnx", "onnxruntime", "matplotlib")
@@ -143,8 +143,9 @@ def test_the_tables_name_every_runtime() -> None:
     assert sorted(RUNTIMES) == list_runtimes()
 
 
-def test_every_format_is_listed_before_torch_is_imported() -> None:
+def test_formats_and_heuristics_are_listed_before_torch_is_imported() -> None:
     assert list(FORMATS) == formats() == list_formats()
+    assert list(HEURISTICS) == list_heuristics()
 
 
 @pytest.mark.parametrize("task", TASKS)

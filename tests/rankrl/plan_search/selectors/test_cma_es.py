@@ -29,7 +29,7 @@ def test_its_plans_are_those_of_the_library(small_problem) -> None:
     for observed in (1, 5, 9):
         optimizer.reseed_rng(int(np.random.default_rng((3, observed)).integers(2**32)))
         generation = [optimizer.ask() for _ in range(4)]
-        wanted = [tuple(importance.allocate(each)) for each in generation]
+        wanted = [importance.choices_of(each) for each in generation]
         proposals = selector.propose()
         assert [proposal.choices for proposal in proposals] == wanted
         rewards = [reward(each) for each in wanted]

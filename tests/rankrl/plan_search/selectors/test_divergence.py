@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from decomposition.choose.allocation import allocate
 from rankrl.errors import ConfigError
-from rankrl.plan_search.scores.evaluators import probes, scaled, weighed
+from rankrl.plan_search.scores.evaluators import probes, weighed
 from rankrl.plan_search.selectors import create_selector
-from rankrl.plan_search.selectors.divergence import depth_weights
 from rankrl.testing.selectors import small_problem as made
 
 
@@ -38,7 +36,7 @@ def test_the_plan_has_the_least_sum_that_the_allocation_finds(small_problem) -> 
     generator = np.random.default_rng(0)
     thinned = tuple(site.subset([0, len(site) // 2, site.dense]) for site in small_problem.sites)
     measured = [np.array([*sorted(generator.random(2), reverse=True), 0.0]) for _ in thinned]
-    problem = replace(small_problem, sites=thinned, divergences=lambda batches, only=None: measured)
+    problem = replace(small_problem, sites=thinned, divergences=lambda batches: measured)
     (proposal,) = create_selector("divergence", problem).propose()
     sums = {
         plan: sum(float(values[choice]) for values, choice in zip(measured, plan, strict=True))
@@ -66,14 +64,6 @@ def test_the_probe_is_the_cheapest_candidate_with_a_loss(small_problem) -> None:
             assert site.cost(problem.measure)[probe] == min(site.cost(problem.measure)[lossy])
     without = [site.subset([site.dense]) for site in small_problem.sites]
     assert probes(replace(small_problem, sites=tuple(without), budget=None)) == [0] * len(without)
-
-
-def test_the_scaled_curve_has_the_measured_value_and_its_old_shape(small_problem) -> None:
-    for site, probe in zip(small_problem.sites, probes(small_problem), strict=True):
-        found = scaled(site, probe, 0.37)
-        assert found.losses[probe] == pytest.approx(0.37)
-        assert found.losses * site.losses[probe] == pytest.approx(0.37 * site.losses)
-    assert scaled(site, site.dense, 0.37) == site
 
 
 def test_one_divergence_a_layer_weighs_its_losses(small_problem) -> None:
@@ -104,39 +94,8 @@ def test_a_layer_that_seems_to_lose_nothing_is_not_free(small_problem) -> None:
     assert weighed(sites, alone, losses) == list(sites)
 
 
-def test_the_weights_of_depth_fall_from_the_first_layer_to_the_last() -> None:
-    assert depth_weights(5, 2.0, 0.0) == pytest.approx([3.0, 2.5, 2.0, 1.5, 1.0])
-    assert depth_weights(3, 1.0, 1.0) == pytest.approx([2.0, 4 / 3, 1.0])
-    for gamma, alpha in ((0.0, 2.0), (7.0, 0.5), (3.0, 3.0)):
-        weights = depth_weights(9, gamma, alpha)
-        assert weights[[0, -1]] == pytest.approx([1 + gamma, 1])
-        assert (np.diff(weights) <= 0).all()
-    assert depth_weights(1, 5.0, 1.0) == pytest.approx([1.0])
-
-
-def test_lems_begins_with_the_divergences_alone_and_ends_after_its_trials(small_problem) -> None:
-    only = probes(small_problem)
-    measured = zip(small_problem.sites, only, small_problem.divergences(2, only), strict=True)
-    known = allocate([scaled(site, j, values[j]) for site, j, values in measured], small_problem.budget)
-    selector = create_selector("lems", small_problem, seed=3, trials=4)
-    plans, actions = [], []
-    while proposals := selector.propose():
-        plans += [each.choices for each in proposals]
-        actions += [each.actions for each in proposals]
-        selector.observe(proposals, [float(sum(each.choices)) for each in proposals])
-    assert plans[0] == tuple(known)
-    assert len(plans) == 4
-    assert all(map(small_problem.keeps_budget, plans))
-    gammas, alphas = zip(*actions, strict=True)
-    assert gammas[0] == 0
-    assert len({*gammas[1:]}) == 3
-    assert 0 <= min(gammas) <= max(gammas) <= 7
-    assert 0 <= min(alphas) <= max(alphas) <= 3
-
-
-@pytest.mark.parametrize("name", ["divergence", "lems"])
-def test_it_says_what_it_needs(small_problem, name) -> None:
-    selector = create_selector(name, replace(small_problem, divergences=None))
+def test_it_says_what_it_needs(small_problem) -> None:
+    selector = create_selector("divergence", replace(small_problem, divergences=None))
     with pytest.raises(ConfigError, match=r"leave search.workers null"):
         selector.propose()
 

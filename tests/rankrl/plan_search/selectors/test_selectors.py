@@ -38,9 +38,7 @@ FAST = {**dict.fromkeys(REINFORCEMENT, FAST_POLICY), **dict.fromkeys(BAYES, FAST
 
 def make(name: str, problem: SearchProblem, seed: int = 0, **options) -> Selector:
     if problem.divergences is None:
-        problem = replace(
-            problem, divergences=lambda batches, only=None: [site.errors**2 for site in problem.sites]
-        )
+        problem = replace(problem, divergences=lambda batches: [site.errors**2 for site in problem.sites])
     options = {**FAST.get(name, {}), **options}
     return create_selector(name, problem, seed=seed, episodes=EPISODES, **options)
 
@@ -99,7 +97,7 @@ def test_without_a_budget_only_rank_actions_and_random_plans_work(small_problem,
     free = SearchProblem.from_model(small_network, small_problem.sites, (1, 8, 8))
     for name in ("random", "ddpg", "bayes"):
         assert len(set(plans_of(make(name, free), EPISODES))) > 1
-    for name in ("local", "tpe", "cmaes", "divergence", "lems", "greedy", "uniform"):
+    for name in ("local", "tpe", "cmaes", "divergence", "greedy", "uniform"):
         with pytest.raises(ConfigError, match="budget"):
             make(name, free).propose()
 
@@ -115,7 +113,6 @@ def test_without_a_budget_only_rank_actions_and_random_plans_work(small_problem,
         ("ddpg", {"noise": -0.1}, "noise"),
         ("ddpg", {"features": ("errors",)}, "features"),
         ("local", {"step": 0.0}, "step"),
-        ("lems", {"trials": 0}, "trials"),
         ("divergence", {"measured": "some"}, "measured"),
         ("random", {"seeds": 3}, "no option 'seeds'"),
     ],
