@@ -35,6 +35,7 @@ class ChainFormat(TensorFormat):
     closed: ClassVar[bool]
     tensorisable = True
     bonds_in_channels = 2
+    tensorly_kinds = ("tensor_ring", "tensor_train")
 
     def max_ranks(self, modes: WeightModes) -> Ranks:
         """Bound each bond by the rank that a train needs there: the smaller side of the unfolding."""

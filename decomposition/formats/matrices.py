@@ -195,6 +195,7 @@ class PivotingFactorisation(TensorFormat):
 
     name = "pifa"
     description = "pivoting factorisation: two matrices, one with the rows of an identity inside"
+    stores_less_alone = True  # than Tucker or the spatial SVD
     layer = PivotedLayer
 
     def max_ranks(self, modes: WeightModes) -> Ranks:

@@ -90,6 +90,8 @@ class TensorFormat(ABC):
         bonds_in_channels: How many bonds a stage's channel count is the product of: 2 where each runs between
             two of them, as in a ring.
         starts_in_metric: Whether `starter` has a solution that knows the layer's inputs.
+        stores_less_alone: Whether it takes as many operations as another format, and only stores less.
+        tensorly_kinds: Formats, besides its own, whose objects of tensorly it reads.
         cancels: Whether the terms of the best fit may grow and cancel one another.
         layer: The layer that executes one stage after the other (`chain`); other executions contract cores.
         splits_kernel: Whether the kernel's axes are told apart (`modes.kernel_size`) or are one joint mode.
@@ -102,6 +104,8 @@ class TensorFormat(ABC):
     bonds_in_channels: ClassVar[int] = 1
     starts_in_metric: ClassVar[bool] = False
     splits_kernel: ClassVar[bool] = False
+    stores_less_alone: ClassVar[bool] = False
+    tensorly_kinds: ClassVar[tuple[str, ...]] = ()
     cancels: ClassVar[bool] = False
     layer: ClassVar[type[FactorisedLayer]] = ContractedLayer
 

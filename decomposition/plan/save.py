@@ -257,10 +257,9 @@ def from_tensorly(tensor: Any, layer: DecomposableModule, *, tensor_format: str 
             f"factors are of a Conv1d, Conv2d or Linear with groups=1, not of {layer}; give the dense layer"
         )
     factors = read_tensorly(tensor)
-    chains = ("tensor_ring", "tensor_train")
     name = factors.kind if tensor_format is None else tensor_format
-    if name != factors.kind and not {name, factors.kind} <= set(chains):
-        get_format(name)
+    form = get_format(name)
+    if factors.kind not in (name, *form.tensorly_kinds):
         raise DecompositionError(
             f"tensorly's object is of the format {factors.kind!r} and cannot be read as {name!r}; leave "
             "tensor_format out"
@@ -268,7 +267,6 @@ def from_tensorly(tensor: Any, layer: DecomposableModule, *, tensor_format: str 
     weight = weight_of(layer)
     size = () if isinstance(layer, nn.Linear) else tuple(layer.kernel_size)
     plain = WeightModes((weight.shape[0],), (weight.shape[1],), weight.shape[2], size)
-    form = get_format(name)
     cores, ranks, modes = form.from_tensorly(factors, plain)
     ranks = form.check_ranks(modes, ranks, str(layer))
     cores = [core.contiguous() for core in cores]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from decomposition import CompressionPlan, FitLibrary, LayerSpec
+from decomposition import CompressionPlan, FitLibrary, LayerSpec, get_format
 from decomposition.choose.listing import CandidateLister
 from decomposition.network.inputs import InputShape
 from decomposition.rewrites import Rewrite
@@ -18,7 +18,6 @@ from rankrl.options.decomposition import (
     DecompositionOptions,
     FittingOptions,
     default_precisions,
-    differing_formats,
 )
 from rankrl.options.search import BudgetOptions
 from rankrl.options.timing import LatencyOptions
@@ -56,12 +55,19 @@ class CandidateOptions(FittingOptions):
     ) -> CandidateOptions:
         """Return the options of candidates under a budget."""
         return cls(
-            differing_formats(options.choices, budget),
+            _differing(options.choices, budget),
             default_precisions(budget) if options.precisions is None else options.precisions,
             reduce_range,
             options.rank_multiple or multiple or 1,
             **{each.name: getattr(options, each.name) for each in fields(FittingOptions)},
         )
+
+
+def _differing(formats: tuple[str, ...], budget: BudgetOptions) -> tuple[str, ...]:
+    """Return the formats that differ by what a budget counts."""
+    if budget.params is not None or budget.bytes is not None:
+        return formats
+    return tuple(name for name in formats if not get_format(name).stores_less_alone) or formats
 
 
 class PricedNetwork(Protocol):

@@ -111,13 +111,6 @@ class DecompositionOptions(FittingOptions):
         return FitOptions(self.final_iterations, self.final_starts)
 
 
-def differing_formats(formats: tuple[str, ...], budget: BudgetOptions) -> tuple[str, ...]:
-    """Return the formats that differ by what a budget counts: pifa is tucker but for what it stores."""
-    if budget.params is not None or budget.bytes is not None:
-        return formats
-    return tuple(each for each in formats if each != "pifa") or formats
-
-
 def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:
     """Return the precisions that lower what budgets in time, bytes and memory measure, after float32."""
     measured = any(limit is not None for limit in (budget.latency, budget.bytes, budget.memory))

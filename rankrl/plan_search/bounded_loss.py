@@ -87,22 +87,26 @@ _CLOSE = 0.03
 def within_loss(
     measure: PlanMeter,
     drop: float,
+    selector: str = "",
     *,
     around: Callable[[SearchProblem], list[Choices]] | None = None,
 ) -> MeasuredPlan:
-    """Return the cheapest measured plan whose network loses at most `drop`; the dense one if none does."""
+    """Return the cheapest measured plan whose network loses at most `drop`; the dense one if none does.
+
+    Plans are the selector's, but for those that need no search.
+    """
     measure.each(standard_plans(measure.problem))
     if _cheapest(measure, drop) is None:  # a limit of memory may bar the dense plan
-        measure("greedy", tuple(map(int, measure.problem.preset)))
+        measure("greedy", tuple(map(int, measure.problem.preset)), selector)
     left = REFITS - _spared(measure, drop)
-    low, high = _bisected(measure, drop, left)
+    low, high = _bisected(measure, drop, left, selector)
     problem = measure.problem  # later measurements may raise costs, so that its budget cannot be met any more
     if high < 1:
         standard = standard_plans(within(problem, high))
         measure.each({f"{name} at {high:.3f}": key for name, key in standard.items()})
     if around is not None and low < high and not measure.deadline.over():
         for key in around(within(problem, (low + high) / 2)):
-            measure("search", key)
+            measure("search", key, selector)
     best = _cheapest(measure, drop)
     if best is None:
         raise DecompositionError(
@@ -148,7 +152,7 @@ def _spared(measure: PlanMeter, drop: float) -> int:
     return refits
 
 
-def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, float]:
+def _bisected(measure: PlanMeter, drop: float, refits: int, selector: str) -> tuple[float, float]:
     """Bisect for the least fraction of the budget whose plan keeps the loss; return the final bracket.
 
     Costs are corrected by all plans measured so far; each correction allocates anew.
@@ -164,7 +168,7 @@ def _bisected(measure: PlanMeter, drop: float, refits: int) -> tuple[float, floa
         fraction = (low + high) / 2
         key = tuple(map(int, within(problem, fraction).preset))
         refits -= key not in measure.plans
-        plan = measure(f"greedy at {fraction:.3f}", key)
+        plan = measure(f"greedy at {fraction:.3f}", key, selector)
         if plan.loss <= drop:  # its own measurement may have raised its cost above the fraction
             high = min(high, max(fraction, spent(measure.problem, key)))
         else:
@@ -214,7 +218,7 @@ def best_of_standard_plans(session: SearchSession, result: _Chosen, call: Search
         return replace(result, measured=plans)
     log.info("%s is better than the plan of the search, and is taken", best.name)
     missed = None if best.cost <= limit else result.missed
-    plan = problem.plan(best.key, best.name)
+    plan = problem.plan(best.key, best.chosen_by)
     taken = replace(result, plan=plan, key=best.key, measured=plans, missed=missed)
     if not isinstance(taken, SearchResult):
         return taken
@@ -233,16 +237,15 @@ def within_bounded_loss(session: SearchSession, call: SearchCall, drop: float) -
         return [row.key for row in best_rows(searches[-1].rows, session.goal.search.scores().finalists)]
 
     ruled = call.selector in list_heuristics()  # its plan depends on the budget alone
-    best = within_loss(measure, drop, around=None if ruled else around)
+    best = within_loss(measure, drop, call.selector, around=None if ruled else around)
     if searches and searches[-1].stopped_by == "interrupt":
         return searches[-1]
     rows = searches[-1].rows if searches else ()
     row = make_row(rows, best.key, best.name, _known(problem, best), -best.loss)
     if call.folder is not None:
         write_candidates(problem, call.folder / CANDIDATES_FILE)
-    by = call.selector if best.name.startswith(("greedy", "search")) else best.name
     return SearchResult(
-        plan=problem.plan(best.key, by),
+        plan=problem.plan(best.key, best.chosen_by),
         key=best.key,
         measured=tuple(measure.plans.values()),
         row=row,

@@ -36,6 +36,7 @@ class MeasuredPlan:
     expected_loss: float
     expected_cost: float
     width: float | None = None
+    chosen_by: str = ""
 
     def keeps(self, fraction: float) -> bool:
         """Whether the plan costs at most this fraction of the original; a measured time, with a margin."""
@@ -69,7 +70,8 @@ def as_rows(plans: Iterable[MeasuredPlan], taken: Choices) -> list[dict[str, Any
     """Return measured plans as plain values for metrics.json, the cheapest first."""
     ordered = sorted(plans, key=lambda plan: (plan.cost, plan.loss))
     return [
-        {name: value for name, value in asdict(plan).items() if name != "key"} | {"taken": plan.key == taken}
+        {name: value for name, value in asdict(plan).items() if name not in ("chosen_by", "key")}
+        | {"taken": plan.key == taken}
         for plan in ordered
     ]
 
@@ -102,7 +104,7 @@ class PlanMeter:
         """Measure a plan, or return its earlier measurement."""
         choices: Choices = tuple(map(int, key))
         if choices not in self.plans:
-            plan = self.problem.plan(choices, chosen_by or name)
+            plan = self.problem.plan(choices, chosen_by := chosen_by or name)
             operations = [[each.to_dict() for each in layer.operations] for layer in plan]
             known = digest(self._identity, operations)
             kept = self._cache.value("measured-plan", known, lambda: self._measured(plan, choices))
@@ -114,7 +116,7 @@ class PlanMeter:
             estimated = problem.measure == "latency" and self._time is None
             measure = "estimated_latency" if estimated else problem.measure
             measured = MeasuredPlan(
-                name, choices, loss, cost, measure, expected, spent(problem, choices), width
+                name, choices, loss, cost, measure, expected, spent(problem, choices), width, chosen_by
             )
             log.info("%s: %.4f lost at %.3f of the %s", name, loss, cost, measure.replace("_", " "))
             self.plans[choices] = measured

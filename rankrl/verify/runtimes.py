@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 ORIGINAL, FINISHED, DENSE_INT8, NNCF_INT8 = "baseline", "", "dense_int8", "nncf_int8"
 """Names of the files in metrics.json; those of the finished one have no prefix."""
-_NNCF_RUNTIME = "openvino"
 _Key = tuple[str, str]
 """A runtime and a file."""
 
@@ -109,7 +108,7 @@ def module_runtimes(
 def _rivals(files: ComparedFiles, scratch: Path, *, integers: bool) -> Iterator[dict[str, Path]]:
     """Yield the quantised versions of the original, by name; warn of those that cannot be made."""
     made: dict[str, Path] = {}
-    nncf = integers and _NNCF_RUNTIME in files.options.compared_runtimes
+    nncf = integers and any(get_runtime(name).runs_nncf for name in files.options.compared_runtimes)
     if nncf and nncf_obstacle() is not None:
         log.info("%s; its row is left out", nncf_obstacle())
         nncf = False
@@ -147,7 +146,8 @@ def _scored(
 ) -> dict[str, Path]:
     """Score the files in a runtime; return those that run there. Rivals that do not are left out."""
     paths = {ORIGINAL: files.baseline, FINISHED: files.path}
-    paths |= {name: path for name, path in rivals.items() if name != NNCF_INT8 or runtime == _NNCF_RUNTIME}
+    nncf = get_runtime(runtime).runs_nncf
+    paths |= {name: path for name, path in rivals.items() if name != NNCF_INT8 or nncf}
     for name, path in list(paths.items()):
         try:
             session = open_session(path, threads=files.options.threads, runtime=runtime)

@@ -37,6 +37,7 @@ class OpenVino(Runtime):
 
     name: ClassVar[str] = "openvino"
     description: ClassVar[str] = "OpenVINO on the CPU"
+    runs_nncf: ClassVar[bool] = True
 
     def obstacle(self) -> str | None:
         """Return a message where the package is missing, else None."""

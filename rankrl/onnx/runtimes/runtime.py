@@ -73,11 +73,13 @@ class Runtime(ABC):
         description: One line for listings.
         in_calling_thread: Whether a session of one thread computes in the thread that calls it, so that this
             thread's processor time is all that a pass takes.
+        runs_nncf: Whether it runs the networks that NNCF quantises.
     """
 
     name: ClassVar[str]
     description: ClassVar[str]
     in_calling_thread: ClassVar[bool] = True
+    runs_nncf: ClassVar[bool] = False
 
     @abstractmethod
     def obstacle(self) -> str | None:
