@@ -40,7 +40,7 @@ from rankrl.errors import RankrlError, counted
 from rankrl.files import write_atomically
 from rankrl.plan_search.run import SearchResult, run_search
 from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator, best_rows
-from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded
+from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_class
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
 
@@ -62,7 +62,7 @@ _TUNED_TASKS = 4
 
 def seeds_of(one: SelectorEntry, seeds: Sequence[int]) -> Sequence[int]:
     """List the seeds to search with; the first alone where nothing is drawn."""
-    return seeds if selector_is_seeded(one.selector) else seeds[:1]
+    return seeds if selector_class(one.selector).seeded else seeds[:1]
 
 
 def selector(text: str) -> SelectorEntry:

@@ -6,7 +6,6 @@ from rankrl.data import arrays, imagefolder, published
 from rankrl.data.datasets import (
     DatasetSource,
     SourceFiles,
-    dataset_option_types,
     dataset_source,
     list_datasets,
     load_dataset,
@@ -26,7 +25,6 @@ __all__ = [
     "arrays",
     "augmented_copy",
     "batches",
-    "dataset_option_types",
     "dataset_source",
     "imagefolder",
     "list_datasets",

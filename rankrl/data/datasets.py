@@ -15,7 +15,6 @@ from torch import Tensor
 from decomposition.registry import Registry
 from rankrl.data.images import Augmentation, ImageData, Images, TestImages
 from rankrl.errors import ConfigError, DataError, counted, did_you_mean
-from rankrl.option_types import parameter_types
 
 
 def stratified_split(labels: Tensor, size: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -104,12 +103,6 @@ def list_datasets(pattern: str = "*") -> list[str]:
 def dataset_source(name: str) -> DatasetSource:
     """Return the registered dataset `name`."""
     return _SOURCES[name]
-
-
-def dataset_option_types(name: str) -> dict[str, Any]:
-    """Return the types of a dataset's options in a configuration: common ones and its own."""
-    common = parameter_types(load_dataset, without=("name", "seed", "root"))
-    return {**common, **parameter_types(dataset_source(name).read, without=("root",))}
 
 
 def load_dataset(

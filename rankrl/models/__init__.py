@@ -16,7 +16,6 @@ from rankrl.models.classifiers import (
     create_model,
     default_lr,
     list_models,
-    model_option_types,
     model_source,
     register_model,
 )
@@ -32,7 +31,6 @@ __all__ = [
     "default_lr",
     "list_models",
     "load_checkpoint",
-    "model_option_types",
     "model_source",
     "register_model",
     "save_checkpoint",

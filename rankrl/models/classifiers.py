@@ -16,7 +16,6 @@ from decomposition.network.inputs import Inputs, run_model, tensors_in
 from decomposition.registry import Registry
 from rankrl.device import model_device
 from rankrl.errors import ConfigError, ModelError, did_you_mean
-from rankrl.option_types import parameter_types, takes_any_option
 
 
 def check_classifier(
@@ -114,13 +113,6 @@ def list_models(pattern: str = "*") -> list[str]:
 def model_source(name: str) -> ModelSource:
     """Return the registered model `name`."""
     return _MODELS[name]
-
-
-def model_option_types(name: str) -> tuple[dict[str, Any], bool]:
-    """Return the types of a model's options, and whether it passes other options on."""
-    build = model_source(name).build
-    shape_and_classes = list(inspect.signature(build).parameters)[:2]
-    return parameter_types(build, without=shape_and_classes), takes_any_option(build)
 
 
 def default_lr(name: str, network: nn.Module) -> float:

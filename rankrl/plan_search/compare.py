@@ -17,7 +17,7 @@ from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.models.classifiers import network_digest
 from rankrl.plan_search.bounded_loss import SearchCall
 from rankrl.plan_search.run import SearchResult
-from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_is_seeded
+from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_class
 from rankrl.plan_search.session import SearchSession
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.report.comparison import ComparisonRow
@@ -51,7 +51,7 @@ def compared_searches(entries: Sequence[SelectorEntry], seeds: Sequence[int]) ->
     return [
         ComparedSearch(entry, seed)
         for entry in entries
-        for seed in (seeds if selector_is_seeded(entry.selector) else (None,))
+        for seed in (seeds if selector_class(entry.selector).seeded else (None,))
     ]
 
 

@@ -246,7 +246,9 @@ def run_search(
                 raise ConfigError(
                     f"{folder} holds a search already; resume it, or choose another folder for a new one"
                 )
-            differing = _differing(path, setup)
+            before = _read_setup(path)
+            ended = before.pop(_ENDED, None)
+            differing = _differing(before, setup)
             if anew_for_other_scores and list(differing) == ["evaluator"]:
                 if on_set_aside is not None:
                     on_set_aside()
@@ -255,7 +257,8 @@ def run_search(
                 raise CheckpointError(_another_search(path, differing))
             else:
                 steps = _recorded(folder / EPISODES_FILE)
-                deadline.stopped |= _ended(path, deadline.seconds)
+                seconds = deadline.seconds
+                deadline.stopped |= ended is not None and seconds is not None and seconds <= ended
         write_candidates(problem, folder / CANDIDATES_FILE)
         write_json(path, setup)
         table = EpisodesFile(folder / EPISODES_FILE, [row for step in steps for row in step])
@@ -355,10 +358,8 @@ def _setup(
     return dict(json.loads(json.dumps(setup)))
 
 
-def _differing(path: Path, setup: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the values of a folder's setup, before and now, that differ."""
-    before = _read_setup(path)
-    before.pop(_ENDED, None)
+def _differing(before: Mapping[str, Any], setup: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the values of a search's setup, before and now, that differ."""
     pairs = {key: (before.get(key), setup.get(key)) for key in sorted({*before, *setup})}
     return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
 
@@ -368,12 +369,6 @@ def _read_setup(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise damaged_state(path, "search", error) from error
-
-
-def _ended(path: Path, seconds: float | None) -> bool:
-    """Tell whether as many seconds or more ended the search of a folder."""
-    ended = _read_setup(path).get(_ENDED)
-    return ended is not None and seconds is not None and seconds <= ended
 
 
 def _another_search(path: Path, differing: Mapping[str, tuple[Any, Any]]) -> str:

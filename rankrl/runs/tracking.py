@@ -94,15 +94,12 @@ def tracker_class(name: str) -> type[Tracker]:
     return _TRACKERS[name]
 
 
-def tracker_option_types(name: str) -> dict[str, Any]:
-    """Return the types of a tracker's options, by name; `none` has none."""
-    return {} if name == "none" else parameter_types(_TRACKERS[name], without=("folder",))
-
-
 def create_tracker(name: str, folder: Path, **options: Any) -> Tracker:
     """Make a tracker."""
-    check_options(f"tracker {name!r}", "tracking.options", options, tracker_option_types(name))
-    return _TRACKERS[name](folder, **options)
+    tracker = tracker_class(name)
+    types = parameter_types(tracker, without=("folder",))
+    check_options(f"tracker {name!r}", "tracking.options", options, types)
+    return tracker(folder, **options)
 
 
 def import_optional(module: str, extra: str) -> ModuleType:

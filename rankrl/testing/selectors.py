@@ -20,9 +20,7 @@ from rankrl.plan_search.selectors import (
     Proposal,
     Selector,
     create_selector,
-    selector_description,
-    selector_is_seeded,
-    selector_options,
+    selector_class,
 )
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
@@ -54,8 +52,8 @@ class SelectorContract:
         return create_selector(name, problem, seed=seed, episodes=self.episodes, **options)
 
     def test_it_says_what_it_is(self, name: str) -> None:
-        assert selector_description(name)
-        assert "problem" not in selector_options(name)
+        assert selector_class(name).description
+        assert "problem" not in selector_class(name).default_options()
 
     def test_every_proposed_plan_keeps_the_budget(self, name: str, measure: str) -> None:
         problem = small_problem(("tucker",), **{measure: 0.6})
@@ -78,7 +76,7 @@ class SelectorContract:
 
         first, again, other = (outcome(seed) for seed in (1, 1, 2))
         assert again == first
-        assert (other != first) == selector_is_seeded(name)
+        assert (other != first) == selector_class(name).seeded
         assert surroundings() == before, "random numbers come from generators of the selector's own"
 
     def test_it_goes_on_from_what_it_is_told(self, name: str) -> None:

@@ -20,7 +20,7 @@ from rankrl.options.search import BudgetOptions
 from rankrl.options.tasks import TimingOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.options.training import OptimizerOptions, RecipeOptions
-from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector_options
+from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector_class
 from rankrl.plan_search.session import DEFAULT_KEPT_PARAMS, SearchGoal
 from rankrl.pruners.options import PruningOptions, pruning_options
 from rankrl.request import Request
@@ -182,7 +182,7 @@ def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
         except ConfigError as error:
             raise ConfigError(f"compare.selectors: {error}") from error
         configured = entry.selector == config.selector["name"]
-        base = _named(config.selector)[1] if configured else selector_options(entry.selector)
+        base = _named(config.selector)[1] if configured else selector_class(entry.selector).default_options()
         entries.append(dataclasses.replace(entry, options={**base, **entry.options}))
     return entries
 

@@ -71,15 +71,11 @@ def reward_source(name: str) -> RewardSource:
     return _REWARDS[name]
 
 
-def reward_option_types(name: str) -> dict[str, Any]:
-    """Return the types of a reward's own options, by name."""
-    return parameter_types(reward_source(name).make)
-
-
 def check_reward(name: str, options: Mapping[str, Any]) -> None:
     """Refuse unknown or invalid options of a reward before a search begins."""
-    check_options(f"reward {name!r}", "reward", options, reward_option_types(name))
-    reward_source(name).make(**options)
+    make = reward_source(name).make
+    check_options(f"reward {name!r}", "reward", options, parameter_types(make))
+    make(**options)
 
 
 def create_reward(name: str, *, budgeted: bool, **options: Any) -> Reward:

@@ -21,10 +21,6 @@ from rankrl.plan_search.selectors.selector import (
     list_selectors,
     register_selector,
     selector_class,
-    selector_description,
-    selector_is_seeded,
-    selector_option_types,
-    selector_options,
 )
 
 __all__ = [
@@ -43,9 +39,5 @@ __all__ = [
     "reinforcement",
     "selector",
     "selector_class",
-    "selector_description",
-    "selector_is_seeded",
-    "selector_option_types",
-    "selector_options",
     "tpe",
 ]

@@ -226,33 +226,14 @@ def list_selectors() -> list[str]:
     return sorted({*_SELECTORS.names(), *list_heuristics()})
 
 
-def selector_description(name: str) -> str:
-    """Return the one-line description of a selector."""
-    return selector_class(name).description
-
-
-def selector_is_seeded(name: str) -> bool:
-    """Return whether a selector's proposals depend on the seed."""
-    return selector_class(name).seeded
-
-
-def selector_options(name: str) -> dict[str, Any]:
-    """Return a selector's own options, by name, with their defaults."""
-    return selector_class(name).default_options()
-
-
-def selector_option_types(name: str) -> dict[str, Any]:
-    """Return the types of a selector's own options, by name."""
-    return selector_class(name).option_types()
-
-
 def check_selector(name: str, options: Mapping[str, Any], setting: SearchSetting | None = None) -> None:
     """Refuse a selector's invalid options, as far as they can be checked without a problem."""
-    check_options(f"selector {name!r}", "selector", options, selector_option_types(name))
-    every = {**selector_options(name), **options}
-    selector_class(name).check_ranges(every)
+    cls = selector_class(name)
+    check_options(f"selector {name!r}", "selector", options, cls.option_types())
+    every = {**cls.default_options(), **options}
+    cls.check_ranges(every)
     if setting is not None:
-        selector_class(name).check_setting(every, setting)
+        cls.check_setting(every, setting)
 
 
 def create_selector(
@@ -268,7 +249,7 @@ def create_selector(
             f"{type(selector).__name__}.__init__ must call super().__init__(problem, seed=seed, "
             "episodes=episodes)"
         )
-    selector.options = {**selector_options(name), **options}
+    selector.options = {**selector.default_options(), **options}
     return selector
 
 

@@ -18,7 +18,7 @@ from rankrl.errors import ConfigError
 from rankrl.options.tasks import CompareOptions
 from rankrl.plan_search import compare
 from rankrl.plan_search.compare import compared_searches
-from rankrl.plan_search.selectors import list_selectors, selector_options
+from rankrl.plan_search.selectors import list_selectors, selector_class
 from rankrl.plan_search.session import SearchSession
 
 Command = Callable[..., None]
@@ -161,7 +161,7 @@ def test_each_selector_has_the_options_of_its_file() -> None:
     found = {each.text: each.options for each in options.compared_selectors(config)}
     assert found["ddpg"] == {"noise": 0.7}
     for name in ("local", "random", "tpe", "greedy"):
-        assert set(found[name]) == set(selector_options(name))
+        assert set(found[name]) == set(selector_class(name).default_options())
 
 
 def test_an_entry_may_set_options_over_those_of_the_command_line() -> None:
@@ -170,7 +170,7 @@ def test_an_entry_may_set_options_over_those_of_the_command_line() -> None:
     plain, narrow, local = options.compared_selectors(config)
     assert plain.options == {"step": 0.2}
     assert narrow.options == {"step": 0.4, "candidates": 64}
-    assert local.options == {**selector_options("local"), "step": 0.5}
+    assert local.options == {**selector_class("local").default_options(), "step": 0.5}
     assert {each.text for each in (plain, narrow, local)} == set(entries)
 
 

@@ -28,7 +28,7 @@ from rankrl.plan_search.selectors import (
     create_selector,
     list_selectors,
     register_selector,
-    selector_options,
+    selector_class,
 )
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.selectors.selector import _SELECTORS
@@ -109,7 +109,7 @@ def own_selectors() -> Iterator[None]:
 def each_selector() -> Iterator:
     """Every selector with several plans a step where it can, and the quick ones with one."""
     for name in list_selectors():
-        several = "plans_per_step" in selector_options(name)
+        several = "plans_per_step" in selector_class(name).default_options()
         if several:
             yield pytest.param(name, {"plans_per_step": 3}, id=f"{name}-3")
         slow = several and (name in FAST or name == "tpe")

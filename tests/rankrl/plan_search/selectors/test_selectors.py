@@ -19,7 +19,7 @@ from rankrl.plan_search.selectors import (
     create_selector,
     list_selectors,
     register_selector,
-    selector_options,
+    selector_class,
 )
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.selectors.selector import _SELECTORS
@@ -56,6 +56,10 @@ def test_the_names_of_the_contract_are_there() -> None:
     assert {*searches, "uniform", "energy", "vbmf", "greedy"} <= set(list_selectors())
 
 
+def takes_steps(name: str) -> bool:
+    return "plans_per_step" in selector_class(name).default_options()
+
+
 @pytest.mark.parametrize("name", list_heuristics())
 def test_heuristics_propose_their_plan_once(small_problem, name) -> None:
     selector = make(name, small_problem)
@@ -73,7 +77,9 @@ def test_searches_begin_with_greedys_plan(small_problem, name) -> None:
     assert proposal.phase == "preset"
 
 
-@pytest.mark.parametrize("name", [n for n in list_selectors() if "plans_per_step" in selector_options(n)])
+@pytest.mark.parametrize(
+    "name", [n for n in list_selectors() if "plans_per_step" in selector_class(n).default_options()]
+)
 def test_several_plans_can_be_proposed_at_once(small_problem, name) -> None:
     selector = make(name, small_problem, plans_per_step=3)
     plans_of(selector, 2)
