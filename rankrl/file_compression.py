@@ -20,7 +20,6 @@ from decomposition.files import announce_write
 from decomposition.plan.plan import LayerPlan, fingerprint
 from rankrl.errors import ConfigError
 from rankrl.kits.kit import WrittenKit
-from rankrl.module_compression import check_folder, claim_folder
 from rankrl.networks.graph import GraphNetwork, measured_sensitivities
 from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
 from rankrl.networks.network import CandidateOptions
@@ -41,7 +40,7 @@ from rankrl.result import (
     run_numbers,
     write_call,
 )
-from rankrl.runs.run_folder import RunFolder
+from rankrl.runs.run_folder import SAME_CALL, RunFolder
 from rankrl.timing.form import faster_positions
 from rankrl.timing.network_timer import relative_time
 from rankrl.verify.fidelity import check_as_read
@@ -174,8 +173,9 @@ def compress_file_in(
     request.check()
     run = RunFolder(folder)
     record = request.record(digest(source.path.read_bytes())[:16])
-    check_folder(run, record, request)
-    claim_folder(run, record)
+    if not request.overwrite:
+        run.check(record, advice=SAME_CALL)
+    run.begin(record)
     result = compress_file(source, run.state / "model.onnx", request, folder=folder)
     run.remove_results()
     announce_write(run.onnx)

@@ -24,8 +24,7 @@ from decomposition.calibration.calibration_set import CalibrationInputs, checked
 from decomposition.network.inputs import input_shape_of, mapped, split
 from decomposition.network.surgery import copied, unwrapped
 from rankrl.data import ImageData
-from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
-from rankrl.data.sample import Sample, read_samples
+from rankrl.data.sample import CALIBRATION_BATCH, Sample, calibration_images, read_samples
 from rankrl.device import model_device
 from rankrl.errors import counted
 from rankrl.kits.kit import WrittenKit
@@ -98,14 +97,15 @@ def compress_module(
     record = {} if claimed else request.record(network_digest(model))
     if not claimed:
         check_writable(run.path, "target")
-        check_folder(run, record, request)
+        if not request.overwrite:
+            run.check(record, advice=SAME_CALL)
     if isinstance(data, ImageData):
         request = request.refitting()
         network, tune, further = _on_images(model, data, run, request, tuner)
     else:
         network, tune, further = _on_inputs(model, data, run, request, tuner, **told)
     if not claimed:
-        claim_folder(run, record)
+        run.begin(record)
     if not network.without_file:
         _ = network.baseline  # a network that cannot be exported is refused before anything takes time
     check_reachable(network, request.timed_candidates(), request.goal)
@@ -133,19 +133,6 @@ def compress_module(
             numbers["compressed"]["agreement"] = agreement_score(own.heldout.agreement(compressed))
         write_call(run, result, request, type(model).__name__, numbers)
     return result
-
-
-def check_folder(run: RunFolder, record: Mapping[str, Any], request: Request) -> None:
-    """Refuse a folder with the results of another call, unless they may be overwritten."""
-    if not request.overwrite:
-        run.check(record, advice=SAME_CALL)
-
-
-def claim_folder(run: RunFolder, record: Mapping[str, Any]) -> None:
-    """Begin a call, or go on with the same one, in its folder."""
-    run.replace(record)
-    run.prepare()
-    run.claim(record, (), resume=True)
 
 
 def choose_plan(

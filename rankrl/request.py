@@ -41,10 +41,10 @@ class Request:
     score_name: str | None = None
     overwrite: bool = False
     calibration: int = CalibrationOptions.images
-    deadline: Deadline | None = None
+    deadline: Deadline = field(default_factory=Deadline)
 
     def __post_init__(self) -> None:
-        if self.deadline is None:  # a request is made when a call begins
+        if self.deadline.seconds is None:  # a request is made when a call begins
             object.__setattr__(self, "deadline", Deadline(self.goal.search.seconds))
 
     @property
@@ -92,8 +92,8 @@ class Request:
 
     def search_call(self, folder: Path | None, **told: Any) -> SearchCall:
         """Return the call of the session's search, recorded in a folder; `told` are its other fields."""
-        deadline = self.deadline or Deadline()
-        return SearchCall(self.selector, self.selector_options, self.seed, folder, deadline=deadline, **told)
+        options = {"deadline": self.deadline, **told}
+        return SearchCall(self.selector, self.selector_options, self.seed, folder, **options)
 
     def record(self, network: str) -> dict[str, Any]:
         """Return the arguments that a search depends on; data and score are in the search's own state."""

@@ -55,7 +55,7 @@ from decomposition import (
 )
 from decomposition.choose.heuristics import get_heuristic
 from rankrl.data import ImageData, load_dataset
-from rankrl.data.calibration import calibration_images
+from rankrl.data.sample import calibration_images
 from rankrl.training import report_accuracy
 
 ALGEBRAIC = FitOptions(iterations=0)

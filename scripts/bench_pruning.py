@@ -34,7 +34,7 @@ from decomposition import count_macs, count_parameters, reestimate_batch_norm
 from decomposition.progress import progress_bar
 from pruning import get_pruner, list_pruners
 from rankrl.data import batches, load_dataset
-from rankrl.data.calibration import calibration_images
+from rankrl.data.sample import calibration_images
 from rankrl.device import channel_block, inference_precision, select_device
 from rankrl.models.zoo import BasicBlock, ZeroPadShortcut
 from rankrl.onnx.export import export_onnx

@@ -21,7 +21,7 @@ from real_files import find_file
 from decomposition.operations import PRECISIONS
 from rankrl import DecompositionOptions, SearchOptions
 from rankrl.data import ImageData, load_dataset
-from rankrl.data.calibration import CALIBRATION_BATCH, calibration_images
+from rankrl.data.sample import CALIBRATION_BATCH, calibration_images
 from rankrl.file_compression import FileSearch, FileSource
 from rankrl.models import create_model, load_checkpoint, save_checkpoint
 from rankrl.module_compression import image_classifier

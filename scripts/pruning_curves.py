@@ -32,7 +32,7 @@ from decomposition import CompressionPlan, build_structure, count_parameters
 from decomposition.progress import progress_bar
 from pruning import untrained_copy
 from rankrl.data import ImageData, batches, load_dataset
-from rankrl.data.calibration import calibration_images
+from rankrl.data.sample import calibration_images
 from rankrl.device import inference_precision, select_device
 from rankrl.errors import counted
 from rankrl.files import atomic_path

@@ -1,4 +1,4 @@
-"""Shuffle, augment and normalise images in batches on the device."""
+"""Shuffle, augment and normalise images in batches; read and split a user's inputs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ from decomposition.network.inputs import (
     run_model,
     tensors_in,
 )
-from rankrl.data.images import Augmentation, Images, check_normalisation, scale_and_offset
+from rankrl.data.images import Augmentation, ImageData, Images, check_normalisation, scale_and_offset
 from rankrl.device import model_device
 from rankrl.errors import ConfigError, DataError
+from rankrl.options.tasks import check_calibration
+
+CALIBRATION_BATCH = 256
+"""Inputs that pass through a network at a time."""
 
 
 def batches(
@@ -253,3 +257,14 @@ def _joined(labels: Sequence[Any], what: str) -> Any:
             raise DataError(f"{refusal}; they hold {kind}; torch.as_tensor reads lists of numbers and arrays")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return flat[0][1].unflatten([torch.cat([plain(y).cpu() for y in column]) for column in columns])
+
+
+def calibration_images(data: ImageData, count: int, *, seed: int, augmented: bool = False) -> Tensor:
+    """Draw normalised training images (count, C, H, W), float32, for fitting layers."""
+    check_calibration(count)
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))
+    images: Images = data.train.subset(order[:count])
+    if augmented and data.augmentation is not None:
+        images = augmented_copy(images, data.augmentation, seed)
+    walk = batches(images, CALIBRATION_BATCH, mean=data.mean, std=data.std)
+    return torch.cat([x for x, _ in walk])

@@ -38,7 +38,7 @@ from decomposition.progress import Progress
 from decomposition.rewrites import Rewrite, rewrites_of
 from pruning import PruningError, channel_groups, residual_blocks
 from rankrl.data import ImageData, Preprocessing
-from rankrl.data.calibration import calibration_images
+from rankrl.data.sample import calibration_images
 from rankrl.device import accepted_layout, in_layout
 from rankrl.errors import ConfigError, ExportError
 from rankrl.networks.network import CandidateOptions, WrittenFile

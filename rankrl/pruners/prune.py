@@ -48,7 +48,7 @@ from pruning import (
 from pruning.selection import Cost, require_reachable
 from pruning.training import adam
 from rankrl.data import ImageData
-from rankrl.data.calibration import calibration_images
+from rankrl.data.sample import calibration_images
 from rankrl.device import inference_precision, to_fastest_layout
 from rankrl.errors import ConfigError
 from rankrl.operations import KeepChannels, RemoveBlock

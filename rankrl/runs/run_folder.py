@@ -228,6 +228,12 @@ class RunFolder:
             self.begin_anew()
         check_own(self.path)
 
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Begin a run of a checked configuration, or go on with the same one."""
+        self.replace(config)
+        self.prepare()
+        self.claim(config, (), resume=True)
+
     def begin_anew(self) -> None:
         """Set aside a run's files, and no others, until the next run here has ended."""
         check_own(self.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -147,7 +148,8 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     teacher = steps.teacher(config, data) if applied else None
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
-    request = replace(options.request(config), deadline=Deadline())  # each search has seconds of its own
+    # Each search has seconds of its own.
+    request = replace(options.request(config), deadline=Deadline(math.inf))
     with opened_session(network, request.timed_candidates(), request) as session:
         results = search_all(session, entered, folder.searches)
     best = winner(results)

@@ -25,7 +25,7 @@ from decomposition.network.inputs import Inputs, joined, rows
 from decomposition.network.surgery import copied
 from decomposition.operations import Factorise
 from rankrl.data import ImageData, augmented_copy
-from rankrl.data.calibration import calibration_images
+from rankrl.data.sample import calibration_images
 from rankrl.device import Precision, select_device
 from rankrl.options.search import ScoreMetric
 from rankrl.plan_search.scores.evaluation import Evaluation, Evaluator

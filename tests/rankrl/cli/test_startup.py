@@ -111,10 +111,10 @@ def test_packages_import_no_compiler_and_offer_what_their_listings_name() -> Non
 import sys, optim, pruning, decomposition, gymnasium
 print(*sys.modules, sep="\\n")
 print("before", decomposition.list_operations())
-import rankrl, rankrl.plan_search.agents
+import rankrl, rankrl.bench
 print("after", decomposition.list_operations())
 print(gymnasium.spec("rankrl/RankSelection-v0").id)
-for package in (decomposition, rankrl, rankrl.plan_search.agents):
+for package in (decomposition, rankrl, rankrl.bench):
     print(package.__name__, all(hasattr(package, name) for name in package.__all__), len(package.__all__) > 2)
 """
     done = run(code)
@@ -126,7 +126,7 @@ for package in (decomposition, rankrl, rankrl.plan_search.agents):
         "after ['factorise', 'keep_channels', 'quantise', 'remove_block']",
     }
     assert lines > {"rankrl/RankSelection-v0", "decomposition True True", "rankrl True True"}
-    assert "rankrl.plan_search.agents True True" in lines
+    assert "rankrl.bench True True" in lines
 
 
 @pytest.mark.parametrize("group", GROUPS)

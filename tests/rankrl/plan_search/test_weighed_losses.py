@@ -11,7 +11,7 @@ from torch import nn
 from decomposition import FitLibrary
 from decomposition.choose.quick_refit import QuickRefit
 from rankrl.data import ImageData, load_dataset
-from rankrl.data.calibration import calibration_images
+from rankrl.data.sample import calibration_images
 from rankrl.models import create_model
 from rankrl.module_compression import image_classifier
 from rankrl.networks.module import ModuleNetwork

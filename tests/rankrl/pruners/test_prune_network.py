@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from decomposition import DecompositionError, apply_plan, count_macs, count_parameters
 from pruning import PruningError, list_pruners
 from rankrl.data import ImageData, load_dataset
-from rankrl.data.calibration import calibration_images
+from rankrl.data.sample import calibration_images
 from rankrl.errors import CheckpointError, ConfigError
 from rankrl.models import create_model
 from rankrl.models.zoo import BasicBlock

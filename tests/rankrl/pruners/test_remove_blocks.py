@@ -26,7 +26,7 @@ from decomposition import (
 )
 from pruning import PruningError, remove_blocks
 from rankrl.data import ImageData, load_dataset
-from rankrl.data.calibration import calibration_images
+from rankrl.data.sample import calibration_images
 from rankrl.models.zoo import CifarResNet
 from rankrl.operations import RemoveBlock, removed_blocks
 from rankrl.pruners.options import PruningOptions, pruning_options
