@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import onnxruntime
@@ -113,8 +113,6 @@ def constants_of(
 @dataclass(frozen=True)
 class OnnxScoring:
     """The scoring of plans of a network in an ONNX file: a user's score, or agreement with the original."""
-
-    measures_divergences: ClassVar[bool] = True
 
     network: OnnxNetwork
     nodes: Sequence[Site]
@@ -264,14 +262,14 @@ class OnnxPlanEvaluator(RememberingEvaluator):
         what = f"the plan with candidates {list(choices)}"
         return self.scoring.of_session(self.graph.session(choices), what)
 
-    def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
+    def divergences(self, batches: int) -> list[np.ndarray]:
         """Measure the divergence of the outputs when one node alone is compressed."""
         scoring = replace(self.scoring, feeds=self.scoring.single[:batches])
 
         def divergence(plan: Choices) -> float:
             return scoring.loss(self.graph.session(plan))
 
-        return each_alone(self.graph.sites, divergence, only)
+        return each_alone(self.graph.sites, divergence)
 
 
 @dataclass(frozen=True)

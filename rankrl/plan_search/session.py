@@ -200,7 +200,7 @@ class SearchSession:
         self.reward = create_reward(
             goal.reward, budgeted=self.problem.budget is not None, **goal.reward_options
         )
-        if self.scoring.measures_divergences and self._cluster is None:
+        if self._cluster is None:
             self.problem = replace(self.problem, divergences=self._divergences)
 
     @cached_property
@@ -209,9 +209,9 @@ class SearchSession:
         evaluator = self.scoring.evaluator(self.library, self.problem, cluster=self._cluster)
         return self._stack.enter_context(evaluator)
 
-    def _divergences(self, batches: int) -> list[np.ndarray]:
-        assert isinstance(self.evaluator, MeasuresDivergences)
-        return self.evaluator.divergences(batches)
+    def _divergences(self, batches: int) -> list[np.ndarray] | None:
+        evaluator = self.evaluator
+        return evaluator.divergences(batches) if isinstance(evaluator, MeasuresDivergences) else None
 
     @cached_property
     def _of_network(self) -> Callable[[Any], float]:

@@ -54,7 +54,7 @@ class Evaluator(Protocol):
 class MeasuresDivergences(Protocol):
     """An evaluator that can compress each site alone and measure the divergence of the outputs."""
 
-    def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
+    def divergences(self, batches: int) -> list[np.ndarray]:
         """Measure the divergence of the network's outputs when one site alone is compressed."""
 
 

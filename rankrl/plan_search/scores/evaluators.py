@@ -226,7 +226,8 @@ class PlanEvaluator(RememberingEvaluator):
     def scores(self, choices: Choices, value: Tensor) -> tuple[float, float]:
         """Return the metric and the accuracy of a plan with these class scores."""
         self._check(value, choices)
-        return self.metric(value), self.metric(value, "accuracy")
+        known = {"logits": value, "labels": self._y, "dense_logits": self._dense_logits}
+        return accuracy_metric(self.options.metric, **known), accuracy_metric("accuracy", **known)
 
     def forward(self, choices: Choices, start: int, stop: int) -> Tensor:
         """Return the class scores of batches `start` to `stop` (excluded) under a plan, float32.
@@ -257,17 +258,6 @@ class PlanEvaluator(RememberingEvaluator):
             return max(0.0, float(kl_div(answers, dense, log_target=True, reduction="batchmean")))
 
         return each_alone(sites, divergence, only)
-
-    def metric(self, logits: Tensor, metric: ScoreMetric | None = None, start: int = 0) -> float:
-        """Return a metric, 0 to 1, of class scores (N, classes) whose first image begins batch `start`."""
-        first = sum(map(len, self._x[:start]))
-        scored = slice(first, first + len(logits))
-        return accuracy_metric(
-            self.options.metric if metric is None else metric,
-            logits,
-            self._y[scored],
-            self._dense_logits[scored],
-        )
 
     def _check(self, logits: Tensor, plan: Choices | str) -> None:
         if bool(torch.isfinite(logits).all()):

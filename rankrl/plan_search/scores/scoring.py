@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -238,13 +238,7 @@ _FEWEST_IMAGES = 16
 
 
 class Scoring(Protocol):
-    """Scores plans, and whole networks.
-
-    Attributes:
-        measures_divergences: Whether the evaluator in this process is a `MeasuresDivergences`.
-    """
-
-    measures_divergences: ClassVar[bool]
+    """Scores plans, and whole networks."""
 
     @property
     def metric_name(self) -> str:
@@ -274,8 +268,6 @@ class Scoring(Protocol):
 @dataclass(frozen=True)
 class ImageScoring:
     """Scores by images held out of the training set; test images choose nothing."""
-
-    measures_divergences: ClassVar[bool] = True
 
     model: nn.Module
     data: ImageData
@@ -361,8 +353,6 @@ class ImageScoring:
 @dataclass(frozen=True)
 class FunctionScoring:
     """Scores by a user's own function."""
-
-    measures_divergences: ClassVar[bool] = False
 
     model: nn.Module
     score: Score

@@ -48,8 +48,9 @@ class DivergenceSelector(Selector):
         problem = self.problem
         if problem.budget is None:
             raise ConfigError(f"selector {self.name!r} spends a budget and there is none; set budget.params")
-        if problem.divergences is None:
+        measured = None if problem.divergences is None else problem.divergences(_BATCHES)
+        if measured is None:
             raise ConfigError(_ELSEWHERE)
-        pairs = zip(problem.sites, problem.divergences(_BATCHES), strict=True)
+        pairs = zip(problem.sites, measured, strict=True)
         choices = allocate([with_divergences(site, values) for site, values in pairs], problem.budget)
         return [Proposal(tuple(choices.tolist()), "one-shot")]

@@ -73,7 +73,9 @@ class SearchProblem:
     macs: int
     budget: Budget | None = None
     library: FitLibrary | None = field(default=None, compare=False, repr=False)
-    divergences: Callable[[int], Sequence[np.ndarray]] | None = field(default=None, compare=False, repr=False)
+    divergences: Callable[[int], Sequence[np.ndarray] | None] | None = field(
+        default=None, compare=False, repr=False
+    )
     preparation: tuple[Rewrite, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
