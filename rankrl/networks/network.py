@@ -50,7 +50,6 @@ class CandidateOptions(FittingOptions):
         options: DecompositionOptions,
         budget: BudgetOptions,
         *,
-        multiple: int | None = None,
         reduce_range: bool | None = None,
     ) -> CandidateOptions:
         """Return the options of candidates under a budget."""
@@ -58,7 +57,7 @@ class CandidateOptions(FittingOptions):
             _differing(options.choices, budget),
             default_precisions(budget) if options.precisions is None else options.precisions,
             reduce_range,
-            options.rank_multiple or multiple or 1,
+            options.rank_multiple or 1,
             **{each.name: getattr(options, each.name) for each in fields(FittingOptions)},
         )
 

@@ -12,6 +12,7 @@ import pytest
 from decomposition import list_formats, list_heuristics
 from rankrl.cli.config.schema import GROUPS, ON_FILE, TASKS, AppConfig, formats, plain, task_function
 from rankrl.onnx.runtimes import list_runtimes
+from rankrl.options.decomposition import AUTO_FORMATS, FILE_FORMATS
 from rankrl.options.names import FORMATS, HEURISTICS
 from rankrl.options.timing import RUNTIMES
 
@@ -146,6 +147,7 @@ def test_the_tables_name_every_runtime() -> None:
 def test_formats_and_heuristics_are_listed_before_torch_is_imported() -> None:
     assert list(FORMATS) == formats() == list_formats()
     assert list(HEURISTICS) == list_heuristics()
+    assert {*AUTO_FORMATS, *FILE_FORMATS} <= {*FORMATS}
 
 
 @pytest.mark.parametrize("task", TASKS)

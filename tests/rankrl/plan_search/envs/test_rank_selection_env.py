@@ -17,6 +17,7 @@ from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 
 from decomposition import Cost
 from rankrl.errors import ConfigError
+from rankrl.options.selectors import IMPORTANCE_SCALE
 from rankrl.plan_search.envs import ENVIRONMENT_ID, RankSelectionEnv
 from rankrl.plan_search.envs.actions import ImportanceMap, create_action_map
 from rankrl.plan_search.envs.observations import Feature
@@ -309,5 +310,5 @@ def test_known_losses_are_those_of_the_plans(small_problem, options, seed) -> No
         if options:
             np.testing.assert_array_equal(roots, wanted)
         else:  # the plan spends what the relaxation leaves over, which lowers the weighed loss
-            weights = np.exp(chosen.scale * (episode - episode.mean()))
+            weights = np.exp(IMPORTANCE_SCALE * (episode - episode.mean()))
             assert weights @ wanted**2 <= weights @ roots**2 * (1 + 1e-9)
