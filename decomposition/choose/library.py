@@ -48,6 +48,7 @@ from decomposition.memory import without_room
 from decomposition.network.geometry import Geometry, WeightModes
 from decomposition.network.inputs import ExampleInputs, count_inputs
 from decomposition.network.layers import DecomposableModule, LayerSpec, weight_of
+from decomposition.network.rounding import REDUCED_BITS
 from decomposition.network.surgery import unwrapped
 from decomposition.operations import (
     ACTIVATION_NOISE,
@@ -443,14 +444,18 @@ class FitLibrary:
             # Removing a block loses its whole summand: its last layer bears the error, the others none.
             return 1.0 if self.lister.removals[name].last else 0.0
         factors = [operation for operation in operations if isinstance(operation, Factorise)]
-        if any(isinstance(operation, Quantise) for operation in operations):
+        rounding = [operation for operation in operations if isinstance(operation, Quantise)]
+        noise = ACTIVATION_NOISE**2 if candidate.computes_integers else 0.0
+        if rounding and (not factors or reads is not None or rounding[0].weight_bits < REDUCED_BITS):
             squared = self.lost(name, self.weight(name, operations, reads))
         elif reads is not None:
             squared = self.selection(name, len(reads)).error ** 2
         else:
             squared = sum(self.fit(name, operation).error ** 2 for operation in factors)
-        if candidate.computes_integers:
-            squared += ACTIVATION_NOISE**2 * (1 + sum(self._noise(name, operation) for operation in factors))
+            if rounding:  # stages in 8 bits lose about as much as the whole weight, and cost more to round
+                noise += self.lost(name, self.weight(name, rounding))
+        if noise:
+            squared += noise * (1 + sum(self._noise(name, operation) for operation in factors))
         return squared**0.5
 
     @public_call()

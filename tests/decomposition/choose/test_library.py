@@ -16,7 +16,7 @@ from decomposition.choose.candidates import CandidateSet, plan_from_choices
 from decomposition.choose.library import FitLibrary
 from decomposition.choose.listing import candidate_ranks
 from decomposition.errors import DecompositionError
-from decomposition.fit.fit_options import FitOptions
+from decomposition.fit.fit_options import FAST, FitOptions
 from decomposition.formats import get_format, list_formats
 from decomposition.network.geometry import plain_modes
 from decomposition.network.layers import compressible_layers, inspect_layers
@@ -292,6 +292,24 @@ def test_several_formats_feed_one_set_each_with_what_it_proposes_alone(
         for each in site.candidates:
             expected = alone[each.generator or names[0]].weight(site.name, each.operations)
             assert torch.equal(together.weight(site.name, each.operations), expected)
+
+
+@pytest.mark.parametrize("name", ["cp", "tucker", "tensor_ring"])
+@pytest.mark.parametrize(
+    ("precision", "near"), [("int8_weights", {"abs": 1e-3, "rel": 0.01}), ("int4_weights", {"rel": 1e-9})]
+)
+def test_errors_of_rounded_candidates_are_those_of_rounded_weights(
+    small_net: nn.Module, name: str, precision: str, near: dict[str, float]
+) -> None:
+    library = library_of(small_net, name, data=True, precisions=["float32", precision], fit=FAST)
+    compared = 0
+    for site in library.all_candidates(limit=4):
+        for candidate in site.candidates:
+            if len(candidate.operations) == 2:
+                measured = library.lost(site.name, library.weight(site.name, candidate.operations))
+                assert candidate.error**2 == pytest.approx(measured, **near)
+                compared += 1
+    assert compared
 
 
 def test_several_formats_share_the_fits_on_disk_with_each_alone(
