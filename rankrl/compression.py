@@ -31,7 +31,9 @@ from rankrl.kits.kit import TIMES_FILE, WrittenKit
 from rankrl.module_compression import (
     compress_module,
     dataset_session,
+    image_classifier,
     scored_session,
+    search_dataset,
     write_module_kit,
 )
 from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
@@ -41,11 +43,10 @@ from rankrl.option_types import checked_arguments
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.search import BudgetOptions, SearchOptions
 from rankrl.options.selectors import DEFAULT_SELECTOR
-from rankrl.options.tasks import CalibrationOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.scores.evaluators import Score
-from rankrl.plan_search.session import SearchGoal
+from rankrl.plan_search.session import SearchGoal, SearchSession
 from rankrl.request import Request
 from rankrl.result import Compression, ModuleCompression
 from rankrl.runs.run_folder import RunFolder, cache_folder
@@ -237,8 +238,7 @@ def compress(
         progress,
         _score_name(score, score_name),
         overwrite,
-        CalibrationOptions.images if calibration is None else calibration,
-    )
+    ).fitted_to(calibration)
     if file is not None:
         names = ("input_names", "output_names", "dynamic_axes", "opset")  # a file keeps its own
         own = {f"timing.{name}": getattr(request.timing, name) or None for name in names}
@@ -295,7 +295,8 @@ def search(
     heldout: float = HELDOUT,
     images: ImagePreprocessing | None = None,
     batch_axes: Axes | None = None,
-    folder: str | Path | None = None,
+    calibration: int | None = None,
+    folder: str | Path | RunFolder | None = None,
     cache: str | Path | None = None,
     seed: int = 0,
     progress: Progress = None,
@@ -304,7 +305,8 @@ def search(
 
     Arguments mean what they mean for `compress`, but for these. All of a module's `inputs` are fitted to, and
     their labels left away; it may take several tensors and return anything that the score understands. It
-    needs a `score`; a file is compared with the original on the held-out inputs without one. The score is
+    needs a `score`, unless `inputs` is a data set of `rankrl.data.load_dataset`, which has its own; a file is
+    compared with the original on the held-out inputs without one. The score is
     known by its source and what that names, or by its attribute `identity` (a text): one that was edited
     since begins a search in `folder` anew. A `reward` that weighs size needs no budget. The selector option
     `plans_per_step` says how many plans a step has. The plans do not depend on the processes of
@@ -318,14 +320,18 @@ def search(
         RankrlError: As `compress`.
         WorkerError: A worker process died.
     """
-    file = _file(network, "search")
-    _check_score("search", score, optional=file is not None)
+    file, of_data_set = _file(network, "search"), isinstance(inputs, ImageData)
+    _check_score("search", score, optional=file is not None or of_data_set)
     budget, time = BudgetOptions(drop, minimise, params, macs, bytes, latency, memory), _timing(timing, file)
     goal = SearchGoal(budget, search or SearchOptions(), time, reward, reward_options or {})
     options = _decomposition(network, decomposition)
     request = Request(goal, options, selector, selector_options or {}, seed, _cache(cache), progress)
+    request = request.fitted_to(calibration)
+    if isinstance(folder, RunFolder):  # claimed by a run, which a rule may choose for, too
+        assert isinstance(network, nn.Module)
+        return cast(SearchResult, search_dataset(network, inputs, request, folder))
     request = request.timed_in(request.cache, _path(folder))
-    with nullcontext() if folder is None else RunFolder(Path(folder)).held():
+    with nullcontext() if folder is None else RunFolder(Path(folder)).held(), _scratch(None) as scratch:
         if file is not None:
             source = FileSource(file, inputs, images, batch_axes, heldout, score, _metric(search))
             session = FileSearch.of(source, request).session()
@@ -333,8 +339,7 @@ def search(
             _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
             request.check()
             assert isinstance(network, nn.Module)
-            assert score is not None
-            session = scored_session(unwrapped(network), inputs, score, request)
+            session = _module_session(unwrapped(network), inputs, score, request, scratch)
         with session:
             return session.search(request.search_call(_path(folder), anew_for_other_scores=True))
 
@@ -395,12 +400,9 @@ def make_task(
     request.check()
     assert isinstance(network, nn.Module)
     module = copied(unwrapped(network)).eval()
-    if not of_data_set:
-        assert score is not None
-        return SearchTask(scored_session(module, inputs, score, request))
-    _refuse("a data set, which has its own", score=score)
     scratch = tempfile.TemporaryDirectory()
-    return SearchTask(dataset_session(module, inputs, request, Path(scratch.name)), scratch=scratch)
+    session = _module_session(module, inputs, score, request, Path(scratch.name))
+    return SearchTask(session, scratch=scratch)
 
 
 @verb()
@@ -420,9 +422,9 @@ def apply_plan(
         inputs: What the network is used on, as for `compress`; a module's layers are fitted to their weights
             alone without any, which keeps far less accuracy.
         target: The ONNX file to write, for a file.
-        **options: For a module those of `decomposition.apply_plan`; for a file `decomposition` (how its nodes
-            are fitted), `timing`, `score`, `heldout`, `images`, `batch_axes`, `cache` and `seed` of
-            `compress`.
+        **options: For a module those of `decomposition.apply_plan`, with a data set `decomposition` (how its
+            layers are fitted), `calibration` and `seed` of `compress`; for a file `decomposition`, `timing`,
+            `score`, `heldout`, `images`, `batch_axes`, `cache` and `seed`.
 
     Returns:
         The compressed module, or the `Compression` of the file.
@@ -438,6 +440,8 @@ def apply_plan(
             raise ConfigError(
                 "apply_plan returns a module; export it with rankrl.export_onnx, without target="
             )
+        if isinstance(inputs, ImageData):
+            return _applied_to_classifier(network, plan, inputs, **options)
         return tensors.apply_plan(network, plan, inputs, **options)
     if inputs is None or target is None:
         raise ConfigError(
@@ -445,6 +449,21 @@ def apply_plan(
             'rankrl.apply_plan("net.onnx", plan, "inputs.npz", "small.onnx")'
         )
     return _applied_to_file(file, plan, inputs, Path(target), **options)
+
+
+@checked_arguments(without=("network", "inputs"))
+def _applied_to_classifier(
+    network: nn.Module,
+    plan: CompressionPlan,
+    inputs: ImageData,
+    *,
+    decomposition: DecompositionOptions | None = None,
+    calibration: int | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    request = Request(SearchGoal(), decomposition or DecompositionOptions(), seed=seed).fitted_to(calibration)
+    with _scratch(None) as folder:
+        return image_classifier(unwrapped(network), inputs, request, folder).applied(plan)
 
 
 @checked_arguments(without=("inputs", "score", "batch_axes"))
@@ -482,6 +501,7 @@ def timing_kit(
     decomposition: str | Sequence[str] | DecompositionOptions | None = None,
     timing: LatencyOptions | None = None,
     heldout: float | CalibrationInputs = HELDOUT,
+    calibration: int | None = None,
     images: ImagePreprocessing | None = None,
     batch_axes: Axes | None = None,
     cache: str | Path | None = None,
@@ -505,8 +525,19 @@ def timing_kit(
     if file is None:
         assert isinstance(network, nn.Module)
         _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
-        return write_module_kit(network, inputs, folder, request, heldout)
+        return write_module_kit(network, inputs, folder, request.fitted_to(calibration), heldout)
     return write_file_kit(FileSource(file, inputs, images, batch_axes, _share(heldout)), request, folder)
+
+
+def _module_session(
+    model: nn.Module, inputs: Any, score: Score | SessionScore | None, request: Request, scratch: Path
+) -> SearchSession:
+    """Open the search of a module, scored by a function or by its data set."""
+    if isinstance(inputs, ImageData):
+        _refuse("a data set, which has its own", score=score)
+        return dataset_session(model, inputs, request, scratch)
+    assert score is not None
+    return scored_session(model, inputs, score, request)
 
 
 def _check_score(verb: str, score: object, *, optional: bool) -> None:

@@ -167,7 +167,9 @@ def compress_file_in(
     if claimed is not None:
         tracking = claimed.tracking
         tracked = {"on_episode": tracking.episode, "on_update": tracking.update}
-        return compress_file(source, target, request, folder=folder, **tracked)
+        result = compress_file(source, target, request, folder=folder, **tracked)
+        result.plan.save(claimed.plan)
+        return result
     if folder is None or target != folder:
         return compress_file(source, target, request, folder=folder)
     request.check()

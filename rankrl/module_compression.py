@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
@@ -41,7 +42,6 @@ from rankrl.plan_search.run import ChosenPlan, SearchResult, search_numbers
 from rankrl.plan_search.scores.evaluators import EvaluatorOptions, Score
 from rankrl.plan_search.scores.scoring import FunctionScoring, ImageScoring
 from rankrl.plan_search.session import SearchSession, check_reachable
-from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.report.run_tables import HELDOUT_ACCURACY
 from rankrl.request import Request, opened_session, write_kit
 from rankrl.result import (
@@ -109,7 +109,7 @@ def compress_module(
     if not network.without_file:
         _ = network.baseline  # a network that cannot be exported is refused before anything takes time
     check_reachable(network, request.timed_candidates(), request.goal)
-    _, search = choose_plan(network, request, run, claimed=claimed)
+    search = choose_plan(network, request, run, claimed=claimed)
     compressed, tuned = network.applied(search.plan), None
     epochs: Sequence[EpochRow] = ()
     if tune is not None:
@@ -135,9 +135,7 @@ def compress_module(
     return result
 
 
-def choose_plan(
-    network: FileModule, request: Request, run: RunFolder, *, claimed: bool = True
-) -> tuple[SearchProblem, ChosenPlan]:
+def choose_plan(network: FileModule, request: Request, run: RunFolder, *, claimed: bool = True) -> ChosenPlan:
     """Search for a plan, recorded and tracked in a run's folder; it notes how images are made."""
     told: dict[str, Any] = {"on_episode": run.tracking.episode, "on_update": run.tracking.update}
     if not claimed:
@@ -152,7 +150,7 @@ def choose_plan(
         search.plan.save(run.plan)
         if search.missed is not None:
             run.miss(search.missed)
-    return session.problem, search
+    return search
 
 
 def finish_module(
@@ -328,9 +326,19 @@ def dataset_session(model: nn.Module, data: ImageData, request: Request, folder:
     return opened_session(network, candidates, request)
 
 
+def search_dataset(model: nn.Module, data: ImageData, request: Request, run: RunFolder) -> ChosenPlan:
+    """Choose a plan for a data set's classifier, recorded in a run's folder that is claimed."""
+    request = request.timed_in(request.cache, run.state)
+    request.check()
+    request = request.refitting()
+    network = image_classifier(unwrapped(model), data, request, run.state)
+    check_reachable(network, request.timed_candidates(), request.goal)
+    return choose_plan(network, request, run)
+
+
 def write_module_kit(
     model: nn.Module,
-    data: CalibrationInputs,
+    data: CalibrationInputs | ImageData,
     folder: Path,
     request: Request,
     heldout: float | CalibrationInputs,
@@ -338,6 +346,11 @@ def write_module_kit(
     """Write the timing kit of a PyTorch module; see `rankrl.timing_kit`."""
     request.check()
     candidates = request.timed_candidates()
+    if isinstance(data, ImageData):
+        with TemporaryDirectory() as scratch:
+            return write_kit(
+                image_classifier(model, data, request, Path(scratch)), candidates, request, folder
+            )
     dense = _plain(unwrapped(model))
     fitted, *_ = read_samples(
         data,

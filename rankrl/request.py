@@ -86,6 +86,10 @@ class Request:
         search = self.goal.search.resolved(refits=not narrows)
         return replace(self, goal=replace(self.goal, search=search))
 
+    def fitted_to(self, images: int | None) -> Request:
+        """Return the same request with layers fitted to this number of images of a data set, if given."""
+        return self if images is None else replace(self, calibration=images)
+
     def timed_in(self, cache: Path | None, folder: Path | None) -> Request:
         """Return the same request with times kept in the cache, or without one in the search's folder."""
         return replace(self, goal=replace(self.goal, timing=self.timing.kept_in(cache, folder)))

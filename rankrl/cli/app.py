@@ -56,7 +56,7 @@ def _run(config: DictConfig) -> None:
                 number=int(hydra_config.job.num),
                 config=plain,
                 overrides=overrides,
-                paths=lambda: _paths(plain),
+                choices=_choices(),
                 record=lambda folder: run_files.write_record(config, folder.path),
                 sweep_folder=Path(hydra_config.sweep.dir),
                 explain=lambda error: str(_for_users(error, folder) or f"{type(error).__name__}: {error}"),
@@ -96,7 +96,7 @@ def _run_alone(
             _show_finished(folder.path)
             return RunNotes()
         folder.prepare()
-        folder.claim(plain, overrides, resume=True, paths=_paths(plain))
+        folder.claim(plain, overrides, resume=True, choices=_choices())
         run_files.write_record(config, folder.path)
         notes = _run_task(plain, folder)
     except Exception as error:
@@ -107,11 +107,10 @@ def _run_alone(
     return notes
 
 
-def _paths(plain: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the paths in a checked configuration, by option."""
-    compose.load_plugins(plain["plugins"])
+def _choices() -> list[str]:
+    """Return the folders of further choices that the command line names."""
     sources = HydraConfig.get().runtime.config_sources
-    return run_files.named_paths(plain, [each.path for each in sources if each.provider == "command-line"])
+    return [each.path for each in sources if each.provider == "command-line"]
 
 
 def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
@@ -178,6 +177,7 @@ def checked_arguments(written: Sequence[str]) -> list[str] | None:
         _show_finished(earlier)
         return None
     arguments = run_files.resumed_arguments(arguments)
+    earlier = run_files.resumed_folder(arguments)
     known = run_files.options_of_run(arguments)
     if known:
         print(f"rankrl: {' '.join(known)}, as in that run")

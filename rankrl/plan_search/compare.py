@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -15,12 +16,14 @@ from decomposition.progress import Deadline
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.models.classifiers import network_digest
+from rankrl.networks.module import FileModule
 from rankrl.plan_search.bounded_loss import SearchCall
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_class
 from rankrl.plan_search.session import SearchSession
-from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.report.comparison import ComparisonRow
+from rankrl.request import Request, opened_session
+from rankrl.runs.run_folder import RunFolder
 from rankrl.training import TrainingRecipe
 from rankrl.training.networks import run_training
 from rankrl.verify.measure import test_accuracy
@@ -53,6 +56,20 @@ def compared_searches(entries: Sequence[SelectorEntry], seeds: Sequence[int]) ->
         for entry in entries
         for seed in (seeds if selector_class(entry.selector).seeded else (None,))
     ]
+
+
+def compare_selectors(
+    network: FileModule,
+    entered: Sequence[ComparedSearch],
+    request: Request,
+    run: RunFolder,
+    final: FinalTest | None,
+) -> tuple[SearchResult, list[ComparisonRow]]:
+    """Run every search and test its plan; return the one with the best reward, and a row for each."""
+    request = replace(request, deadline=Deadline(math.inf))  # each search has seconds of its own
+    with opened_session(network, request.timed_candidates(), request) as session:
+        results = search_all(session, entered, run.searches)
+    return winner(results), tested(session, results, final)
 
 
 def search_all(
@@ -93,19 +110,18 @@ class FinalTest:
 
     data: ImageData
     teacher: nn.Module
-    apply: Callable[[CompressionPlan], nn.Module]
     recipe: TrainingRecipe | None
     folder: Path
 
-    def accuracies(self, problem: SearchProblem, plan: CompressionPlan) -> tuple[float, float | None]:
+    def accuracies(self, session: SearchSession, plan: CompressionPlan) -> tuple[float, float | None]:
         """Return the test accuracy of a plan before and, if there is a recipe, after fine-tuning."""
         recipe = None if self.recipe is None else asdict(self.recipe)
         operations = [[operation.to_dict() for operation in layer.operations] for layer in plan]
-        key = digest(problem.fingerprint, operations, recipe, network_digest(self.teacher))
+        key = digest(session.problem.fingerprint, operations, recipe, network_digest(self.teacher))
         state = self.folder / f"{key}.safetensors"
 
         def tested() -> tuple[float, float | None]:
-            network = self.apply(plan)
+            network = session.applied(plan)
             before, after = test_accuracy(network, self.data), None
             if self.recipe is not None:
                 run_training(
@@ -125,12 +141,12 @@ def winner(results: Mapping[ComparedSearch, SearchResult]) -> SearchResult:
 
 
 def tested(
-    problem: SearchProblem, results: Mapping[ComparedSearch, SearchResult], final: FinalTest | None
+    session: SearchSession, results: Mapping[ComparedSearch, SearchResult], final: FinalTest | None
 ) -> list[ComparisonRow]:
     """Return the comparison's rows: every search with the test accuracies of its plan, if it is applied."""
     rows = []
     for compared, result in results.items():
-        before, after = (None, None) if final is None else final.accuracies(problem, result.plan)
+        before, after = (None, None) if final is None else final.accuracies(session, result.plan)
         if before is not None:
             shown = before if after is None else after
             log.info("compare: %s: test accuracy %.4f", compared.folder_name, shown)

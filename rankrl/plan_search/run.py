@@ -130,6 +130,7 @@ class ChosenPlan:
         missed: What to tell a reader if a budget in time is missed, else None.
         measured: Plans that were applied and measured before one was taken.
         layers: Loss and savings of every compressed layer.
+        ratios: Original ÷ compressed parameters and multiply-accumulates.
         estimate: The time on another device; None where this one is timed.
         stopped_by: The limit that ended the search, or `seconds` where plans were left unmeasured.
     """
@@ -139,6 +140,7 @@ class ChosenPlan:
     missed: str | None = None
     measured: tuple[MeasuredPlan, ...] = ()
     layers: tuple[LayerCost, ...] = ()
+    ratios: Mapping[str, float] = field(default_factory=dict)
     estimate: TimeEstimate | None = None
     stopped_by: StoppedBy | None = None
 

@@ -247,7 +247,9 @@ class SearchSession:
             log.warning("search.seconds=%s is over: the best plan measured so far is taken", limit)
             chosen = replace(chosen, stopped_by="seconds")
         estimate = None if self.latency is None else self.latency.estimate(self.problem, chosen.key)
-        return replace(chosen, layers=layer_costs(self.problem, chosen.key), estimate=estimate)
+        problem, cost = self.problem, self.problem.cost(chosen.key)
+        ratios = {"params": problem.params / cost.params, "macs": problem.macs / cost.macs}
+        return replace(chosen, layers=layer_costs(problem, chosen.key), ratios=ratios, estimate=estimate)
 
     def _ruled(self, call: SearchCall) -> ChosenPlan:
         """Return the plan of a rule; nothing is scored but the plans that rival it in time or bytes."""

@@ -200,17 +200,18 @@ class RunFolder:
         overrides: Sequence[str],
         *,
         resume: bool = False,
-        paths: Mapping[str, Sequence[str]] | None = None,
+        choices: Sequence[str] = (),
     ) -> None:
-        """Check the folder, and record the configuration of the run that starts in it."""
+        """Check the folder; record a run's configuration, where it starts, and its folders of choices."""
         if not resume:
             self.check(config)
-        places = {
-            option: {text: [os.path.abspath(text), _relative(text, self.path)] for text in texts}
-            for option, texts in (paths or {}).items()
+        record = {
+            "config": with_effect(as_recorded(config)),
+            "overrides": list(overrides),
+            "folder": [os.getcwd(), _relative(os.curdir, self.path)],
+            "choices": [_relative(each, Path.cwd()) for each in choices],
         }
-        configuration = with_effect(as_recorded(config))
-        write_json(self.record, {"config": configuration, "overrides": list(overrides), "paths": places})
+        write_json(self.record, record)
 
     def check(self, config: Mapping[str, Any], *, advice: str = _ANOTHER_FOLDER) -> None:
         """Refuse a folder with results of another configuration, or files of others; nothing is written."""

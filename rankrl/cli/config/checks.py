@@ -60,7 +60,11 @@ def check_command(flags: Namespace, composed: Composed) -> list[dict[str, Any]]:
             raise ConfigError(f"the option {name!r} is unknown. `rankrl --help` lists all options.")
     try:
         config = composed(next(tried_overrides(parsed)))
-        _check_flags(flags, config)
+        if config.hydra.job.chdir:
+            raise ConfigError(
+                "hydra.job.chdir=true would change the folder that the paths of options begin in; "
+                "leave it out: whatever a run writes lies in hydra.run.dir"
+            )
         if flags.multirun or config.hydra.mode == RunMode.MULTIRUN:
             swept = (OmegaConf.select(config, "hydra.sweeper.params") or {}).items()
             parsed = [*parsed_overrides([f"{key}={value}" for key, value in swept]), *parsed]
@@ -75,23 +79,6 @@ def check_command(flags: Namespace, composed: Composed) -> list[dict[str, Any]]:
     except (*COMPOSITION_ERRORS, RecursionError) as error:
         raise ConfigError(_explained(error, parsed, composed)) from error
     return checked
-
-
-def _check_flags(flags: Namespace, config: DictConfig) -> None:
-    if config.hydra.job.chdir:
-        raise ConfigError(
-            "hydra.job.chdir=true would change the folder that the paths of options begin in; "
-            "leave it out: whatever a run writes lies in hydra.run.dir"
-        )
-    if flags.cfg is None or flags.package in (None, "_global_"):
-        return
-    kept = [str(key) for key in config if flags.cfg == "all" or (key == "hydra") == (flags.cfg == "hydra")]
-    part = OmegaConf.masked_copy(config, kept)
-    if OmegaConf.select(part, flags.package) is None:
-        raise ConfigError(
-            f"--package={flags.package}: the configuration has no such section, or it is null."
-            f"{did_you_mean(flags.package, _dotted(part))}"
-        )
 
 
 def check_values(config: Config) -> None:
@@ -114,15 +101,6 @@ def check_values(config: Config) -> None:
             others = {key: Any for key in options if key not in types} if owner.hands_on(name) else {}
             check_options(f"{owner.noun} {name!r}", prefix, options, {**types, **others})
     built(AppConfig, config)
-
-
-def typed_options(config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield every option with value and type."""
-    yield from _typed(AppConfig, config, "")
-    for group, prefix, name, options in _owned(config):
-        types = GROUPS[group].types(name) if options else {}
-        for key, value in options.items():
-            yield f"{prefix}.{key}", value, types.get(key, Any)
 
 
 def _typed(section: type, values: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
@@ -204,10 +182,6 @@ def _explained(error: BaseException, overrides: Sequence[Override], composed: Co
         if is_group and not all(isinstance(name, str | dict) for name in names):
             choices = ", ".join(offered_choices(each.key_or_group))
             return f"{each.key_or_group} is the name of a choice, got {shown(value)}; choose from {choices}"
-    twice = re.search(r"Multiple values for (\S+)\.|(\S+) appears more than once", text)
-    if twice is not None:
-        group = twice[1] or twice[2]
-        return f"{group} is chosen twice; choose it once, without a plus: {group}=NAME"
     choice = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if choice is not None:
         group, value = choice.groups()
@@ -288,7 +262,7 @@ _FILES = {
 def check_files(config: Config) -> None:
     """Refuse files that are missing or are folders."""
     for option, (noun, name) in _FILES.items():
-        value = _value(config, option)
+        value = option_value(config, option)
         for path in (Path(each) for each in (value if isinstance(value, list) else [value]) if each):
             try:
                 if path.is_dir():
@@ -361,7 +335,7 @@ class Idle:
 def check_effect(config: Config, names: Sequence[str]) -> None:
     """Refuse options in `names` that have no effect in this configuration; null and false ask for nothing."""
     for name in names:
-        value = _value(config, name)
+        value = option_value(config, name)
         if value in (None, False):
             continue
         if isinstance(value, Mapping):  # a group's choice
@@ -374,7 +348,8 @@ def check_effect(config: Config, names: Sequence[str]) -> None:
                 raise ConfigError(f"{name}={text} has no effect: {reason}")
 
 
-def _value(config: Config, name: str) -> Any:
+def option_value(config: Config, name: str) -> Any:
+    """Return the value of an option by its dotted name; None where there is none."""
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -400,7 +375,7 @@ def _needs(options: Sequence[str], needed: str, *instead: str) -> Idle:
     """Return the rule for options without effect while another one, or one of `instead`, is not set."""
     return Idle(
         tuple(options),
-        lambda config: all(_value(config, each) in (None, []) for each in (needed, *instead)),
+        lambda config: all(option_value(config, each) in (None, []) for each in (needed, *instead)),
         f"it goes with {needed}; set that, too",
     )
 

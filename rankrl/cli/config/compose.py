@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import shlex
 from argparse import Namespace
@@ -32,11 +31,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rankrl.cli.config.schema import (
     TASKS,
-    AppConfig,
     config_folder,
     group_choices,
     group_names,
-    read_texts,
     store_groups,
 )
 from rankrl.errors import ConfigError
@@ -84,7 +81,7 @@ def plain_values(config: DictConfig) -> dict[str, Any]:
     """Return the values of a configuration without Hydra's section, resolved."""
     own = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
     values: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
-    return read_texts(AppConfig, values)
+    return dict(values)
 
 
 def offered_choices(group: str) -> list[str]:
@@ -124,18 +121,11 @@ def _flags_with_values() -> frozenset[str]:
     return frozenset(flag for flag, action in actions.items() if action.nargs is None)
 
 
-def quoted(key: str, value: str) -> str:
-    """Return an override whose value is quoted, so that Hydra takes any characters literally."""
-    return f"{key}={_in_quotes(value)}"
-
-
-def in_hydra(value: Any) -> str:
-    """Write a plain value in Hydra's syntax."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{in_hydra(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{','.join(map(in_hydra, value))}]"
-    return _in_quotes(value) if isinstance(value, str) else json.dumps(value)
+def quoted(value: str) -> str:
+    """Quote text for Hydra, which then takes any characters literally."""
+    # Only backslashes before a quote need escaping.
+    text = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), value)
+    return f"'{text}'"
 
 
 def _is_readable(argument: str) -> bool:
@@ -149,21 +139,15 @@ def _is_readable(argument: str) -> bool:
 def _with_quotes(argument: str) -> str:
     key, _, value = argument.partition("=")
     if _INTERPOLATION.fullmatch(value) and not _is_readable(argument):
-        return quoted(key, value)
+        return f"{key}={quoted(value)}"
     called = re.match(r"\s*\w+\(", value) or (re.search(r"[()]", value) and "," in value)
     untouched = key in ("", "resume") or key[0] == "~" or _SYNTAX.search(value) or called
     if untouched or _is_readable(argument):
         return argument
     texts = value.split(",")
-    parts = (text if _is_readable(f"{key}={text}") else _in_quotes(_at_home(text)) for text in texts)
+    parts = (text if _is_readable(f"{key}={text}") else quoted(_at_home(text)) for text in texts)
     # A line end in the middle, or nothing between two commas, is a mistake rather than text.
     return f"{key}={','.join(parts)}" if value.isprintable() and all(texts) else argument
-
-
-def _in_quotes(value: str) -> str:
-    """Quote text for Hydra, where only backslashes before a quote need escaping."""
-    text = re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), value)
-    return f"'{text}'"
 
 
 def _at_home(text: str) -> str:
@@ -189,10 +173,8 @@ def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
         advice = "Options are written NAME=VALUE, without dashes"
         if "=" in broken:
             key, _, value = broken.partition("=")
-            advice = (
-                f"Text with brackets, quotes or commas in it is quoted: {shlex.quote(quoted(key, value))}, "
-                "within a list or a mapping each text by itself"
-            )
+            example = shlex.quote(f"{key}={quoted(value)}")
+            advice = f"Text with brackets, quotes or commas is quoted, in a list each by itself: {example}"
         raise ConfigError(
             f"the command line cannot be parsed at {broken!r}: {in_words(error)}. {advice}"
         ) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,11 +12,9 @@ from rankrl.cli.config.checks import split_entry
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError
-from rankrl.kits.kit import TIMES_FILE
 from rankrl.models import default_lr
 from rankrl.onnx.runtimes import check_runtimes
 from rankrl.options.search import BudgetOptions
-from rankrl.options.tasks import TimingOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.options.training import OptimizerOptions, RecipeOptions
 from rankrl.plan_search.selectors import SelectorEntry, check_selector, selector_class
@@ -162,9 +159,9 @@ def training_recipe(config: AppConfig, network: nn.Module | None) -> TrainingRec
     return _recipe(config.train, optim, "train.optim", config.seed, default)
 
 
-def comparison_recipe(config: AppConfig, *, heldout_is_new: bool) -> TrainingRecipe | None:
-    """Return the recipe of fine-tuning compared plans, or None for finetune.epochs=0."""
-    return None if config.finetune.epochs == 0 else finetuning_recipe(config, heldout_is_new=heldout_is_new)
+def tuning_recipe(config: AppConfig, **told: bool) -> TrainingRecipe | None:
+    """Return the recipe of fine-tuning, or None for finetune.epochs=0."""
+    return None if config.finetune.epochs == 0 else finetuning_recipe(config, **told)
 
 
 def compared_selectors(config: AppConfig) -> list[SelectorEntry]:
@@ -191,12 +188,6 @@ def export_options(config: AppConfig) -> ExportOptions:
     """Return the options of export and timing, with the runtimes that are available here."""
     check_runtimes(config.export)
     return dataclasses.replace(config.export, table=config.timing.table)
-
-
-def for_kit(config: AppConfig, folder: Path) -> AppConfig:
-    """Return the configuration of the search for the device that a kit in `folder` will time."""
-    budget, table = BudgetOptions(latency=1.0), str(folder / TIMES_FILE)
-    return dataclasses.replace(config, budget=budget, timing=TimingOptions(table))
 
 
 def _recipe(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import typing
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rankrl.cli.config.checks import typed_options
+from rankrl.cli.config.checks import option_value
 from rankrl.cli.config.compose import (
     COMPOSITION_ERRORS,
     Composed,
-    in_hydra,
     parsed_flags,
     parsed_overrides,
     plain_values,
@@ -33,94 +30,33 @@ from rankrl.files import write_atomically
 from rankrl.runs.run_folder import COMPRESS, SAME_CALL, RunFolder, changed_options, check_free, with_effect
 
 _DATA = "RANKRL_DATA"
-_MODULES = "PYTHONPATH"
-_CHOICES = "--config-dir"
+_PATHS = (
+    *("model.checkpoint", "model.path", "dataset.path", "finetune.teacher", "timing.table"),
+    *("plan", "weights"),
+)
+"""Options that name files, relative to the folder that a run was started in."""
 
 
-def named_paths(config: Mapping[str, Any], choices: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the paths in a configuration by option, and the folders of data, own modules and `choices`.
-
-    Names that are no files are left out.
-    """
-    kept = with_effect(config)
-    paths: dict[str, list[str]] = {}
-    for option, value, hint in typed_options(config):
-        if _is_path(hint) and option.partition(".")[0] in kept:
-            texts = value if isinstance(value, list) else [value] if isinstance(value, str) and value else []
-            paths.setdefault(option, []).extend(each for each in texts if os.path.exists(each))
-    paths[_DATA] = [each for each in [os.environ.get(_DATA) or "data"] if os.path.isdir(each)]
-    if config["plugins"] or "_target_" in {*config["model"], *config["finetune"]["teacher_options"]}:
-        paths[_MODULES] = [sys.path[0] or os.curdir]
-    paths[_CHOICES] = list(choices)
-    return {option: texts for option, texts in paths.items() if texts}
+def _home(record: Mapping[str, Any], run: RunFolder) -> Path:
+    """Return the folder that a run was started in, also where it was moved together with the run."""
+    absolute, relative = record.get("folder") or (os.getcwd(), os.curdir)
+    return Path(absolute) if os.path.isdir(absolute) else (run.path / relative).resolve()
 
 
-def path_from_here(option: str, override: str, record: Mapping[str, Any], run: RunFolder) -> str:
+def _use_modules_of(home: Path) -> None:
+    """Import modules from the folder of a run before those of the same names in the current one."""
+    if str(home) != os.path.abspath(sys.path[0]):
+        sys.path.insert(0, str(home))
+
+
+def _from_here(option: str, override: str, record: Mapping[str, Any], home: Path) -> str:
     """Rewrite the relative paths in a recorded override so that they lead to the same files from here."""
-    known = record.get("paths", {}).get(option, {})
-    value: Any = record["config"]
-    for part in option.split(".") if known else ():
-        value = value[part]
-
-    def moved(text: str) -> str:
-        return _found(option, text, known[text], run) if text in known else text
-
-    changed = _mapped(value, moved)
-    return f"{option}={in_hydra(changed)}" if known and changed != value else override
-
-
-def _recorded_options(record: Mapping[str, Any]) -> list[str]:
-    """Return the options whose paths a run recorded."""
-    return [option for option in record.get("paths", {}) if option not in (_DATA, _MODULES, _CHOICES)]
-
-
-def _recorded_flags(folder: Path, flags: Namespace) -> list[str]:
-    """Return the flag of the folder with choices that a run was given, unless there is one here."""
-    run = RunFolder(folder)
-    paths = (_record(run) or {}).get("paths", {}).get(_CHOICES, {})
-    if flags.config_dir is not None:
-        return []
-    return [f"{_CHOICES}={_found(_CHOICES, text, places, run)}" for text, places in paths.items()]
-
-
-def take_surroundings(record: Mapping[str, Any], run: RunFolder) -> None:
-    """Search the folders of a run for data and a user's modules; RANKRL_DATA takes precedence."""
-    for name in (_DATA, _MODULES):
-        for places in record.get("paths", {}).get(name, {}).values():
-            place = next((each for each in _places(places, run) if os.path.exists(each)), None)
-            if place is None:
-                continue
-            if name == _DATA and place != os.path.abspath("data"):
-                os.environ.setdefault(_DATA, place)
-            elif name == _MODULES and place != os.path.abspath(sys.path[0]):
-                sys.path.insert(0, place)  # before modules of the same names in the current folder
-
-
-def _found(option: str, text: str, places: list[str], run: RunFolder) -> str:
-    tried = list(dict.fromkeys(_places(places, run)))
-    for place in tried:
-        if os.path.exists(place):
-            return text if place == os.path.abspath(text) else place
-    raise ConfigError(
-        f"{run.path} is a run with {option}={text}, and that is gone: there is no {' and no '.join(tried)}; "
-        f"put it back, or name the file with {option}=PATH"
-    )
-
-
-def _places(places: list[str], run: RunFolder) -> Iterator[str]:
-    absolute, relative = places
-    yield absolute
-    yield os.path.abspath(run.path / relative)
-
-
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, list):
-        return [_mapped(each, change) for each in value]
-    return change(value) if isinstance(value, str) else value
-
-
-def _is_path(hint: Any) -> bool:
-    return hint is Path or any(map(_is_path, typing.get_args(hint)))
+    value = option_value(record["config"], option) if option in _PATHS else None
+    if not value or home == Path.cwd():
+        return override
+    several = isinstance(value, list)
+    paths = [quoted(str(home / each)) for each in (value if several else [value])]
+    return f"{option}=[{','.join(paths)}]" if several else f"{option}={paths[0]}"
 
 
 _OF_NETWORK = ("plugins", "model", "dataset")
@@ -172,8 +108,11 @@ def options_of_run(arguments: Sequence[str]) -> list[str]:
             f"run={taken} has no {folder.dense.name}, the network that its plan is for; put it back, or give "
             f"{_CHECKPOINT}=PATH"
         )
-    take_surroundings(record, folder)
-    return [path_from_here(option, text, record, folder) for option, text in left.items()]
+    home = _home(record, folder)
+    _use_modules_of(home)
+    if home != Path.cwd() and (home / "data").is_dir():
+        os.environ.setdefault(_DATA, str(home / "data"))
+    return [_from_here(option, text, record, home) for option, text in left.items()]
 
 
 def _text(overrides: Mapping[str, Override], option: str) -> str:
@@ -214,14 +153,14 @@ def _of_group(
     if group == "model":
         checkpoint = config[group].get("checkpoint") or (run.dense if run.dense.is_file() else None)
         if checkpoint:
-            yield _CHECKPOINT, quoted(_CHECKPOINT, str(checkpoint))
+            yield _CHECKPOINT, f"{_CHECKPOINT}={quoted(str(checkpoint))}"
 
 
 def _files_of(folder: RunFolder, task: str) -> list[tuple[str, str]]:
     """Return the options that name a run's compressed network or plan, as the task expects them."""
     option, path = ("plan", folder.plan) if task == "apply" else ("weights", folder.model)
     if path.is_file():
-        return [(option, quoted(option, str(path)))]
+        return [(option, f"{option}={quoted(str(path))}")]
     if task == "evaluate":  # it scores the dense network
         return []
     raise ConfigError(
@@ -233,7 +172,8 @@ def _files_of(folder: RunFolder, task: str) -> list[tuple[str, str]]:
 def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments, preceded by those of the run that `resume=RUN` names.
 
-    The run continues in its own folder, with its own configuration; new options come last and override it.
+    The run continues in its own folder, with its own configuration, and where it was started; new options
+    come last and override it.
     """
     folder = resumed_folder(arguments)
     if folder is None:
@@ -264,8 +204,16 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     others = [each for each in arguments if each not in of_run]
     new = {each.partition("=")[0]: each for each in others}
     kept = [each for each in _recorded_overrides(folder, new) if each.partition("=")[0] not in new]
-    own = [quoted(key, str(folder)) for key in ("hydra.run.dir", "resume")]
-    return [*kept, *own, *others, *_recorded_flags(folder, flags)]
+    record = _record(RunFolder(folder)) or {}
+    home = _home(record, RunFolder(folder))
+    if home != Path.cwd():
+        folder = folder.resolve()
+        os.chdir(home)
+    _use_modules_of(home)
+    own = [f"{key}={quoted(str(folder))}" for key in ("hydra.run.dir", "resume")]
+    named = () if flags.config_dir else record.get("choices", ())
+    choices = [f"--config-dir={home / each}" for each in named]
+    return [*kept, *own, *others, *choices]
 
 
 def resumed_folder(arguments: Sequence[str]) -> Path | None:
@@ -276,10 +224,7 @@ def resumed_folder(arguments: Sequence[str]) -> Path | None:
 
 
 def _recorded_overrides(folder: Path, new: Mapping[str, str]) -> list[str]:
-    """Return the overrides of the run in a folder; paths lead from here.
-
-    For files that are gone, the new overrides say where they are.
-    """
+    """Return the overrides of the run in a folder; the new ones say where files are that are gone."""
     run = RunFolder(folder)
     content, config = _record(run), run.recorded()
     if config is None:  # Hydra's record stands in for a damaged one
@@ -296,16 +241,12 @@ def _recorded_overrides(folder: Path, new: Mapping[str, str]) -> list[str]:
     if config.get("task") == COMPRESS:
         raise ConfigError(f"resume={folder}: that is the folder of a call of {COMPRESS}; {SAME_CALL}")
     before = {str(each).lstrip("+").partition("=")[0]: str(each) for each in content["overrides"]}
-    take_surroundings(content, run)
-    for option in _recorded_options(content):
-        try:
-            override = path_from_here(option, before.get(option, ""), content, run)
-        except ConfigError:
-            if option not in new:
-                raise
-            override = new[option]
-        if override:  # else an experiment sets it, and its path leads from here
-            before[option] = override
+    home = _home(content, run)
+    for option in new.keys() & set(_PATHS):
+        value = option_value(config, option)
+        paths = value if isinstance(value, list) else [value] if value else []
+        if not all((home / each).exists() for each in paths):
+            before[option] = new[option]
     return list(before.values())
 
 

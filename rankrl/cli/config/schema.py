@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import inspect
-import json
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -149,19 +147,6 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {each.name: plain(getattr(value, each.name)) for each in option_fields(value)}
     return list(value) if isinstance(value, tuple) else value
-
-
-def read_texts(section: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section's values with numbers read from text, which environment variables hold."""
-    hints, read = typing.get_type_hints(section), dict(values)
-    for name, value in values.items():
-        kinds = {hints.get(name), *typing.get_args(hints.get(name))}
-        if dataclasses.is_dataclass(hints.get(name)) and isinstance(value, Mapping):
-            read[name] = read_texts(typing.cast(type, hints[name]), value)
-        elif isinstance(value, str) and str not in kinds and kinds & {int, float, bool}:
-            with contextlib.suppress(ValueError):
-                read[name] = json.loads(value)
-    return read
 
 
 def built(section: type[Options], values: Mapping[str, Any]) -> Options:
@@ -356,23 +341,19 @@ TASKS = {
 }
 """The tasks, each the function of its name in a module of `cli.tasks`, and what they do."""
 _MODULES = {
-    "prune": "prune",
     **dict.fromkeys(("compare", "inspect", "report", "timing_kit", "verify_kit"), "overviews"),
 }
-ON_FILE = {each: each for each in ("apply", "inspect", "timing_kit", "verify_kit")} | {"pipeline": "compress"}
-"""The tasks that work on a network in an ONNX file, and their functions in `cli.tasks.onnx_file`."""
+ON_FILE = ("apply", "inspect", "timing_kit", "verify_kit", "pipeline")
+"""The tasks that work on a network in an ONNX file, too."""
 
 
 def task_function(config: AppConfig) -> TaskFunction:
     """Import the function of the task for the kind of network in a configuration."""
     task, module = config.task, _MODULES.get(config.task, "compression")
-    name = task
-    if config.model.get("architecture") == "onnx":
-        if task not in ON_FILE:
-            raise ConfigError(
-                f"task={task} has no use for model=onnx, a network in a file that is not trained "
-                f"here; choose task={' or task='.join(ON_FILE)}"
-            )
-        module, name = "onnx_file", ON_FILE[task]
-    function: TaskFunction = getattr(importlib.import_module(f"rankrl.cli.tasks.{module}"), name)
+    if config.model.get("architecture") == "onnx" and task not in ON_FILE:
+        raise ConfigError(
+            f"task={task} has no use for model=onnx, a network in a file that is not trained "
+            f"here; choose task={' or task='.join(ON_FILE)}"
+        )
+    function: TaskFunction = getattr(importlib.import_module(f"rankrl.cli.tasks.{module}"), task)
     return function

@@ -20,24 +20,25 @@ from decomposition import (
 )
 from decomposition.errors import DecompositionError, PlanError
 from pruning import list_pruners
+from rankrl import compression
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
-from rankrl.compression import compress
+from rankrl.compression import apply_plan, compress
 from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, ConfigError
-from rankrl.module_compression import choose_plan, file_metadata
+from rankrl.module_compression import file_metadata, finetune_in
 from rankrl.options.decomposition import AUTO
 from rankrl.plan_search.run import search_numbers
-from rankrl.runs.run_folder import RunFolder
+from rankrl.pruners.compress import THEN, PruningSteps, compress_pruned
+from rankrl.pruners.prune import check_target
+from rankrl.runs.run_folder import RunFolder, cache_folder
+from rankrl.training import TrainingRecipe
 from rankrl.training.networks import build_network, heldout_accuracy
 from rankrl.training.state import extend_training
 from rankrl.verify.measure import cost_ratios, layer_rows, network_numbers, test_accuracy, with_preprocessing
 
 log = logging.getLogger(__name__)
-
-_THEN = ", then "
-"""Between who removed channels and who chose the ranks of what was left, in a plan's `chosen_by`."""
 
 
 def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.Module, CompressionPlan]:
@@ -78,16 +79,11 @@ def method_of(plan: CompressionPlan) -> dict[str, str | None]:
         "decomposition": AUTO if len(formats) > 1 else next(iter(formats), None),
         "selector": plan.chosen_by,
     }
-    first, then, second = plan.chosen_by.partition(_THEN)
+    first, then, second = plan.chosen_by.partition(THEN)
     only_removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
     if then or (only_removed and first in [pruner.name for pruner in list_pruners()]):
         method |= {"selector": second or None, "pruner": first}
     return method
-
-
-def both_chose(pruner: str, selector: str) -> str:
-    """Return `chosen_by` of a plan that removes channels first; `method_of` reads it."""
-    return f"{pruner}{_THEN}{selector}"
 
 
 def dense_numbers(config: AppConfig, data: ImageData, dense: nn.Module) -> dict[str, Any]:
@@ -102,12 +98,11 @@ def both_numbers(
 ) -> dict[str, Any]:
     """Return the entries of metrics.json for a compressed network next to the dense one."""
     before, after = dense_numbers(config, data, dense), network_numbers(network, data)
-    return {
-        **steps.head(config, data, dense, method_of(plan)),
-        "baseline": before,
-        "compressed": after,
-        "ratios": cost_ratios(before, after),
-    }
+    return _next_to(steps.head(config, data, dense, method_of(plan)), before, after)
+
+
+def _next_to(head: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return {**head, "baseline": before, "compressed": after, "ratios": cost_ratios(before, after)}
 
 
 def _warn_of_other_images(weights: str | Path, plan: CompressionPlan, data: ImageData) -> None:
@@ -140,23 +135,29 @@ def train(config: AppConfig, folder: RunFolder) -> None:
 
 def pipeline(config: AppConfig, folder: RunFolder) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
-    tuning = config.finetune.epochs > 0
+    tuning = config.finetune.epochs > 0 and not steps.in_file(config)
     options.check(config, finetuning=tuning)
-    data = options.dataset(config)
-    steps.check_budget(config, data)
-    teacher = steps.teacher(config, data)
-    dense = steps.dense_network(config, data, folder)
-    new = steps.heldout_is_new(config, data)
-    folder.notes.about.update(steps.head(config, data, dense, steps.searched(config)))
-    result: Any = compress(
-        dense,
-        data,
-        folder,
-        **options.verb_arguments(config),
-        calibration=config.calibration.images,
-        finetune=options.finetuning_recipe(config, heldout_is_new=new) if tuning else None,
-        teacher=teacher,
-    )
+    network: Any
+    inputs: Any
+    if steps.in_file(config):
+        network, inputs, told = steps.file_inputs(config)
+        if not config.budget.fractions:
+            raise ConfigError(
+                "model=onnx needs a budget: budget.latency=0.5 keeps at most half of the time; "
+                "budget.params, budget.macs and budget.bytes likewise"
+            )
+        head = steps.file_head(config, told["images"], steps.searched(config))
+    else:
+        inputs = data = options.dataset(config)
+        steps.check_budget(config, data)
+        told = {"teacher": steps.teacher(config, data), "calibration": config.calibration.images}
+        network = steps.dense_network(config, data, folder)
+        if tuning:
+            new = steps.heldout_is_new(config, data)
+            told["finetune"] = options.finetuning_recipe(config, heldout_is_new=new)
+        head = steps.head(config, data, network, steps.searched(config))
+    folder.notes.about.update(head)
+    result: Any = compress(network, inputs, folder, **options.verb_arguments(config), **told)
     steps.finish_compressed(config, result, folder)
 
 
@@ -166,40 +167,69 @@ def search(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     steps.check_budget(config, data)
     dense = steps.dense_network(config, data, folder)
-    network = steps.searched_network(config, data, dense, folder)
-    problem, result = choose_plan(network, options.request(config), folder)
-    cost = problem.cost(result.key)
-    metrics = {
-        **steps.head(config, data, dense, steps.searched(config)),
-        **search_numbers(result),
-        "ratios": {"params": problem.params / cost.params, "macs": problem.macs / cost.macs},
-    }
-    steps.finish(folder, metrics, layers=layer_rows(result.plan, dense))
+    asked = options.verb_arguments(config)
+    found = compression.search(dense, data, folder=folder, calibration=config.calibration.images, **asked)
+    metrics = {**steps.head(config, data, dense, steps.searched(config)), **search_numbers(found)}
+    steps.finish(folder, {**metrics, "ratios": found.ratios}, layers=layer_rows(found.plan, dense))
 
 
 def apply(config: AppConfig, folder: RunFolder) -> None:
-    """Write the compressed network as `model.safetensors`."""
+    """Write the compressed network as `model.safetensors`, that of an ONNX file as `model.onnx`."""
     if not config.plan:
         raise ConfigError("task=apply needs plan=RUN/plan.json, the plan of an earlier run or your own")
     plan = CompressionPlan.load(config.plan)
+    told: dict[str, Any] = {"decomposition": config.decomposition, "seed": config.seed}
+    if steps.in_file(config):
+        path, inputs, read = steps.file_inputs(config)
+        timing, cache = options.search_goal(config).timing, cache_folder()
+        result = apply_plan(path, plan, inputs, folder.onnx, timing=timing, cache=cache, **told, **read)
+        plan.save(folder.plan)
+        folder.notes.about.update(steps.file_head(config, read["images"], method_of(plan)))
+        steps.finish_compressed(config, result, folder)
+        return
     data = options.dataset(config)
     check_plan(config, data, plan)
     plan = with_preprocessing(plan, data.preprocessing)
     dense = steps.dense_network(config, data, folder)
-    compressed = steps.searched_network(config, data, dense, folder).applied(plan)
+    compressed = apply_plan(dense, plan, data, calibration=config.calibration.images, **told)
     save_compressed(compressed, plan, folder.model, dense=dense)
     plan.save(folder.plan)
     before, after = network_numbers(dense, data), network_numbers(compressed, data)
-    ratios = cost_ratios(before, after)
-    metrics = {
-        **steps.head(config, data, dense, method_of(plan)),
-        "baseline": before,
-        "compressed": after,
-        "ratios": ratios,
-    }
+    metrics = _next_to(steps.head(config, data, dense, method_of(plan)), before, after)
     rows = layer_rows(plan, dense, compressed)
     steps.check_collapse(folder, metrics, data)
     steps.finish(folder, metrics, layers=rows)
+
+
+def prune(config: AppConfig, folder: RunFolder) -> None:
+    """Remove channels or blocks, decompose what is left if asked, fine-tune, verify and time."""
+    pruning = options.pruning(config)
+    decomposing = options.decomposition_after_pruning(config)
+    between = options.before_decomposition(config)
+    options.check(config if decomposing is None else decomposing, finetuning=config.finetune.epochs > 0)
+    if between.finetune.epochs > 0:
+        options.finetuning_recipe(between, after_removal=True)
+    data = options.dataset(config)
+    check_target(build_network(config.model, data, seed=config.seed), data.input_shape, pruning)
+    teacher = steps.teacher(config, data)
+    dense = steps.dense_network(config, data, folder)
+    new = steps.heldout_is_new(config, data)
+
+    def recipe(config: AppConfig, *, removed: bool) -> TrainingRecipe | None:
+        return options.tuning_recipe(config, after_removal=removed, heldout_is_new=new)
+
+    following = PruningSteps(
+        recipe(config, removed=decomposing is None),
+        None if decomposing is None else options.request(decomposing),
+        None if decomposing is None else recipe(between, removed=True),
+        teacher,
+        new,
+    )
+    method = None if decomposing is None else steps.searched(decomposing)
+    head = {**steps.head(config, data, dense, method), "pruner": config.pruner["name"]}
+    folder.notes.about.update(head)
+    result = compress_pruned(dense, data, folder, pruning, following, options.request(config))
+    steps.finish_compressed(config, result, folder)
 
 
 def finetune(config: AppConfig, folder: RunFolder) -> None:
@@ -217,9 +247,9 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     metrics = both_numbers(config, data, dense, network, plan)
     removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
     with _taken_up(config, folder):
-        epochs = steps.finetuned(
-            config, data, network, dense, folder, taught_by=teacher, after_removal=removed
-        )
+        new = steps.heldout_is_new(config, data)
+        recipe = options.finetuning_recipe(config, after_removal=removed, heldout_is_new=new)
+        epochs = finetune_in(folder, network, data, recipe, dense, teacher, heldout_is_new=new)
     save_compressed(network, plan, folder.model, dense=dense)
     plan.save(folder.plan)
     metrics["finetuned"] = {"accuracy": test_accuracy(network, data)}

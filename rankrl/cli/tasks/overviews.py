@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,15 +14,17 @@ from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, Factorise, LayerSpec, get_format, inspect_layers
 from decomposition.network.layers import skipping
-from decomposition.progress import Deadline, progress_bar
+from decomposition.progress import progress_bar
+from rankrl import compression
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks import steps
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, ExportError, counted
+from rankrl.file_compression import FileSource
 from rankrl.kits.kit import FinishedFile, WrittenKit, write_verify_kit
 from rankrl.onnx.export import quantise_onnx
-from rankrl.plan_search.compare import FinalTest, compared_searches, search_all, tested, winner
+from rankrl.plan_search.compare import FinalTest, compare_selectors, compared_searches
 from rankrl.report import collect_setup, write_sweep_report
 from rankrl.report.comparison import (
     SHORT,
@@ -36,7 +36,7 @@ from rankrl.report.comparison import (
 )
 from rankrl.report.run_folder import read_metrics
 from rankrl.report.run_tables import rival_note
-from rankrl.request import opened_session, write_kit
+from rankrl.request import Request
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training.networks import build_network, model_title
 from rankrl.verify.file_export import export_dense
@@ -50,51 +50,87 @@ from rankrl.verify.measure import (
 
 log = logging.getLogger(__name__)
 
+_LOOKED_UP = "it becomes a look-up: what it multiplies is a one-hot code"
 _FITTED_RANKS = 3  # of each layer, as examples
 _WIDTH = 160  # characters of a line in a file or a pipe
 
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:
-    """Print one row for each layer; `inspect.errors` adds relative output errors on training images."""
+    """Print one row for each layer: shape, cost, and feasible ranks or the reason that it stays.
+
+    `inspect.errors` adds relative output errors on training images.
+    """
+    if steps.in_file(config):
+        _show_nodes(_source(config), options.request(config))
+        return
     candidates = options.request(config).timed_candidates()
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
     specs = skipping(inspect_layers(network, data.input_shape), candidates.skip, candidates.only)
     fitted = _fitted(config, data, network, specs, folder) if config.inspect.errors else None
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
-    table = Table(title=f"{model_title(config.model, network)} as {config.decomposition.format}")
-    table.add_column("layer", overflow="fold")  # never cut, as plans and options need the whole name
-    table.add_column("weight", no_wrap=True)
-    for column in ("params", "share", "MACs", "share", "ranks"):
-        table.add_column(column, justify="right")
-    table.add_column("stays as it is because" if fitted is None else "rank: params, error")
-    for spec in specs:
-        table.add_row(
-            spec.name,
-            *cost_cells(spec, params, macs),
-            ""
-            if spec.refusal is not None
-            else _ranks(spec, candidates.formats, tensorised=candidates.tensorised),
-            spec.refusal or ("" if fitted is None else _examples(fitted[spec.name])),
-        )
-    print_wide(table)
+
+    def cells(spec: LayerSpec) -> list[str]:
+        ranks = "" if spec.refusal else _ranks(spec, candidates.formats, tensorised=candidates.tensorised)
+        examples = "" if fitted is None or spec.refusal else _examples(fitted[spec.name])
+        return [*_cost_cells(spec, params, macs), ranks, spec.refusal or examples]
+
+    title = f"{model_title(config.model, network)} as {config.decomposition.format}"
+    why = "stays as it is because" if fitted is None else "rank: params, error"
+    _show_sites(title, ["layer"], ["ranks"], why, [[spec.name, *cells(spec)] for spec in specs])
     if fitted is None:
         Console().print("inspect.errors=true fits every layer at a few ranks and shows what they lose.")
 
 
-def cost_cells(spec: LayerSpec, params: int, macs: int) -> list[str]:
+def _show_nodes(source: FileSource, request: Request) -> None:
+    """Print one row for each node of an ONNX file."""
+    given = source.read(request)
+    params, macs = given.totals["params"], given.totals["macs"]
+    rows = [
+        [
+            site.spec.name,
+            site.op_type,
+            *_cost_cells(site.spec, params, macs),
+            site.spec.refusal or "",
+        ]
+        for site in given.sites
+    ]
+    rows += [
+        [site.name, site.op_type, "x".join(map(str, site.spec.weight_shape)), *[""] * 4, _LOOKED_UP]
+        for site in given.looked_up
+    ]
+    title = f"{source.path.name}: {params:,} parameters, {macs:,} MACs"
+    _show_sites(title, ["node", "operator"], [], "stays because", rows)
+
+
+def _show_sites(
+    title: str, names: Sequence[str], further: Sequence[str], why: str, rows: Sequence[Sequence[str]]
+) -> None:
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name, overflow="fold")  # never cut, as plans and options need the whole name
+    table.add_column("weight", no_wrap=True)
+    for column in ("params", "share", "MACs", "share", *further):
+        table.add_column(column, justify="right")
+    table.add_column(why)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width; rich would assume 80
+        console.width = _WIDTH
+    console.print(table)
+
+
+def _source(config: AppConfig) -> FileSource:
+    path, inputs, read = steps.file_inputs(config)
+    return FileSource(path, inputs, **read)
+
+
+def _cost_cells(spec: LayerSpec, params: int, macs: int) -> list[str]:
     """Return a layer's shape and costs, with its shares of the whole network's."""
     costs = ((spec.params, params), (spec.macs, macs))
     shares = [(f"{cost:,}", f"{cost / max(total, 1):.1%}") for cost, total in costs]
     return ["x".join(map(str, spec.weight_shape)), *shares[0], *shares[1]]
-
-
-def print_wide(table: Table) -> None:
-    """Print a table, into a file or a pipe, too, which has no width; rich would assume 80."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH
-    console.print(table)
 
 
 def _fitted(
@@ -144,19 +180,15 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     entered = compared_searches(options.compared_selectors(config), config.compare.seeds)
     data = options.dataset(config)
     steps.check_budget(config, data)
-    recipe = options.comparison_recipe(config, heldout_is_new=steps.heldout_is_new(config, data))
+    new = steps.heldout_is_new(config, data)
+    recipe = options.tuning_recipe(config, heldout_is_new=new)
     teacher = steps.teacher(config, data) if applied else None
     dense = steps.dense_network(config, data, folder)
     network = steps.searched_network(config, data, dense, folder)
-    # Each search has seconds of its own.
-    request = replace(options.request(config), deadline=Deadline(math.inf))
-    with opened_session(network, request.timed_candidates(), request) as session:
-        results = search_all(session, entered, folder.searches)
-    best = winner(results)
-    with_preprocessing(best.plan, data.preprocessing).save(folder.plan)
     source = dense if teacher is None else teacher.network
-    final = FinalTest(data, source, session.applied, recipe, folder.state / "plans") if applied else None
-    rows = tested(session.problem, results, final)
+    final = FinalTest(data, source, recipe, folder.state / "plans") if applied else None
+    best, rows = compare_selectors(network, entered, options.request(config), folder, final)
+    with_preprocessing(best.plan, data.preprocessing).save(folder.plan)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),
         "selector": ",".join(config.compare.selectors),
@@ -221,12 +253,18 @@ def report(config: AppConfig, folder: RunFolder) -> None:
 
 
 def timing_kit(config: AppConfig, folder: RunFolder) -> None:
-    """Write the kit of a classifier of a data set's images."""
-    config = options.for_kit(config, folder.kit)
-    data = options.dataset(config)
-    network = steps.searched_network(config, data, steps.dense_network(config, data, folder), folder)
-    request = options.request(config)
-    show(write_kit(network, request.timed_candidates(), request, folder.kit))
+    """Write the kit of a network."""
+    told: dict[str, Any] = {}
+    network: Any
+    inputs: Any
+    if steps.in_file(config):
+        network, inputs, told = steps.file_inputs(config)
+    else:
+        inputs = data = options.dataset(config)
+        network, told = steps.dense_network(config, data, folder), {"calibration": config.calibration.images}
+    asked = options.verb_arguments(config)
+    shared = {name: asked[name] for name in ("decomposition", "timing", "cache", "seed")}
+    show(compression.timing_kit(network, inputs, folder.kit, **shared, **told))
 
 
 def show(kit: WrittenKit, then: str = "Then search with timing.table=times.json") -> None:
@@ -239,23 +277,30 @@ def show(kit: WrittenKit, then: str = "Then search with timing.table=times.json"
 
 
 def verify_kit(config: AppConfig, folder: RunFolder) -> None:
-    """Write the kit of the finished runs below `runs`, with the dense network in float32 and in integers."""
-    finished, numbers = finished_files(config.runs)
-    data = options.dataset(config)
-    export = dataclasses.replace(options.export_options(config), pad_channels=False)
-    network = steps.dense_network(config, data, folder)
-    dense = FinishedFile(
-        "dense", export_dense(network, ImageInputs(data, export), folder.state), numbers["dense"]
-    )
-    files = [dense]
+    """Write the kit of the finished runs below `runs`, with the original in float32 and in integers."""
+    finished, scores = finished_files(config.runs)
+    timing, told = replace(options.export_options(config), pad_channels=False), dict[str, Any]()
+    ranges: Any
+    feed: Any
+    if steps.in_file(config):
+        titles, source = ("original", "original in int8"), _source(config)
+        file = source.read(options.request(config))
+        path, ranges, feed = source.path, file.split.calibration, file.feed(timing.batch)
+        told["cut"] = file.split.axes.parts
+    else:
+        titles, data = ("dense", "dense int8"), options.dataset(config)
+        network = steps.dense_network(config, data, folder)
+        path = export_dense(network, ImageInputs(data, timing), folder.state)
+        ranges, told["reduce_range"] = range_batches(data, timing), timing.reduce_range
+        images, _ = next(file_batches(data.heldout.first(timing.batch), timing.batch, data, timing))
+        feed = images.numpy()
+    files, in_integers = [FinishedFile(titles[0], path, scores["dense"])], folder.state / "int8.onnx"
     try:
-        path = folder.state / "dense-int8.onnx"
-        quantise_onnx(dense.path, path, range_batches(data, export), reduce_range=export.reduce_range)
-        files.append(FinishedFile("dense int8", path, numbers["dense int8"]))
+        quantise_onnx(path, in_integers, ranges, **told)
+        files.append(FinishedFile(titles[1], in_integers, scores["dense int8"]))
     except ExportError as error:
-        log.warning("the dense network in 8-bit integers is left out: %s", error)
-    inputs, _ = next(file_batches(data.heldout.first(export.batch), export.batch, data, export))
-    show(write_verify_kit([*files, *finished], inputs.numpy(), folder.kit, export), then="")
+        log.warning("the %s network in 8-bit integers is left out: %s", titles[0], error)
+    show(write_verify_kit([*files, *finished], feed, folder.kit, timing), then="")
 
 
 def finished_files(runs: str | Path | None) -> tuple[list[FinishedFile], dict[str, float | None]]:

@@ -1,4 +1,4 @@
-"""Carry out the steps that tasks share: load, calibrate, fine-tune, export, verify, report."""
+"""Read networks and data from the configuration for the verbs, and report what they returned."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 from decomposition import FitLibrary
 from rankrl.cli.config import compose, options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData
-from rankrl.errors import counted
+from rankrl.errors import ConfigError, counted
 from rankrl.models import checkpoint_heldout, save_checkpoint
-from rankrl.module_compression import finetune_in, image_classifier, train_in
+from rankrl.module_compression import image_classifier, train_in
 from rankrl.networks.module import FileModule, ModuleNetwork
+from rankrl.onnx.graph import ImagePreprocessing
+from rankrl.onnx.output_scores import SCORES
+from rankrl.options.names import InputsOptions
 from rankrl.plan_search.run import search_numbers
 from rankrl.plan_search.session import check_reachable
 from rankrl.report import (
@@ -31,7 +35,7 @@ from rankrl.report import (
     runtimes_table,
     summary_table,
 )
-from rankrl.result import MeasuredModule, missed_memory, run_numbers, write_run
+from rankrl.result import Compression, MeasuredModule, missed_memory, run_numbers, write_run
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training import EpochRow, TrainingResult, guessing_share
 from rankrl.training.networks import (
@@ -45,6 +49,11 @@ from rankrl.training.networks import (
 from rankrl.verify.certificate import accuracy_collapse
 
 log = logging.getLogger(__name__)
+
+INPUTS = "inputs"
+"""The dataset of model=onnx: inputs without labels."""
+_LITTLE = 0.5
+"""Agreement with the original below which hardly anyone would use a network."""
 
 
 def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.Module:
@@ -110,6 +119,32 @@ def dense_training(
     return result
 
 
+def in_file(config: AppConfig) -> bool:
+    """Tell whether the network is an ONNX file, trained elsewhere."""
+    return bool(config.model.get("architecture") == "onnx")
+
+
+def file_inputs(config: AppConfig) -> tuple[Path, Path, dict[str, Any]]:
+    """Return the paths of an ONNX file and of its inputs, and how these are read, for the verbs."""
+    given = config.dataset
+    if given.get("name") != INPUTS:
+        raise ConfigError(
+            f"model=onnx takes its inputs from a file, but dataset={given.get('name')} is chosen; give "
+            f"dataset={INPUTS} dataset.path=inputs.npz, one array for each input of the network"
+        )
+    inputs = Path(given["path"])
+    values = {name: given[name] for name in ("size", "resize", "scale", "order", "mean", "std")}
+    defaults = {each.name: each.default for each in dataclasses.fields(InputsOptions)}
+    set_here = [name for name, value in values.items() if value != defaults[name]]
+    if set_here and not inputs.is_dir():
+        raise ConfigError(
+            f"dataset.{set_here[0]} is for a folder of images; {inputs} is none, and arrays in a file are "
+            "taken as they are. Leave it out"
+        )
+    images = ImagePreprocessing(**values) if inputs.is_dir() else None
+    return Path(config.model["path"]), inputs, {"images": images, "batch_axes": given.get("batch_axes")}
+
+
 def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folder: RunFolder) -> FileModule:
     """Return the dense network as searches and reports see it, with its calibration images."""
     return image_classifier(dense, data, options.request(config), folder.state)
@@ -119,25 +154,6 @@ def candidate_fits(config: AppConfig, network: FileModule) -> FitLibrary:
     """Return the library of fits; nothing is fitted yet."""
     request = options.request(config)
     return network.library(request.timed_candidates(), cache=request.fits, seed=config.seed)
-
-
-def finetuned(
-    config: AppConfig,
-    data: ImageData,
-    network: nn.Module,
-    dense: nn.Module,
-    folder: RunFolder,
-    *,
-    taught_by: Teacher | None = None,
-    stage: str = "finetune",
-    after_removal: bool = False,
-) -> Sequence[EpochRow]:
-    """Fine-tune a compressed network in place unless finetune.epochs=0, and return the epochs."""
-    if config.finetune.epochs == 0:
-        return []
-    new = heldout_is_new(config, data)
-    recipe = options.finetuning_recipe(config, after_removal=after_removal, heldout_is_new=new)
-    return finetune_in(folder, network, data, recipe, dense, taught_by, stage=stage, heldout_is_new=new)
 
 
 def head(
@@ -159,6 +175,20 @@ def head(
     }
 
 
+def file_head(
+    config: AppConfig, images: ImagePreprocessing | None, method: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the entries of metrics.json on a run for an ONNX file."""
+    return {
+        "task": config.task,
+        "model": Path(config.model["path"]).stem,
+        "dataset": Path(config.dataset["path"]).name,
+        **({} if images is None else {"preprocessing": dataclasses.asdict(images)}),
+        **method,
+        "seed": config.seed,
+    }
+
+
 def searched(config: AppConfig) -> dict[str, Any]:
     """Return the method of this run's search: format, selector and budget."""
     return {
@@ -168,18 +198,45 @@ def searched(config: AppConfig) -> dict[str, Any]:
     }
 
 
-def finish_compressed(config: AppConfig, result: MeasuredModule, folder: RunFolder) -> None:
+def finish_compressed(config: AppConfig, result: MeasuredModule | Compression, folder: RunFolder) -> None:
     """Report a compressed network."""
     searched = {} if result.search is None else search_numbers(result.search)
     metrics = {**folder.notes.about, **run_numbers(result), **searched}
-    missed = missed_memory(config.budget.memory, result.before, result.after)
+    if isinstance(result, MeasuredModule):
+        missed = missed_memory(config.budget.memory, result.before, result.after)
+        exported_step(config, result.model, folder)
+    else:
+        missed = result.missed
+        Console().print(_outputs(result))
     if missed is not None:
         folder.miss(missed)
-    exported_step(config, result.model, folder)
     if result.collapsed is not None:
         log.error(result.collapsed)
         folder.collapse(result.collapsed)
-    finish(folder, metrics, layers=result.layers, epochs=result.epochs)
+    elif not isinstance(result, MeasuredModule) and metrics["compressed"]["agreement"] < _LITTLE:
+        folder.warn(
+            f"the agreement with the original is {metrics['compressed']['agreement']:.2f}, of 1, on "
+            f"{counted(result.heldout, 'held-out input')}: ask for a larger budget, or give more inputs"
+        )
+    epochs = result.epochs if isinstance(result, MeasuredModule) else ()
+    finish(folder, metrics, layers=result.layers, epochs=epochs)
+
+
+def _outputs(result: Compression) -> Table:
+    """Return the table of a file's outputs."""
+    table = Table(title=f"Agreement with the original on {counted(result.heldout, 'held-out input')}")
+    table.add_column("output", overflow="fold")
+    table.add_column("agreement", justify="right")
+    table.add_column("relative error", justify="right")
+    table.add_column("agreement is", overflow="fold")
+    for each in result.outputs:
+        meaning = f"{SCORES[each.kind]}, since {each.reason}"
+        table.add_row(each.name, f"{each.score:.2%}", f"{each.error:.4f}", meaning)
+        for unit in each.units:
+            table.add_row(
+                f"{each.name}[{unit.channels}]", f"{unit.score:.2%}", f"{unit.error:.4f}", "the same"
+            )
+    return table
 
 
 def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:

@@ -116,7 +116,7 @@ def run_sweep_job(
     number: int,
     config: Mapping[str, Any],
     overrides: Sequence[str],
-    paths: Callable[[], Mapping[str, Sequence[str]]],
+    choices: Sequence[str],
     record: Callable[[RunFolder], object],
     sweep_folder: Path,
     explain: Callable[[Exception], str],
@@ -130,7 +130,7 @@ def run_sweep_job(
             if config.get("overwrite"):
                 folder.replace(config)
                 folder.prepare()
-            folder.claim(config, overrides, paths=paths())
+            folder.claim(config, overrides, choices=choices)
             if folder.finished:
                 log.info("finished already: %s", folder.path)
                 return

@@ -103,7 +103,6 @@ def test_what_is_composed_for_several_is_written_by_none() -> None:
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("budget.params=${oc.env:SHARE}", 0.5),
         ("budget.params=${oc.decode:${oc.env:SHARE,0.25}}", 0.5),
         ("budget.params='${oc.decode:${oc.env:NONE,0.25}}'", 0.25),
     ],

@@ -21,8 +21,9 @@ from decomposition import (
     make_plan,
     save_compressed,
 )
-from rankrl.cli.tasks.compression import both_chose, method_of
+from rankrl.cli.tasks.compression import method_of
 from rankrl.operations import KeepChannels
+from rankrl.pruners.compress import THEN
 from rankrl.report.run_folder import gather_runs
 
 Command = Callable[..., None]
@@ -126,7 +127,7 @@ def test_a_plan_names_its_formats_and_who_chose() -> None:
     assert method(rounded, chosen_by="bayes") == {"decomposition": None, "selector": "bayes"}
     removed = method(channels, chosen_by="group_lasso")
     assert removed == {"decomposition": None, "selector": None, "pruner": "group_lasso"}
-    both = method((*channels, *cp), chosen_by=both_chose("random", "greedy"))
+    both = method((*channels, *cp), chosen_by=f"random{THEN}greedy")
     assert both == {"decomposition": "cp", "selector": "greedy", "pruner": "random"}
     assert method((*channels, *cp), chosen_by="local") == {"decomposition": "cp", "selector": "local"}
 

@@ -249,7 +249,7 @@ def values_of(argument: str) -> list[str]:
 
 @given(TEXTS)
 def test_quoted_text_is_read_back_by_hydra(text: str) -> None:
-    assert values_of(quoted("a.b", text)) == [text]
+    assert values_of(f"a.b={quoted(text)}") == [text]
 
 
 @given(FILE_NAMES)

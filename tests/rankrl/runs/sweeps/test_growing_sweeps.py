@@ -96,7 +96,7 @@ def test_a_job_that_failed_runs_again_under_its_new_name(folder: Path) -> None:
         number=0,
         config={"seed": 0},
         overrides=[],
-        paths=dict,
+        choices=[],
         record=done.append,
         sweep_folder=folder,
         explain=str,
