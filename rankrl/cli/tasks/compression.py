@@ -225,7 +225,7 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         teacher,
         new,
     )
-    method = None if decomposing is None else steps.searched(decomposing)
+    method = None if decomposing is None else steps.searched(config)
     head = {**steps.head(config, data, dense, method), "pruner": config.pruner["name"]}
     folder.notes.about.update(head)
     result = compress_pruned(dense, data, folder, pruning, following, options.request(config))
