@@ -174,7 +174,7 @@ def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
         if "=" in broken:
             key, _, value = broken.partition("=")
             example = shlex.quote(f"{key}={quoted(value)}")
-            advice = f"Text with brackets, quotes or commas is quoted, in a list each by itself: {example}"
+            advice = f"Text with brackets or quotes in it is quoted: {example}, within a list each by itself"
         raise ConfigError(
             f"the command line cannot be parsed at {broken!r}: {in_words(error)}. {advice}"
         ) from error

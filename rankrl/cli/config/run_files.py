@@ -56,7 +56,8 @@ def _from_here(option: str, override: str, record: Mapping[str, Any], home: Path
         return override
     several = isinstance(value, list)
     paths = [quoted(str(home / each)) for each in (value if several else [value])]
-    return f"{option}=[{','.join(paths)}]" if several else f"{option}={paths[0]}"
+    key = override.partition("=")[0]  # perhaps with a plus
+    return f"{key}=[{','.join(paths)}]" if several else f"{key}={paths[0]}"
 
 
 _OF_NETWORK = ("plugins", "model", "dataset")

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +116,17 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return project
 
 
+def places_of(project: Path) -> Iterator[Path]:
+    """The folder where it is, then where it was moved to."""
+    yield project
+    yield project.rename(project.parent / "moved")
+
+
 def test_a_resumed_run_goes_on_where_it_was_started(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ("model=conv4", "model.checkpoint=files/net.th", "finetune.teacher=[files/wide.th]")
     a_run(*overrides)
     assert set(overrides) <= set(resumed_arguments(["resume=runs/a"]))
-    for place in (project, project.rename(project.parent / "moved")):
+    for place in places_of(project):
         monkeypatch.chdir(project.parent / "other")
         arguments = resumed_arguments([f"resume=../{place.name}/runs/a"])
         assert Path.cwd() == place
@@ -149,7 +155,7 @@ def test_a_runs_files_are_found_from_elsewhere(
         return {each.key_or_group: each.value() for each in arguments}[option]
 
     monkeypatch.chdir(project.parent / "other")
-    for place in (project, project.rename(project.parent / "moved")):
+    for place in places_of(project):
         found = [str(place / "files" / name) for name in ([names] if isinstance(names, str) else names)]
         assert taken(f"../{place.name}/runs/a") == (found[0] if isinstance(names, str) else found)
 
@@ -219,7 +225,7 @@ def test_modules_and_data_are_looked_for_where_the_run_did(
     monkeypatch.delenv("RANKRL_DATA")
     Path("data").mkdir()
     a_run("plugins=[own_selectors]", "model=conv4")
-    for place in (project, project.rename(project.parent / "moved")):
+    for place in places_of(project):
         monkeypatch.chdir(project.parent / "other")
         monkeypatch.setattr(sys, "path", [os.getcwd(), *sys.path[1:]])
         assert "plugins=[own_selectors]" in options_of_run(["task=evaluate", f"run={place / 'runs' / 'a'}"])
@@ -256,7 +262,10 @@ def test_choices_of_ones_own_are_found_from_elsewhere(
 
 @pytest.fixture
 def finished(training: Path) -> Path:
-    return Path(shutil.copytree(training, "runs/train"))
+    """A copy of a finished run, as if it had been started here."""
+    run = RunFolder(Path(shutil.copytree(training, "runs/train")))
+    write_json(run.record, {**read_json(run.record), "folder": [os.getcwd(), "../.."]})
+    return run.path
 
 
 @pytest.fixture
