@@ -11,6 +11,8 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+import train_agent
+from bench_frame import ResultRows
 from gymnasium.utils.env_checker import check_env
 from scipy.stats import spearmanr
 from sklearn.ensemble import ExtraTreesRegressor
@@ -210,3 +212,21 @@ def test_a_damaged_or_foreign_file_is_refused(file: Path, tmp_path: Path) -> Non
     foreign.write_bytes(b"no zip")
     with pytest.raises(ConfigError, match="is no file of RankBench"):
         bench_tasks(path=foreign)
+
+
+def test_the_agents_script_judges_families_that_training_left_out(file: Path, tmp_path: Path) -> None:
+    plans = ResultRows(tmp_path / "plans.csv", train_agent.KEY, train_agent.VALUES)
+    train_agent.fill(plans, [NAME, OTHER], steps=40, seeds=1)
+    assert {(row["task"], row["agent"]) for row in plans.rows} == {
+        (name, agent) for name in (NAME, OTHER) for agent in train_agent.AGENTS
+    }
+    for row in plans.rows:
+        known, plan = bench_task(row["task"]), tuple(map(int, row["choices"].split()))
+        assert known.problem.keeps_budget(plan)
+        assert float(row["gain"]) == pytest.approx(known.judged(plan) - known.judged(known.greedy), abs=1e-6)
+    first = plans.rows[0]
+    real = ResultRows(tmp_path / "real.csv", ("task", "choices"), ("judged",))
+    greedy = " ".join(map(str, bench_task(first["task"]).greedy))
+    for choices, judged in {first["choices"]: "0.8", greedy: "0.8"}.items():
+        real.add({"task": first["task"], "choices": choices}, {"judged": judged})
+    assert "| whole | 2 |" in train_agent.summary(plans, real)
