@@ -55,6 +55,11 @@ class BenchTask(PlanTask):
         known = self.table.about.get("correlation")
         return self.table.surrogates["scores"].correlation if known is None else float(known)
 
+    @property
+    def answers(self) -> bool:
+        """Whether plans that the table lacks have a score."""
+        return self.correlation >= LEAST_CORRELATION
+
     def measured(self, choices: Sequence[int]) -> bool:
         """Whether the table holds the plan."""
         return self.problem.checked(choices) in self.table.rows
@@ -104,7 +109,7 @@ class BenchTask(PlanTask):
         row = self.table.rows.get(choices)
         if row is not None:
             return float(getattr(self.table, values)[row]), 0.0
-        if not self.correlation >= LEAST_CORRELATION:
+        if not self.answers:
             raise ConfigError(
                 f"task {self.name!r} has no row of the plan {list(choices)}, and its surrogate's correlation "
                 f"is {self.correlation:.2f}, less than {LEAST_CORRELATION}; take a plan of task.table.choices"
@@ -163,7 +168,7 @@ class BenchEnv(RankSelectionEnv):
 
     Args:
         task: A task's name; None for `tasks`.
-        tasks: Several names; None for all tasks.
+        tasks: Several names; None for all tasks that score every plan.
         action: As in `RankSelectionEnv`.
         features: As in `RankSelectionEnv`; what several networks share by default.
 
@@ -180,9 +185,11 @@ class BenchEnv(RankSelectionEnv):
         features: Sequence[Feature] = ("macs", "curve", "descriptors"),
         path: str | Path | None = None,
     ) -> None:
-        names = [task] if task is not None else bench_tasks(path=path) if tasks is None else list(tasks)
-        self.names = tuple(names)
-        found = [bench_task(name, path) for name in names]
+        names = bench_tasks(path=path) if tasks is None else list(tasks)
+        found = [bench_task(name, path) for name in (names if task is None else [task])]
+        if task is None and tasks is None:
+            found = [each for each in found if each.answers]
+        self.names = tuple(each.name for each in found)
         super().__init__(
             [each.problem for each in found],
             [each.reward for each in found],

@@ -214,6 +214,13 @@ def test_a_damaged_or_foreign_file_is_refused(file: Path, tmp_path: Path) -> Non
         bench_tasks(path=foreign)
 
 
+def test_the_environment_of_all_tasks_has_those_that_score_every_plan(table: Table, file: Path) -> None:
+    unsure = replace(table, name=OTHER, about={"correlation": 0.7})
+    write_tables([table, unsure], file)
+    assert gymnasium.make("rankrl/RankBench-v0").unwrapped.names == (NAME,)
+    assert gymnasium.make("rankrl/RankBench-v0", task=OTHER).unwrapped.names == (OTHER,)
+
+
 def test_the_agents_script_judges_families_that_training_left_out(file: Path, tmp_path: Path) -> None:
     plans = ResultRows(tmp_path / "plans.csv", train_agent.KEY, train_agent.VALUES)
     train_agent.fill(plans, [NAME, OTHER], steps=40, seeds=1)
