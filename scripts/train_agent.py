@@ -51,7 +51,7 @@ class WithSummary(gymnasium.ObservationWrapper[np.ndarray, np.ndarray, np.ndarra
     def __init__(self, env: RankSelectionEnv) -> None:
         super().__init__(env)
         self._ranks = env
-        size = int(env.observation_space.shape[0]) + 2 * env.encoder.static.shape[1]  # type: ignore[index]
+        size = int(env.observation_space.shape[0]) + 2 * env.encoder.static.shape[1]
         self.observation_space = spaces.Box(0.0, 1.0, (size,), dtype=np.float32)
 
     def observation(self, observation: np.ndarray) -> np.ndarray:
@@ -66,13 +66,15 @@ def reward(task: BenchTask, plan: Choices) -> float:
     return math.tanh((task.reward(plan) - task.uncertainty(plan)) / _POINTS)
 
 
-def environment(tasks: list[BenchTask], agent: str) -> gymnasium.Env[np.ndarray, np.ndarray]:
-    """Make the environment whose episodes are of these tasks."""
+def environment(
+    tasks: list[BenchTask], agent: str, *, scored: bool = True
+) -> gymnasium.Env[np.ndarray, np.ndarray]:
+    """Make the environment whose episodes are of these tasks; plans may have no score."""
     features, summary = AGENTS[agent]
     env = RankSelectionEnv(
         [task.problem for task in tasks],
-        [partial(reward, task) for task in tasks],
-        features=(*features, "budget"),  # type: ignore[arg-type]
+        [partial(reward, task) for task in tasks] if scored else None,
+        features=(*features, "budget"),
         importance_scale=_SCALE,
     )
     return Anchored(WithSummary(env) if summary else env)
@@ -111,7 +113,7 @@ def trained(tasks: list[BenchTask], agent: str, steps: int, seed: int) -> DDPG:
 
 def plan_of(model: DDPG, task: BenchTask, agent: str) -> Choices:
     """Choose a plan for a task."""
-    env = environment([task], agent)
+    env = environment([task], agent, scored=False)
     observation, info = env.reset()
     while "choices" not in info:
         observation, _, _, _, info = env.step(model.predict(observation, deterministic=True)[0])
