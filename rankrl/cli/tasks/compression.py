@@ -19,7 +19,7 @@ from decomposition import (
     save_compressed,
 )
 from decomposition.errors import DecompositionError, PlanError
-from pruning import list_pruners
+from pruning import PruningError, list_pruners
 from rankrl import compression
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
@@ -210,7 +210,10 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
     if between.finetune.epochs > 0:
         options.finetuning_recipe(between, after_removal=True)
     data = options.dataset(config)
-    check_target(build_network(config.model, data, seed=config.seed), data.input_shape, pruning)
+    try:
+        check_target(build_network(config.model, data, seed=config.seed), data.input_shape, pruning)
+    except PruningError as error:
+        raise ConfigError(f"the network cannot be pruned as asked: {error}") from error
     teacher = steps.teacher(config, data)
     dense = steps.dense_network(config, data, folder)
     new = steps.heldout_is_new(config, data)
