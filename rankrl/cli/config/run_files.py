@@ -212,8 +212,8 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
         os.chdir(home)
     _use_modules_of(home)
     own = [f"{key}={quoted(str(folder))}" for key in ("hydra.run.dir", "resume")]
-    named = () if flags.config_dir else record.get("choices", ())
-    choices = [f"--config-dir={home / each}" for each in named]
+    folders = () if flags.config_dir else record.get("choices", ())
+    choices = [f"--config-dir={home / each}" for each in folders]
     return [*kept, *own, *others, *choices]
 
 
