@@ -287,6 +287,7 @@ RENAMED = {("TrainingRecipe", "optimizer"): "optim.name"}
 RENAMED |= {("search", "reward"): "reward.name", ("SearchGoal", "reward"): "reward.name"}
 OTHERS = {(rankrl.search, "images")}  # how image files become inputs; `search.images` counts images
 OTHERS |= {(rankrl.search, "selector")}  # what scores plans; `compress` and the configuration take a rule
+OTHERS |= {(rankrl.search, "calibration")}  # a number of images, as `calibration.images`
 
 
 @pytest.fixture(scope="module")
