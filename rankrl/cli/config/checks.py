@@ -60,11 +60,7 @@ def check_command(flags: Namespace, composed: Composed) -> list[dict[str, Any]]:
             raise ConfigError(f"the option {name!r} is unknown. `rankrl --help` lists all options.")
     try:
         config = composed(next(tried_overrides(parsed)))
-        if config.hydra.job.chdir:
-            raise ConfigError(
-                "hydra.job.chdir=true would change the folder that the paths of options begin in; "
-                "leave it out: whatever a run writes lies in hydra.run.dir"
-            )
+        _check_flags(flags, config)
         if flags.multirun or config.hydra.mode == RunMode.MULTIRUN:
             swept = (OmegaConf.select(config, "hydra.sweeper.params") or {}).items()
             parsed = [*parsed_overrides([f"{key}={value}" for key, value in swept]), *parsed]
@@ -79,6 +75,23 @@ def check_command(flags: Namespace, composed: Composed) -> list[dict[str, Any]]:
     except (*COMPOSITION_ERRORS, RecursionError) as error:
         raise ConfigError(_explained(error, parsed, composed)) from error
     return checked
+
+
+def _check_flags(flags: Namespace, config: DictConfig) -> None:
+    if config.hydra.job.chdir:
+        raise ConfigError(
+            "hydra.job.chdir=true would change the folder that the paths of options begin in; "
+            "leave it out: whatever a run writes lies in hydra.run.dir"
+        )
+    if flags.cfg is None or flags.package in (None, "_global_"):
+        return
+    kept = [str(key) for key in config if flags.cfg == "all" or (key == "hydra") == (flags.cfg == "hydra")]
+    part = OmegaConf.masked_copy(config, kept)
+    if OmegaConf.select(part, flags.package) is None:
+        raise ConfigError(
+            f"--package={flags.package}: the configuration has no such section, or it is null."
+            f"{did_you_mean(flags.package, _dotted(part))}"
+        )
 
 
 def check_values(config: Config) -> None:
@@ -182,6 +195,10 @@ def _explained(error: BaseException, overrides: Sequence[Override], composed: Co
         if is_group and not all(isinstance(name, str | dict) for name in names):
             choices = ", ".join(offered_choices(each.key_or_group))
             return f"{each.key_or_group} is the name of a choice, got {shown(value)}; choose from {choices}"
+    twice = re.search(r"Multiple values for (\S+)\.|(\S+) appears more than once", text)
+    if twice is not None:
+        group = twice[1] or twice[2]
+        return f"{group} is chosen twice; choose it once, without a plus: {group}=NAME"
     choice = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if choice is not None:
         group, value = choice.groups()
