@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import nn
@@ -16,14 +15,11 @@ from decomposition.progress import Deadline
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, RunStoppedError
 from rankrl.models.classifiers import network_digest
-from rankrl.networks.module import FileModule
 from rankrl.plan_search.bounded_loss import SearchCall
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_class
 from rankrl.plan_search.session import SearchSession
 from rankrl.report.comparison import ComparisonRow
-from rankrl.request import Request, opened_session
-from rankrl.runs.run_folder import RunFolder
 from rankrl.training import TrainingRecipe
 from rankrl.training.networks import run_training
 from rankrl.verify.measure import test_accuracy
@@ -59,16 +55,10 @@ def compared_searches(entries: Sequence[SelectorEntry], seeds: Sequence[int]) ->
 
 
 def compare_selectors(
-    network: FileModule,
-    entered: Sequence[ComparedSearch],
-    request: Request,
-    run: RunFolder,
-    final: FinalTest | None,
+    session: SearchSession, entered: Sequence[ComparedSearch], folder: Path, final: FinalTest | None
 ) -> tuple[SearchResult, list[ComparisonRow]]:
     """Run every search and test its plan; return the one with the best reward, and a row for each."""
-    request = replace(request, deadline=Deadline(math.inf))  # each search has seconds of its own
-    with opened_session(network, request.timed_candidates(), request) as session:
-        results = search_all(session, entered, run.searches)
+    results = search_all(session, entered, folder)
     return winner(results), tested(session, results, final)
 
 

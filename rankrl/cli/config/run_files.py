@@ -220,7 +220,7 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
 def resumed_folder(arguments: Sequence[str]) -> Path | None:
     """Return the folder that `resume=RUN` names, with or without quotes, or None."""
     name = next((each.removeprefix("resume=") for each in arguments if each.startswith("resume=")), "")
-    text = name[1:-1] if name[:1] == name[-1:] == "'" else name
+    text = str(parsed_overrides([f"resume={name}"])[0].value()) if name[:1] == name[-1:] == "'" else name
     return None if text in ("", "null") else Path(text)
 
 

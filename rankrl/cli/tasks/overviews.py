@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, Factorise, LayerSpec, get_format, inspect_layers
 from decomposition.network.layers import skipping
-from decomposition.progress import progress_bar
+from decomposition.progress import Deadline, progress_bar
 from rankrl import compression
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
@@ -36,7 +37,7 @@ from rankrl.report.comparison import (
 )
 from rankrl.report.run_folder import read_metrics
 from rankrl.report.run_tables import rival_note
-from rankrl.request import Request
+from rankrl.request import Request, opened_session
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training.networks import build_network, model_title
 from rankrl.verify.file_export import export_dense
@@ -187,7 +188,9 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     network = steps.searched_network(config, data, dense, folder)
     source = dense if teacher is None else teacher.network
     final = FinalTest(data, source, recipe, folder.state / "plans") if applied else None
-    best, rows = compare_selectors(network, entered, options.request(config), folder, final)
+    request = replace(options.request(config), deadline=Deadline(math.inf))  # each search has its own
+    with opened_session(network, request.timed_candidates(), request) as session:
+        best, rows = compare_selectors(session, entered, folder.searches, final)
     with_preprocessing(best.plan, data.preprocessing).save(folder.plan)
     metrics = {
         **steps.head(config, data, dense, steps.searched(config)),

@@ -50,17 +50,17 @@ class ImportanceMap(ActionMap):
 
     action = "importance"
 
-    def __init__(self, problem: SearchProblem) -> None:
+    def __init__(self, problem: SearchProblem, scale: float = IMPORTANCE_SCALE) -> None:
         super().__init__(problem)
         check_action("importance", setting=problem.setting)
         assert problem.budget is not None
-        self.budget = problem.budget
+        self.budget, self._scale = problem.budget, scale
         self._dense = [float(site.cost(problem.measure)[-1]) for site in self.sites]
 
     def choices_of(self, actions: np.ndarray) -> Choices:
         """Allocate the budget under the actions."""
         actions = actions.astype(float)
-        weights = IMPORTANCE_SCALE * (actions - actions.mean())
+        weights = self._scale * (actions - actions.mean())
         return tuple(allocate(self.sites, self.budget, weights).tolist())
 
     def budget_left(self, taken: np.ndarray) -> float:
@@ -69,7 +69,7 @@ class ImportanceMap(ActionMap):
 
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
         """Return the roots before `allocate` spends the rest of the budget and exchanges cost."""
-        weights = IMPORTANCE_SCALE * (actions - actions.mean(1, keepdims=True))
+        weights = self._scale * (actions - actions.mean(1, keepdims=True))
         return _loss_roots(self.sites, allocate_many(self.sites, self.budget, weights))
 
 
@@ -141,11 +141,14 @@ class RatioMap(RankMap):
         return int(np.abs(cost - kept).argmin())
 
 
-def create_action_map(problem: SearchProblem, action: ActionKind | None = None) -> ActionMap:
+def create_action_map(
+    problem: SearchProblem, action: ActionKind | None = None, *, scale: float = IMPORTANCE_SCALE
+) -> ActionMap:
     """Make the map from actions to candidates; None for the kind that suits the problem."""
     kind = check_action(action, setting=problem.setting)
-    maps: tuple[type[ActionMap], ...] = (ImportanceMap, RankMap, RatioMap)
-    return next(each for each in maps if each.action == kind)(problem)
+    if kind == ImportanceMap.action:
+        return ImportanceMap(problem, scale)
+    return RankMap(problem) if kind == RankMap.action else RatioMap(problem)
 
 
 def check_action(action: ActionKind | None, *, setting: SearchSetting) -> ActionKind:

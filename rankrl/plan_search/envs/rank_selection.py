@@ -14,7 +14,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from rankrl.errors import ConfigError, counted
 from rankrl.option_types import shown
-from rankrl.plan_search.envs.actions import ActionKind, ActionMap, create_action_map
+from rankrl.plan_search.envs.actions import IMPORTANCE_SCALE, ActionKind, ActionMap, create_action_map
 from rankrl.plan_search.envs.observations import Feature, ObservationEncoder
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.registration import ENVIRONMENT_ID, RankSelectionSpec
@@ -44,6 +44,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         action: `importance`, `rank` or `ratio`; None for `importance` with a budget and `rank` without. With
             the first two, 0 everywhere is greedy's plan.
         features: Features beyond the layer's own and the previous action (`ObservationEncoder`).
+        importance_scale: Log-importance of action 1, with `action="importance"`.
 
     Raises:
         ConfigError: There is no problem, or options are unknown or contradict one another.
@@ -56,6 +57,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         *,
         action: ActionKind | None = None,
         features: Sequence[Feature] = (),
+        importance_scale: float = IMPORTANCE_SCALE,
     ) -> None:
         pairs = _pairs(problem, reward)
         if len(pairs) > 1:
@@ -63,7 +65,7 @@ class RankSelectionEnv(gymnasium.Env[np.ndarray, np.ndarray]):
         self._spec: EnvSpec | None = None
         encoders = [ObservationEncoder(each, features) for each, _ in pairs]
         self._tasks = [
-            _Task(each, function, create_action_map(each, action), encoder)
+            _Task(each, function, create_action_map(each, action, scale=importance_scale), encoder)
             for (each, function), encoder in zip(pairs, encoders, strict=True)
         ]
         sizes = {encoder.size for encoder in encoders}
