@@ -197,6 +197,7 @@ class FitLibrary:
                 )
             self._metrics = {name: moments[name].metric(centred=centred) for name in self.specs}
         self.cache = FitCache()
+        self._rounding_losses: dict[tuple[str, Quantise], float] = {}
         self._disk = Cache(folder)
         self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
         self._fitter: tuple[tuple[str, str, ChannelFactors | None], Fitter] | None = None
@@ -437,6 +438,13 @@ class FitLibrary:
         tensors = 1 if modes.kernel == 1 else 2
         return tensors * amplification(operation.tensor_format, cores, modes, self._metrics[name]) ** 2
 
+    def _rounding_loss(self, name: str, operation: Quantise) -> float:
+        """Return what rounding the dense weight loses, as `lost` has it."""
+        key = (name, operation)
+        if key not in self._rounding_losses:
+            self._rounding_losses[key] = self.lost(name, self.weight(name, [operation]))
+        return self._rounding_losses[key]
+
     def _error(self, name: str, candidate: Candidate) -> float:
         """Return a candidate's relative output error; rounded activations count as an estimated constant."""
         operations, reads = candidate.operations, candidate.reads
@@ -453,7 +461,7 @@ class FitLibrary:
         else:
             squared = sum(self.fit(name, operation).error ** 2 for operation in factors)
             if rounding:  # stages in 8 bits lose about as much as the whole weight, and cost more to round
-                noise += self.lost(name, self.weight(name, rounding))
+                noise += self._rounding_loss(name, rounding[0])
         if noise:
             squared += noise * (1 + sum(self._noise(name, operation) for operation in factors))
         return squared**0.5
