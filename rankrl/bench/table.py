@@ -63,7 +63,7 @@ class Table:
 
     @cached_property
     def surrogates(self) -> dict[str, Surrogate]:
-        """What predicts `scores` and `judged` of plans that are not here."""
+        """Predict `scores` and `judged` of plans that the table lacks: a surrogate for each."""
         known = {"scores": self.scores, "judged": self.judged}
         return {name: Surrogate(self.problem, self.choices, values) for name, values in known.items()}
 

@@ -30,7 +30,11 @@ THEN = ", then "
 
 @dataclass(frozen=True)
 class PruningSteps:
-    """What follows a removal: fine-tuning and a decomposition, each unless it is None, and fine-tuning."""
+    """Steps after channels or blocks were removed.
+
+    With `decompose`, the pruned network is fine-tuned (`before`) and then decomposed; `finetune` comes last.
+    None leaves a step out.
+    """
 
     finetune: TrainingRecipe | None
     decompose: Request | None = None

@@ -282,7 +282,8 @@ def show(kit: WrittenKit, then: str = "Then search with timing.table=times.json"
 def verify_kit(config: AppConfig, folder: RunFolder) -> None:
     """Write the kit of the finished runs below `runs`, with the original in float32 and in integers."""
     finished, scores = finished_files(config.runs)
-    timing, told = replace(options.export_options(config), pad_channels=False), dict[str, Any]()
+    timing = replace(options.export_options(config), pad_channels=False)
+    told: dict[str, Any] = {}
     ranges: Any
     feed: Any
     if steps.in_file(config):
