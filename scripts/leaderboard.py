@@ -51,6 +51,8 @@ SELECTORS = (
     *("uniform", "energy", "vbmf", PREDICTED, GREEDY, "divergence"),
     *("random", "local", "tpe", "cmaes", "bayes", "ddpg"),
 )
+OF_TABLES = (GREEDY, *SELECTORS[6:])
+"""Selectors that need no weights."""
 AT_ONCE = (PREDICTED, GREEDY, "divergence")
 """Selectors of one plan whose plans are fine-tuned."""
 KEY = ("task", "selector", "seed", "search", "evaluations")
@@ -130,6 +132,9 @@ def of_bench(options: argparse.Namespace) -> list[dict[str, str]]:
     rows = []
     for name in fnmatch.filter(bench_tasks(), options.tasks):
         task = bench_task(name)
+        if not task.answers:
+            say(f"{name}: its surrogate does not answer")
+            continue
         best = {"selector": "the table", "score": f"{task.table.judged.max():.6f}"}
         rows.append({"task": name, "search": "", **best})
         for one in options.selectors:
@@ -303,7 +308,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, help="CSV file of the rows")
     parser.add_argument("--yaml", type=Path, default=TASKS, help="file of the tasks")
     parser.add_argument("--tasks", default="*", help="pattern of names")
-    parser.add_argument("--selectors", nargs="+", default=list(SELECTORS))
+    parser.add_argument("--selectors", nargs="+")
     parser.add_argument(
         "--plugins", nargs="+", default=[], metavar="MODULE", help="register what they define"
     )
@@ -325,7 +330,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--folder and --rows are needed, but for --bench")
     try:
         load_plugins(options.plugins)
-        options.selectors = [*map(selector, options.selectors)]
+        names = options.selectors or (OF_TABLES if options.bench else SELECTORS)
+        options.selectors = [*map(selector, names)]
     except RankrlError as error:
         parser.error(str(error))
     return options
@@ -336,7 +342,7 @@ def main() -> None:
     options = parse()
     if options.bench:
         board = Board.of(of_bench(options), options.evaluations, [each.text for each in options.selectors])
-        note = f"{len(board.tasks)} tables, {counted(len(options.seeds), 'seed')}."
+        note = f"{counted(len(board.tasks), 'table')}, {counted(len(options.seeds), 'seed')}."
         publish(f"{note}\n\n{report(board)}", options.output, section="bench", title="Selectors on RankBench")
         return
     options.folder.mkdir(parents=True, exist_ok=True)

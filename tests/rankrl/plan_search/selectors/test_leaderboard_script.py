@@ -48,6 +48,18 @@ def test_there_are_enough_tasks_of_every_measure_and_family() -> None:
     assert all(task.request().goal.budget.fractions for task in tasks)
 
 
+def test_tables_answer_for_every_selector_that_needs_no_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["leaderboard.py", "--bench", "--tasks", "transformer tensor*", "--evaluations", "2"]
+    monkeypatch.setattr("sys.argv", words)
+    script.main()
+    shown = capsys.readouterr()
+    assert "transformer tensor_train macs 0.4: its surrogate does not answer" in shown.err
+    assert "1 table, 1 seed." in shown.out
+    assert all(f"| `{name}` | " in shown.out for name in script.OF_TABLES)
+
+
 def test_a_whole_task_is_run_once_and_judged_on_other_images(
     small_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
