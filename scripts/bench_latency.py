@@ -99,11 +99,11 @@ def network_rows(runs: Sequence[Run], passes: int, repeats: int) -> list[tuple[s
         files = [dense, integers, *(run.folder / "model.onnx" for run in runs)]
         turns = [_timed(files, options, passes) for _ in range(repeats)]
         rival_bytes = integers.stat().st_size
-    medians = np.array([[latency.median_ms for latency in each.latencies] for each in turns])
-    ratios = medians / medians[:, :1]
+    times = np.array([[latency.ms for latency in each.latencies] for each in turns])
+    ratios = times / times[:, :1]
     to_dense, low, high = np.median(ratios, axis=0), ratios.min(0), ratios.max(0)
-    to_integers = np.median(medians / medians[:, 1:2], axis=0)
-    milliseconds = np.median(medians, axis=0)
+    to_integers = np.median(times / times[:, 1:2], axis=0)
+    milliseconds = np.median(times, axis=0)
     name, dense_bytes = first.metrics["model"], dense.stat().st_size
     accuracy, rival = (first.metrics[side]["accuracy"] for side in ("baseline", "dense_int8"))
     shown = [f"{each:.1f}" for each in milliseconds]

@@ -44,7 +44,7 @@ class Stopwatch(Protocol):
     """A source of the times of files."""
 
     def times(self, group: FileGroup) -> np.ndarray:
-        """Return the median milliseconds of each file, infinity for one that does not run."""
+        """Return the milliseconds of each file, infinity for one that does not run."""
 
 
 VERSION = 2

@@ -236,7 +236,7 @@ def format_speed(faster: float, low: float | None, high: float | None) -> str:
 
 def latency_note(metrics: Mapping[str, Any]) -> str:
     onnx = metrics.get("onnx") or {}
-    parts = [f"Latency is the median {_CLOCKS.get(str(onnx.get('clock')), 'time')}"]
+    parts = [f"Latency is the 10th percentile of the {_CLOCKS.get(str(onnx.get('clock')), 'time')}"]
     batch, threads = number(metrics, "onnx", "batch"), number(metrics, "onnx", "threads")
     if batch:
         parts.append(f"per batch of {batch:.0f}")

@@ -167,7 +167,7 @@ def _headline(metrics: Mapping[str, Any]) -> list[Card]:
 
 _ONNX = (
     *("max_abs_difference", "agreement", "accuracy"),
-    *("latency_low_ms", "latency_high_ms", "baseline_latency_low_ms", "baseline_latency_high_ms"),
+    *("latency_median_ms", "latency_high_ms", "baseline_latency_median_ms", "baseline_latency_high_ms"),
 )
 _SCORED = {
     False: "on held-out images before fine-tuning",
@@ -339,9 +339,9 @@ def _onnx_facts(metrics: Mapping[str, Any]) -> dict[str, str | None]:
         "Test accuracy measured from the file": format_accuracy(onnx["accuracy"]),
     }
     for name, prefix in (("Latency of the original", "baseline_latency"), ("Latency of the file", "latency")):
-        low, high = onnx[f"{prefix}_low_ms"], onnx[f"{prefix}_high_ms"]
-        if low and high:
-            values[name] = f"10th to 90th percentile {low:.3g} to {high:.3g} ms"
+        median, high = onnx[f"{prefix}_median_ms"], onnx[f"{prefix}_high_ms"]
+        if median and high:
+            values[name] = f"median {median:.3g} ms, 90th percentile {high:.3g} ms"
     return {name: value for name, value in values.items() if value not in (None, UNKNOWN)}
 
 

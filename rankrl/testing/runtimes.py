@@ -145,7 +145,7 @@ class RuntimeContract:
         np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-4)
 
     def test_files_are_timed(self, runtime: str, plain_file: Path) -> None:
-        assert measure_latency(plain_file, batch=2, runs=3, runtime=runtime).median_ms > 0
+        assert measure_latency(plain_file, batch=2, runs=3, runtime=runtime).ms > 0
         clock = "processor" if get_runtime(runtime).in_calling_thread else "wall"
         timed = time_in_turns([("onnxruntime", plain_file), (runtime, plain_file)], batch=2, runs=3)
         assert [latency.clock for latency in timed.latencies] == ["processor", clock]

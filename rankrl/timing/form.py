@@ -110,7 +110,7 @@ def _fastest(
                 graph.save(files[-1])
             turns = [(options.runtime, file) for file in files]
             timed = time_in_turns(turns, batch=batch, threads=options.threads, runs=_RUNS, inputs=x)
-        times += [latency.median_ms for latency in timed.latencies]
+        times += [latency.ms for latency in timed.latencies]
     best = int(times.argmin())
     if best == 0 or is_unchanged(times[0] / times[best]):
         return None

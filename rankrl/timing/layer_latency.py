@@ -190,7 +190,7 @@ class LayerTimer:
     def candidates(
         self, dense: DecomposableModule, spec: LayerSpec, operations: Sequence[Sequence[Operation]]
     ) -> np.ndarray:
-        """Return the median milliseconds of a layer under each list of operations, all its calls together."""
+        """Return the milliseconds of a layer under each list of operations, all its calls together."""
         total = np.zeros(len(operations))
         for size, result in zip(spec.input_sizes, spec.output_sizes, strict=True):
             shape, after = self._shapes(spec, size, result)
@@ -209,7 +209,7 @@ class LayerTimer:
         return np.where(np.isfinite(total), np.maximum(total, 1e-4), np.inf)
 
     def forms(self, spec: LayerSpec, layers: Sequence[nn.Module]) -> np.ndarray:
-        """Return the median milliseconds of a layer's replacements in floating point, all calls together."""
+        """Return the milliseconds of a layer's replacements in floating point, all calls together."""
         sizes = zip(spec.input_sizes, spec.output_sizes, strict=True)
         shapes = (self._shapes(spec, size, result) for size, result in sizes)
         times = [self._between(list(map(copied, layers)), *ends, integer=False) for ends in shapes]
@@ -226,12 +226,12 @@ class LayerTimer:
             return self._time(stacks, shape) - around
 
     def node(self, node: LoneNode, candidates: Sequence[Candidate]) -> tuple[float, ...]:
-        """Return the median milliseconds of a node of a file under each candidate."""
+        """Return the milliseconds of a node of a file under each candidate."""
         operations = [candidate.operations for candidate in candidates]
         return tuple(self.stopwatch.times(node.files(operations, self.runs)).tolist())
 
     def alone(self, layers: Sequence[nn.Module], shape: tuple[int, ...]) -> np.ndarray:
-        """Return the median milliseconds of layers with nothing around them; `shape` is the whole input."""
+        """Return the milliseconds of layers with nothing around them; `shape` is the whole input."""
         return self._time([_stack([layer]) for layer in layers], shape)
 
     def border(self, spec: LayerSpec) -> float:
@@ -245,7 +245,7 @@ class LayerTimer:
         return total
 
     def addition(self, spec: LayerSpec, integer: bool) -> float:
-        """Return the median milliseconds of adding a layer's outputs to something of their shape."""
+        """Return the milliseconds of adding a layer's outputs to something of their shape."""
         total = 0.0
         for size, result in zip(spec.input_sizes, spec.output_sizes, strict=True):
             _, shape = self._shapes(spec, size, result)
@@ -278,7 +278,7 @@ class LayerTimer:
         return self._pairs[key]
 
     def _time(self, networks: Sequence[nn.Module], shape: tuple[int, ...]) -> np.ndarray:
-        """Return the median milliseconds of each network, timed in turns."""
+        """Return the milliseconds of each network, timed in turns."""
         names = tuple(digest("layers", shape, self.channel_block, str(network)) for network in networks)
         return self.stopwatch.times(FileGroup(names, partial(self._contents, networks, shape), self.runs))
 

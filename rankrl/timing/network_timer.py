@@ -161,7 +161,7 @@ class ModuleFiles:
         )
 
 
-_METHOD = 9
+_METHOD = 10
 """Version of the way layers are timed; tables of another version are not read."""
 
 

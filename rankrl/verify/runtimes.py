@@ -168,7 +168,7 @@ def _times(timed: TimedTurns, keys: list[_Key], key: _Key) -> dict[str, Any]:
         "ratio": (runtime, ORIGINAL),  # of the original's time to this one
         "runtime_ratio": (DEFAULT_RUNTIME, file),  # of the file's time in onnxruntime to this one
     }
-    entry = {"clock": latency.clock, "busy": timed.busy, f"{before}latency_ms": latency.median_ms}
+    entry = {"clock": latency.clock, "busy": timed.busy, f"{before}latency_ms": latency.ms}
     for name, other in others.items():
         if other != key and other in keys:
             comparison = timed.compare(keys.index(other), position)

@@ -35,7 +35,7 @@ def test_rows_hold_what_runs_wrote_down_and_times_of_their_files(
         found = time_in_turns(*args, **options)
         assert found.times.shape == (2, 3)
         pairs = zip(found.latencies, next(milliseconds), strict=True)
-        return replace(found, latencies=[replace(each, median_ms=time) for each, time in pairs])
+        return replace(found, latencies=[replace(each, ms=time) for each, time in pairs])
 
     monkeypatch.setattr(bench_latency, "time_in_turns", known)
     page = tmp_path / "page.md"

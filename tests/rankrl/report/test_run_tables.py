@@ -180,9 +180,9 @@ def test_the_terminal_shows_the_spread_and_a_busy_machine(metrics: dict[str, Any
         "busy": "the timed passes waited 52 % of the time for a core",
     }
     assert plain(latency_note(metrics)) == (
-        "Latency is the median processor time per batch of 64 on 1 thread. The original takes 1.28 to 1.33 "
-        "times as long (95 % interval of the ratio of their times). The machine was busy: the timed passes "
-        "waited 52 % of the time for a core."
+        "Latency is the 10th percentile of the processor time per batch of 64 on 1 thread. The original "
+        "takes 1.28 to 1.33 times as long (95 % interval of the ratio of their times). The machine was "
+        "busy: the timed passes waited 52 % of the time for a core."
     )
     for part in ("1.28 to 1.33", "The machine was busy"):
         assert part in printed(metrics)
