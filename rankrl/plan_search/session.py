@@ -296,7 +296,7 @@ class SearchSession:
         selector = create_selector(
             call.selector, problem, seed=call.seed, episodes=options.episodes, **call.selector_options
         )
-        objective = {"reward": self.reward.name, "metric": self.scoring.metric_name}
+        objective = {"reward": str(self.reward), "metric": self.scoring.metric_name}
         if selector.action_kind is not None:
             objective["action"] = selector.action_kind
         self._announce(call.selector, objective)

@@ -77,7 +77,7 @@ _SHOWN = {
 SHORT = ("best_reward", "test_accuracy", "finetuned_accuracy")
 """The measures that fit on a terminal."""
 
-_PROGRESS = "Best reward after so many different plans."
+_PROGRESS = "Best reward after so many different plans; – where a search found fewer."
 _AFTER = (1, 5, 20, 50, 100, 200, 500, 1000)
 
 
@@ -134,7 +134,12 @@ def summarise(rows: Sequence[ComparisonRow]) -> list[SelectorSummary]:
             if values:
                 measures[measure] = Spread.of(values)
         summaries.append(SelectorSummary(name, len(runs), measures))
-    return sorted(summaries, key=lambda summary: -summary.measures["best_reward"].mean)
+    return sorted(summaries, key=lambda summary: -_rounded(summary, "best_reward"))
+
+
+def _rounded(summary: SelectorSummary, measure: str) -> float:
+    """Return a mean without the noise of floating point, by which equal searches would differ."""
+    return round(summary.measures[measure].mean, 9)
 
 
 def comparison_cells(
@@ -164,7 +169,11 @@ def progress_table(rows: Sequence[ComparisonRow], caption: str = "") -> Table:
     cells = []
     for summary in summarise(rows) if longest > 1 else ():
         runs = [row.best_rewards for row in rows if row.selector == summary.selector]
-        known = (Spread.of([run[min(end, len(run)) - 1] for run in runs]) for end in ends)
+        found = max(map(len, runs))
+        known = [
+            Spread.of([run[min(end, len(run)) - 1] for run in runs]) if found == 1 or found >= end else None
+            for end in ends
+        ]
         cells.append([summary.selector, *(_cell(spread, "best_reward") for spread in known)])
     return Table(caption, ["Selector", *(counted(end, "plan") for end in ends)], cells)
 
@@ -194,12 +203,13 @@ def rewards_figure(rows: Sequence[ComparisonRow]) -> Figure:
 
 def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     longest = max(len(row.best_rewards) for row in rows)
-    plans = np.arange(1, longest + 1)
     for index, summary in enumerate(summarise(rows)):
         runs = [row.best_rewards for row in rows if row.selector == summary.selector]
-        # A search that ended early keeps its last best reward.
-        curves = np.array([[*run, *[run[-1]] * (longest - len(run))] for run in runs])
         one_plan = longest > 1 and all(len(run) == 1 for run in runs)
+        end = longest if one_plan else max(map(len, runs))
+        plans = np.arange(1, end + 1)
+        # A search that ended before the selector's other ones keeps its last best reward.
+        curves = np.array([[*run, *[run[-1]] * (end - len(run))] for run in runs])
         colour = PALETTE[SERIES[index % len(SERIES)]]
         axes.plot(
             plans,
@@ -220,13 +230,26 @@ _ANSWERS = {
     "finetuned_accuracy": "Highest after fine-tuning, %",
 }
 _CAPTION = (
-    "Every selector had the same evaluator, fits and number of episodes; a plan that is proposed again is "
-    "not scored again. Test images choose nothing. Best reward first."
+    "Every selector had the same evaluator, fits and number of episodes, but for rules, which propose one "
+    "plan; a plan that is proposed again is not scored again. Held-out accuracies are of the images that "
+    "searches score plans on. Test images choose nothing. Best reward first."
 )
 
 
+_FILES = {
+    "compare.csv": "a row for each search",
+    "compare.md": "these tables in Markdown",
+    "compare.tex": "the means as a table for LaTeX",
+    "plots/rewards.pdf": "the curves as a PDF",
+    "plan.json": "the plan with the best reward, of the first of equal searches",
+}
+
+
 def comparison_page(
-    rows: Sequence[ComparisonRow], metrics: Mapping[str, Any], setup: Mapping[str, str]
+    rows: Sequence[ComparisonRow],
+    metrics: Mapping[str, Any],
+    setup: Mapping[str, str],
+    files: Sequence[tuple[str, str]] = (),
 ) -> str:
     rival, accuracy = rival_note(metrics), number(metrics, "baseline", "accuracy")
     note = interval_note(summary.runs for summary in summarise(rows))
@@ -249,6 +272,7 @@ def comparison_page(
                 ),
                 "table": progress_table(rows, f"{_PROGRESS} {explained}".strip()),
             },
+            "Files": {"files": files},
             "Setup": {"facts": {**search, **setup}},
         },
         eyebrow=eyebrow(metrics, setup),
@@ -258,13 +282,16 @@ def comparison_page(
 
 
 def _headline(rows: Sequence[ComparisonRow]) -> list[Card]:
-    """Return the selector with the highest mean of each measure that matters."""
+    """Return the selectors with the highest mean of each measure that matters."""
     cards = []
     for measure, title in _ANSWERS.items():
         known = [summary for summary in summarise(rows) if measure in summary.measures]
         if known:
-            best = max(known, key=lambda summary: summary.measures[measure].mean)
-            cards.append(Card(title, _cell(best.measures[measure], measure), best.selector))
+            highest = max(_rounded(summary, measure) for summary in known)
+            best = [summary for summary in known if _rounded(summary, measure) == highest]
+            names = ", ".join(summary.selector for summary in best)
+            equal = " (equal)" if len(best) > 1 else ""
+            cards.append(Card(title, _cell(best[0].measures[measure], measure), names + equal))
     return cards
 
 
@@ -278,8 +305,8 @@ _LATEX = {
 }
 
 
-def comparison_latex(rows: Sequence[ComparisonRow]) -> str:
-    """Write the table of means for LaTeX's package booktabs."""
+def comparison_latex(rows: Sequence[ComparisonRow], about: str = "") -> str:
+    """Write the table of means for LaTeX's package booktabs; a comment says what was compared."""
     columns, cells = comparison_cells(rows)
     head, *body = (
         " & ".join("".join(_LATEX.get(sign, sign) for sign in cell) for cell in line) + r" \\"
@@ -287,7 +314,7 @@ def comparison_latex(rows: Sequence[ComparisonRow]) -> str:
     )
     note = interval_note(summary.runs for summary in summarise(rows))
     lines = [
-        *([f"% Numbers: {note}."] if note else []),
+        *(f"% {line}." for line in (about, note and f"Numbers: {note}") if line),
         rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
         *(r"\toprule", head, r"\midrule", *body, r"\bottomrule"),
         r"\end{tabular}",
@@ -311,8 +338,10 @@ def write_comparison(
     write_atomically(folder / "compare.md", comparison_markdown(rows))
     save_figure(rewards_figure(rows), folder / "plots" / "rewards.png")
     if latex:
-        write_atomically(folder / "compare.tex", comparison_latex(rows))
+        about = objective_line(metrics.get("search") or {}, metrics.get("budget") or {})
+        write_atomically(folder / "compare.tex", comparison_latex(rows, f"{run_title(metrics)}; {about}"))
         save_figure(rewards_figure(rows), folder / "plots" / "rewards.pdf")
     document = folder / "report.html"
-    write_atomically(document, comparison_page(rows, metrics, setup))
+    files = [(name, text) for name, text in _FILES.items() if (folder / name).is_file()]
+    write_atomically(document, comparison_page(rows, metrics, setup, files))
     return document

@@ -132,6 +132,9 @@ def reward_figure(episodes: Sequence[EpisodeRow]) -> Figure:
     searched = [row for row in episodes if row.phase != PRESET_PHASE]
     if searched:
         _draw_search(axes, searched)
+        best = [row.best_reward for row in episodes]
+        numbers = [row.episode for row in episodes]
+        axes.step(numbers, best, where="post", color=PALETTE["second"], linewidth=1.6, label="best so far")
     for row in episodes:
         if row.phase == PRESET_PHASE:
             axes.axhline(
@@ -141,7 +144,6 @@ def reward_figure(episodes: Sequence[EpisodeRow]) -> Figure:
                 linestyle=(0, (5, 3)),
                 label="greedy's plan",
             )
-            axes.plot(row.episode, row.reward, ".", color=PALETTE["muted"], markersize=5)
     number_axis(axes)
     whole_axis(axes)
     upper_legend(figure, columns=6)
@@ -161,8 +163,6 @@ def _draw_search(axes: Axes, searched: Sequence[EpisodeRow]) -> None:
         average = np.convolve(rewards, np.full(window, 1 / window), mode="valid")
         label = f"mean of {window}"
         axes.plot(numbers[window - 1 :], average, color=PALETTE["accent"], linewidth=1.6, label=label)
-    best = [row.best_reward for row in searched]
-    axes.step(numbers, best, where="post", color=PALETTE["second"], linewidth=1.6, label="best so far")
     warm_up = [row.episode for row in searched if row.phase == WARM_UP_PHASE]
     if warm_up:
         ends = min(warm_up) - 0.5, max(warm_up) + 0.5

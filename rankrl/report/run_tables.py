@@ -218,6 +218,8 @@ def format_ratio(ratio: float | None, better: str, worse: str) -> str:
     """Write a ratio original ÷ compressed: `2.50× fewer` above 1, `1.20× more` below."""
     if ratio is None or ratio <= 0:
         return UNKNOWN
+    if round(max(ratio, 1 / ratio), 2) == 1:
+        return UNCHANGED
     return f"{ratio:.2f}× {better}" if ratio >= 1 else f"{1 / ratio:.2f}× {worse}"
 
 

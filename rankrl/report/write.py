@@ -170,7 +170,7 @@ _ONNX = (
     *("latency_median_ms", "latency_high_ms", "baseline_latency_median_ms", "baseline_latency_high_ms"),
 )
 _SCORED = {
-    False: "on held-out images before fine-tuning",
+    False: "on the images that the search scores plans on, before fine-tuning",
     True: "(1 − relative error of the outputs, unless another score was chosen) before the refit",
 }
 
@@ -318,14 +318,17 @@ def _fine_tuning(report: RunReport) -> Drawing | None:
         return None
     best, score = max(report.epochs, key=lambda row: row.accuracy), epoch_score(report.metrics)
     trained = (report.metrics.get("trainings") or {}).get("finetune") or {}
-    taken = " No epoch was better than the network was before, which is taken as it was."
+    said = f"Best {score.words}: {score.write(best.accuracy)}, after epoch {best.epoch}"
+    if trained.get("epoch") == 0:
+        said = (
+            f"No epoch was better than the network before training, which is taken; the best {score.words} "
+            f"after an epoch is {score.write(best.accuracy)}, epoch {best.epoch}"
+        )
     return drawing(
         fine_tuning_figure(report.epochs, score=score),
         "fine-tuning",
         f"{score.title} and training loss per epoch of fine-tuning.",
-        f"Best {score.words}: {score.write(best.accuracy)}, after epoch {best.epoch} "
-        f"of {len(report.epochs)}.{taken if trained.get('epoch') == 0 else ''} "
-        f"{heldout_note(report.metrics)}".strip(),
+        f"{said} of {len(report.epochs)}. {heldout_note(report.metrics)}".strip(),
     )
 
 
@@ -355,6 +358,8 @@ _FILES = {
     "dense.safetensors": "the dense network, as trained here",
     "optimizer_step.onnx": "a step of the optimizer as an ONNX graph",
     "episodes.csv": "every plan that was tried",
+    "candidates.json": "the candidates that its choices count",
+    "search.json": "the search's result",
     ".hydra/config.yaml": "the whole configuration",
     "rankrl.log": "the log",
 }

@@ -347,10 +347,10 @@ def run_training(
         teacher.cpu()
     calibrate_ranges(network, range_images(data))
     log.info(
-        "%s: held-out accuracy %.4f after epoch %d, highest learning rate %.3g",
+        "%s: held-out accuracy %.4f %s, highest learning rate %.3g",
         description,
         result.accuracy,
-        result.epoch,
+        f"after epoch {result.epoch}" if result.epoch else "before training, which no epoch bettered",
         result.lr,
     )
     return result

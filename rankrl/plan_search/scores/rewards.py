@@ -24,6 +24,10 @@ class Reward:
     options: Mapping[str, Any]
     function: RewardFunction = field(repr=False, compare=False)
 
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.name}({options})" if options else self.name
+
     def __call__(self, evaluation: Evaluation) -> float:
         """Return the reward of a scored plan."""
         value = float(self.function(evaluation))

@@ -41,6 +41,9 @@ class Proposal:
     phase: str
     actions: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choices", tuple(map(int, self.choices)))
+
 
 OnUpdate = Callable[[int, Mapping[str, float]], None]
 
