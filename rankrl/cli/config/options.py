@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from rankrl.cli.config.checks import split_entry
+from rankrl.cli.config.compose import parsed_overrides
 from rankrl.cli.config.schema import AppConfig
 from rankrl.data import ImageData, load_dataset
 from rankrl.errors import ConfigError
@@ -26,8 +27,18 @@ from rankrl.training import TrainingRecipe
 
 
 def selector_entry(text: str) -> SelectorEntry:
-    """Parse an entry of the compared selectors, as `bayes` or `ddpg:noise=0.1`, and check its options."""
-    selector, options = split_entry(text)
+    """Parse an entry of the compared selectors, as `bayes` or `ddpg:noise=0.1`, and check its options.
+
+    Values are read as on the command line; one with commas stands in brackets: `features=[macs,curve]`.
+    """
+    selector, _, rest = text.partition(":")
+    pairs = re.split(r",(?=\w+=)", rest) if rest else []
+    if not all("=" in pair for pair in pairs):
+        raise ConfigError(
+            f"{text!r} is no selector with options; write NAME:OPTION=VALUE,OPTION=VALUE, for example "
+            f"{selector}:plans_per_step=2"
+        )
+    options = {each.key_or_group: each.value() for each in parsed_overrides(pairs)}
     check_selector(selector, options)
     return SelectorEntry(text, selector, options)
 
@@ -53,12 +64,11 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
     config.decomposition.final_fit()
     asked = Request(search_goal(config), config.decomposition)
     setting = asked.goal.setting(asked.candidates())
-    if config.task == "compare":
-        selectors = [(each.selector, each.options) for each in compared_selectors(config)]
-    else:
-        selectors = [selector(config)]
-    for name, options in selectors:
-        check_selector(name, options, setting)
+    compared = (
+        compared_selectors(config) if config.task == "compare" else [SelectorEntry("", *selector(config))]
+    )
+    for each in compared:
+        check_selector(each.selector, each.options, setting)
     if finetuning:
         finetuning_recipe(config)
     training_recipe(config, None)
@@ -80,15 +90,8 @@ def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
 
 def request(config: AppConfig) -> Request:
     """Return the request of a run, the same as of a call from Python."""
-    images = config.calibration.images
-    asked = Request(
-        search_goal(config),
-        config.decomposition,
-        *selector(config),
-        seed=config.seed,
-        cache=cache_folder(),
-        calibration=images,
-    )
+    asked = Request(search_goal(config), config.decomposition, *selector(config), config.seed, cache_folder())
+    asked = asked.fitted_to(config.calibration.images)
     return asked if config.model.get("architecture") == "onnx" else asked.refitting()
 
 
@@ -118,17 +121,8 @@ def pruning(config: AppConfig) -> PruningOptions:
     return dataclasses.replace(options, sequential=config.decomposition.sequential)
 
 
-def decomposition_after_pruning(config: AppConfig) -> AppConfig | None:
-    """Return the configuration of the decomposition after pruning, or None without one."""
-    budget = config.prune.budget
-    return None if budget is None else dataclasses.replace(config, budget=budget)
-
-
-def before_decomposition(config: AppConfig) -> AppConfig:
-    """Return the configuration with which a pruned network is fine-tuned before it is decomposed."""
-    epochs = config.prune.finetune_epochs
-    if epochs is None:
-        return config
+def with_epochs(config: AppConfig, epochs: int) -> AppConfig:
+    """Return the configuration with another number of epochs of fine-tuning."""
     return dataclasses.replace(config, finetune=dataclasses.replace(config.finetune, epochs=epochs))
 
 

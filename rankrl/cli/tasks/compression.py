@@ -1,13 +1,17 @@
-"""Train, compress, fine-tune, evaluate and export networks: a task each."""
+"""Train, compress, fine-tune, evaluate and export networks: a task each, and the steps that tasks share."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 from decomposition import (
@@ -18,27 +22,55 @@ from decomposition import (
     load_compressed,
     save_compressed,
 )
-from decomposition.errors import DecompositionError, PlanError
+from decomposition.errors import DecompositionError
 from pruning import PruningError, list_pruners
 from rankrl import compression
-from rankrl.cli.config import options
+from rankrl.cli.config import compose, options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks import steps
 from rankrl.compression import apply_plan, compress
 from rankrl.data import ImageData
-from rankrl.errors import CheckpointError, ConfigError
-from rankrl.module_compression import file_metadata, finetune_in
+from rankrl.errors import CheckpointError, ConfigError, counted
+from rankrl.models import checkpoint_heldout, save_checkpoint
+from rankrl.module_compression import file_metadata, finetune_in, image_classifier, train_in
+from rankrl.networks.module import FileModule, ModuleNetwork
+from rankrl.onnx.graph import ImagePreprocessing
+from rankrl.onnx.output_scores import SCORES
 from rankrl.options.decomposition import AUTO
+from rankrl.options.names import InputsOptions
 from rankrl.plan_search.run import search_numbers
+from rankrl.plan_search.session import check_reachable
 from rankrl.pruners.compress import THEN, PruningSteps, compress_pruned
 from rankrl.pruners.prune import check_target
+from rankrl.report import (
+    LayerRow,
+    conclusion,
+    device_table,
+    heldout_note,
+    measured_table,
+    runtimes_table,
+    summary_table,
+)
+from rankrl.result import Compression, MeasuredModule, missed_memory, run_numbers, write_run
 from rankrl.runs.run_folder import RunFolder, cache_folder
-from rankrl.training import TrainingRecipe
-from rankrl.training.networks import build_network, heldout_accuracy
+from rankrl.training import EpochRow, TrainingRecipe, TrainingResult, guessing_share
+from rankrl.training.networks import (
+    Teacher,
+    build_network,
+    guessing_warning,
+    heldout_accuracy,
+    model_title,
+    read_teacher,
+    write_training_step,
+)
 from rankrl.training.state import extend_training
+from rankrl.verify.certificate import accuracy_collapse
 from rankrl.verify.measure import cost_ratios, layer_rows, network_numbers, test_accuracy, with_preprocessing
 
 log = logging.getLogger(__name__)
+INPUTS = "inputs"
+"""The dataset of model=onnx: inputs without labels."""
+_LITTLE = 0.5
+"""Agreement with the original below which hardly anyone would use a network."""
 
 
 def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.Module, CompressionPlan]:
@@ -49,26 +81,29 @@ def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.M
             "earlier run"
         )
     dense = build_network(config.model, data, seed=config.seed)
-    try:
+    with _fitting(config, data, f"weights={config.weights}"):
         network, plan = load_compressed(dense, Path(config.weights))
-    except PlanError as error:
-        raise ConfigError(
-            f"weights={config.weights} cannot be loaded into model={config.model['architecture']} for "
-            f"dataset={data.name}: {error}. It takes the model.safetensors of a run, with the options model "
-            "and dataset that the run had; a dense network is given as model.checkpoint=PATH"
-        ) from error
-    _warn_of_other_images(config.weights, plan, data)
+    known, own = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
+    if isinstance(known, dict) and any(known.get(name, own[name]) != own[name] for name in ("mean", "std")):
+        log.warning(
+            "%s was made with images of %s, those of dataset=%s have %s",
+            config.weights,
+            known,
+            data.name,
+            own,
+        )
     return network.eval(), plan.prepared(dense), plan
 
 
-def check_plan(config: AppConfig, data: ImageData, plan: CompressionPlan) -> None:
-    """Refuse a plan that the network cannot take, before the network is trained for it."""
+@contextmanager
+def _fitting(config: AppConfig, data: ImageData, option: str) -> Iterator[None]:
+    """Name network and data where a plan does not fit them."""
     try:
-        plan.specs(build_network(config.model, data, seed=config.seed))
+        yield
     except DecompositionError as error:
         raise ConfigError(
-            f"plan={config.plan} cannot be applied to model={config.model['architecture']} for "
-            f"dataset={data.name}: {error}"
+            f"{option} does not fit model={config.model['architecture']} for dataset={data.name}: {error}. "
+            "Give the options model and dataset that its run had; a dense network is model.checkpoint=PATH"
         ) from error
 
 
@@ -86,41 +121,20 @@ def method_of(plan: CompressionPlan) -> dict[str, str | None]:
     return method
 
 
-def dense_numbers(config: AppConfig, data: ImageData, dense: nn.Module) -> dict[str, Any]:
-    """Return the costs of the dense network, and its test accuracy if its weights are known."""
-    if config.model.get("checkpoint"):
-        return network_numbers(dense, data)
-    return {"params": count_parameters(dense), "macs": count_macs(dense, data.input_shape)}
-
-
 def both_numbers(
     config: AppConfig, data: ImageData, dense: nn.Module, network: nn.Module, plan: CompressionPlan
 ) -> dict[str, Any]:
-    """Return the entries of metrics.json for a compressed network next to the dense one."""
-    before, after = dense_numbers(config, data, dense), network_numbers(network, data)
-    return _next_to(steps.head(config, data, dense, method_of(plan)), before, after)
+    """Return the entries of metrics.json for a compressed network next to the dense one.
 
-
-def _next_to(head: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    The dense one has a test accuracy if its weights are known: from a checkpoint, or trained by task=apply.
+    """
+    if config.model.get("checkpoint") or config.task == "apply":
+        before = network_numbers(dense, data)
+    else:
+        before = {"params": count_parameters(dense), "macs": count_macs(dense, data.input_shape)}
+    after = network_numbers(network, data)
+    head = run_head(config, data, dense, method_of(plan))
     return {**head, "baseline": before, "compressed": after, "ratios": cost_ratios(before, after)}
-
-
-def _warn_of_other_images(weights: str | Path, plan: CompressionPlan, data: ImageData) -> None:
-    """Warn if images are normalised differently from those that the network was compressed with."""
-    known, own = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
-    if not isinstance(known, dict):
-        return
-    for name in ("mean", "std"):
-        if name in known and known[name] != own[name]:
-            log.warning(
-                "%s was made with images of %s %s, those of dataset=%s have %s; dataset.%s sets it",
-                weights,
-                name,
-                known[name],
-                data.name,
-                own[name],
-                name,
-            )
 
 
 def train(config: AppConfig, folder: RunFolder) -> None:
@@ -128,49 +142,49 @@ def train(config: AppConfig, folder: RunFolder) -> None:
     options.training_recipe(config, None)
     data = options.dataset(config)
     network = build_network(config.model, data, seed=config.seed)
-    epochs = steps.dense_training(config, data, network, folder).history
-    metrics = {**steps.head(config, data, network), "baseline": network_numbers(network, data)}
-    steps.finish(folder, metrics, epochs=epochs)
+    epochs = dense_training(config, data, network, folder).history
+    metrics = {**run_head(config, data, network), "baseline": network_numbers(network, data)}
+    finish(folder, metrics, epochs=epochs)
 
 
 def pipeline(config: AppConfig, folder: RunFolder) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
-    tuning = config.finetune.epochs > 0 and not steps.in_file(config)
+    tuning = config.finetune.epochs > 0 and not in_file(config)
     options.check(config, finetuning=tuning)
     network: Any
     inputs: Any
-    if steps.in_file(config):
-        network, inputs, told = steps.file_inputs(config)
+    if in_file(config):
+        network, inputs, told = file_inputs(config)
         if not config.budget.fractions:
             raise ConfigError(
                 "model=onnx needs a budget: budget.latency=0.5 keeps at most half of the time; "
                 "budget.params, budget.macs and budget.bytes likewise"
             )
-        head = steps.file_head(config, told["images"], steps.searched(config))
+        head = file_head(config, told["images"], searched(config))
     else:
         inputs = data = options.dataset(config)
-        steps.check_budget(config, data)
-        told = {"teacher": steps.teacher(config, data), "calibration": config.calibration.images}
-        network = steps.dense_network(config, data, folder)
+        check_budget(config, data)
+        told = {"teacher": named_teacher(config, data), "calibration": config.calibration.images}
+        network = dense_network(config, data, folder)
         if tuning:
-            new = steps.heldout_is_new(config, data)
+            new = heldout_is_new(config, data)
             told["finetune"] = options.finetuning_recipe(config, heldout_is_new=new)
-        head = steps.head(config, data, network, steps.searched(config))
+        head = run_head(config, data, network, searched(config))
     folder.notes.about.update(head)
     result: Any = compress(network, inputs, folder, **options.verb_arguments(config), **told)
-    steps.finish_compressed(config, result, folder)
+    finish_compressed(config, result, folder)
 
 
 def search(config: AppConfig, folder: RunFolder) -> None:
     """Search and write the plan; no test image is read."""
     options.check(config, finetuning=False)
     data = options.dataset(config)
-    steps.check_budget(config, data)
-    dense = steps.dense_network(config, data, folder)
+    check_budget(config, data)
+    dense = dense_network(config, data, folder)
     asked = options.verb_arguments(config)
     found = compression.search(dense, data, folder=folder, calibration=config.calibration.images, **asked)
-    metrics = {**steps.head(config, data, dense, steps.searched(config)), **search_numbers(found)}
-    steps.finish(folder, {**metrics, "ratios": found.ratios}, layers=layer_rows(found.plan, dense))
+    metrics = {**run_head(config, data, dense, searched(config)), **search_numbers(found)}
+    finish(folder, {**metrics, "ratios": found.ratios}, layers=layer_rows(found.plan, dense))
 
 
 def apply(config: AppConfig, folder: RunFolder) -> None:
@@ -179,34 +193,33 @@ def apply(config: AppConfig, folder: RunFolder) -> None:
         raise ConfigError("task=apply needs plan=RUN/plan.json, the plan of an earlier run or your own")
     plan = CompressionPlan.load(config.plan)
     told: dict[str, Any] = {"decomposition": config.decomposition, "seed": config.seed}
-    if steps.in_file(config):
-        path, inputs, read = steps.file_inputs(config)
+    if in_file(config):
+        path, inputs, read = file_inputs(config)
         timing, cache = options.search_goal(config).timing, cache_folder()
         result = apply_plan(path, plan, inputs, folder.onnx, timing=timing, cache=cache, **told, **read)
         plan.save(folder.plan)
-        folder.notes.about.update(steps.file_head(config, read["images"], method_of(plan)))
-        steps.finish_compressed(config, result, folder)
+        folder.notes.about.update(file_head(config, read["images"], method_of(plan)))
+        finish_compressed(config, result, folder)
         return
     data = options.dataset(config)
-    check_plan(config, data, plan)
+    with _fitting(config, data, f"plan={config.plan}"):  # before a network is trained for it
+        plan.specs(build_network(config.model, data, seed=config.seed))
     plan = with_preprocessing(plan, data.preprocessing)
-    dense = steps.dense_network(config, data, folder)
+    dense = dense_network(config, data, folder)
     compressed = apply_plan(dense, plan, data, calibration=config.calibration.images, **told)
     save_compressed(compressed, plan, folder.model, dense=dense)
     plan.save(folder.plan)
-    before, after = network_numbers(dense, data), network_numbers(compressed, data)
-    metrics = _next_to(steps.head(config, data, dense, method_of(plan)), before, after)
-    rows = layer_rows(plan, dense, compressed)
-    steps.check_collapse(folder, metrics, data)
-    steps.finish(folder, metrics, layers=rows)
+    metrics = both_numbers(config, data, dense, compressed, plan)
+    check_collapse(folder, metrics, data)
+    finish(folder, metrics, layers=layer_rows(plan, dense, compressed))
 
 
 def prune(config: AppConfig, folder: RunFolder) -> None:
     """Remove channels or blocks, decompose what is left if asked, fine-tune, verify and time."""
-    pruning = options.pruning(config)
-    decomposing = options.decomposition_after_pruning(config)
-    between = options.before_decomposition(config)
-    options.check(config if decomposing is None else decomposing, finetuning=config.finetune.epochs > 0)
+    pruning, left, epochs = options.pruning(config), config.prune.budget, config.prune.finetune_epochs
+    decomposing = None if left is None else replace(config, budget=left)
+    between = config if epochs is None else options.with_epochs(config, epochs)
+    options.check(decomposing or config, finetuning=config.finetune.epochs > 0)
     if between.finetune.epochs > 0:
         options.finetuning_recipe(between, after_removal=True)
     data = options.dataset(config)
@@ -214,9 +227,9 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         check_target(build_network(config.model, data, seed=config.seed), data.input_shape, pruning)
     except PruningError as error:
         raise ConfigError(f"the network cannot be pruned as asked: {error}") from error
-    teacher = steps.teacher(config, data)
-    dense = steps.dense_network(config, data, folder)
-    new = steps.heldout_is_new(config, data)
+    teacher = named_teacher(config, data)
+    dense = dense_network(config, data, folder)
+    new = heldout_is_new(config, data)
 
     def recipe(config: AppConfig, *, removed: bool) -> TrainingRecipe | None:
         return options.tuning_recipe(config, after_removal=removed, heldout_is_new=new)
@@ -228,11 +241,11 @@ def prune(config: AppConfig, folder: RunFolder) -> None:
         teacher,
         new,
     )
-    method = None if decomposing is None else steps.searched(config)
-    head = {**steps.head(config, data, dense, method), "pruner": config.pruner["name"]}
+    method = None if decomposing is None else searched(config)
+    head = {**run_head(config, data, dense, method), "pruner": config.pruner["name"]}
     folder.notes.about.update(head)
     result = compress_pruned(dense, data, folder, pruning, following, options.request(config))
-    steps.finish_compressed(config, result, folder)
+    finish_compressed(config, result, folder)
 
 
 def finetune(config: AppConfig, folder: RunFolder) -> None:
@@ -241,7 +254,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     network, dense, plan = compressed_from(config, data)
     plan = with_preprocessing(plan, data.preprocessing)
-    teacher = steps.teacher(config, data)
+    teacher = named_teacher(config, data)
     if recipe.distillation > 0 and teacher is None and not config.model.get("checkpoint"):
         raise ConfigError(
             "task=finetune distils from the dense network: give its weights with model.checkpoint=PATH or "
@@ -250,7 +263,7 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     metrics = both_numbers(config, data, dense, network, plan)
     removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
     with _taken_up(config, folder):
-        new = steps.heldout_is_new(config, data)
+        new = heldout_is_new(config, data)
         recipe = options.finetuning_recipe(config, after_removal=removed, heldout_is_new=new)
         epochs = finetune_in(folder, network, data, recipe, dense, teacher, heldout_is_new=new)
     save_compressed(network, plan, folder.model, dense=dense)
@@ -258,8 +271,8 @@ def finetune(config: AppConfig, folder: RunFolder) -> None:
     metrics["finetuned"] = {"accuracy": test_accuracy(network, data)}
     known = config.model.get("checkpoint")
     before = heldout_accuracy(dense, data) if known else metrics["compressed"]["accuracy"]
-    steps.check_collapse(folder, metrics, data, before)
-    steps.finish(folder, metrics, epochs=epochs)
+    check_collapse(folder, metrics, data, before)
+    finish(folder, metrics, epochs=epochs)
 
 
 @contextmanager
@@ -293,8 +306,8 @@ def evaluate(config: AppConfig, folder: RunFolder) -> None:
         metrics = both_numbers(config, data, dense, network, plan)
     else:
         dense = build_network(config.model, data, seed=config.seed)
-        metrics = {**steps.head(config, data, dense), "baseline": network_numbers(dense, data)}
-    steps.finish(folder, metrics)
+        metrics = {**run_head(config, data, dense), "baseline": network_numbers(dense, data)}
+    finish(folder, metrics)
 
 
 def export(config: AppConfig, folder: RunFolder) -> None:
@@ -303,11 +316,253 @@ def export(config: AppConfig, folder: RunFolder) -> None:
     data = options.dataset(config)
     network, dense, plan = compressed_from(config, data)
     metrics = both_numbers(config, data, dense, network, plan)
-    metadata = file_metadata(plan, {key: value for key, value in metrics.items() if key != "ratios"})
-    original = steps.searched_network(config, data, dense, folder)
-    file = original.write(network, folder.onnx, metadata)
-    metrics["onnx"] = dict(file.numbers)
-    metrics["runtimes"] = file.runtimes
-    steps.exported_step(config, network, folder)
-    metrics["ratios"]["latency"] = file.latency.ratio
-    steps.finish(folder, metrics)
+    ratios = metrics.pop("ratios")
+    original = searched_network(config, data, dense, folder)
+    file = original.write(network, folder.onnx, file_metadata(plan, metrics))
+    exported_step(config, network, folder)
+    measured = {"ratios": {**ratios, "latency": file.latency.ratio}, "onnx": dict(file.numbers)}
+    finish(folder, {**metrics, **measured, "runtimes": file.runtimes})
+
+
+def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.Module:
+    """Load the dense network from its checkpoint, or train it; warn if it is no better than guessing."""
+    network = build_network(config.model, data, seed=config.seed)
+    if not config.model.get("checkpoint"):
+        dense_training(config, data, network, folder)
+        return network
+    warning = guessing_warning(network, data)
+    if warning is not None:
+        folder.warn(
+            f"{warning}. Check that model.checkpoint={config.model['checkpoint']} was trained on this "
+            "dataset, with its classes in this order and with its normalisation."
+        )
+    return network
+
+
+def named_teacher(config: AppConfig, data: ImageData) -> Teacher | None:
+    """Return the teacher that finetune.teacher names, its accuracy on held-out images logged; else None."""
+    options = config.finetune
+    if not options.teachers or options.epochs == 0 or options.distillation == 0:
+        return None
+    read = read_teacher(options, config.model, data, seed=config.seed)
+    log.info("fine-tune: the teacher, %s: held-out accuracy %.4f", read.title, read.accuracy)
+    return read
+
+
+def check_budget(config: AppConfig, data: ImageData) -> None:
+    """Refuse a budget that the network cannot reach, before it is trained."""
+    if config.model.get("checkpoint"):  # no training to save; the search checks before it fits
+        return
+    network = build_network(config.model, data, seed=config.seed)
+    request = options.request(config)
+    check_reachable(ModuleNetwork(network, data.input_shape), request.timed_candidates(), request.goal)
+
+
+def heldout_is_new(config: AppConfig, data: ImageData) -> bool:
+    """Tell whether the dense network is known to be trained without the held-out images."""
+    checkpoint = config.model.get("checkpoint")
+    return not checkpoint or checkpoint_heldout(checkpoint) == data.heldout.digest()
+
+
+def dense_training(
+    config: AppConfig, data: ImageData, network: nn.Module, folder: RunFolder
+) -> TrainingResult:
+    """Train the dense network in place and save it; warn if it is no better than guessing."""
+    recipe = options.training_recipe(config, network)
+    result = train_in(folder, "train", network, data, recipe)
+    new = heldout_is_new(config, data)  # false for initial weights that may have seen the held-out images
+    save_checkpoint(
+        network,
+        folder.dense,
+        heldout=data.heldout.digest() if new else None,
+        preprocessing=data.preprocessing.to_dict(),
+    )
+    warning = guessing_warning(network, data)
+    if warning is not None:
+        folder.warn(
+            f"{warning}. It was trained for {counted(recipe.epochs, 'epoch')} (train.epochs) at the learning "
+            f"rate {result.lr:.3g} (train.optim.lr). Train it longer or at another rate, or give trained "
+            "weights with model.checkpoint=PATH."
+        )
+    return result
+
+
+def in_file(config: AppConfig) -> bool:
+    """Tell whether the network is an ONNX file, trained elsewhere."""
+    return bool(config.model.get("architecture") == "onnx")
+
+
+def file_inputs(config: AppConfig) -> tuple[Path, Path, dict[str, Any]]:
+    """Return the paths of an ONNX file and of its inputs, and how these are read, for the verbs."""
+    given = config.dataset
+    if given.get("name") != INPUTS:
+        raise ConfigError(
+            f"model=onnx takes its inputs from a file, but dataset={given.get('name')} is chosen; give "
+            f"dataset={INPUTS} dataset.path=inputs.npz, one array for each input of the network"
+        )
+    inputs = Path(given["path"])
+    values = {name: given[name] for name in ("size", "resize", "scale", "order", "mean", "std")}
+    defaults = {each.name: each.default for each in fields(InputsOptions)}
+    set_here = [name for name, value in values.items() if value != defaults[name]]
+    if set_here and not inputs.is_dir():
+        raise ConfigError(
+            f"dataset.{set_here[0]} is for a folder of images; {inputs} is none, and arrays in a file are "
+            "taken as they are. Leave it out"
+        )
+    images = ImagePreprocessing(**values) if inputs.is_dir() else None
+    return Path(config.model["path"]), inputs, {"images": images, "batch_axes": given.get("batch_axes")}
+
+
+def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folder: RunFolder) -> FileModule:
+    """Return the dense network as searches and reports see it, with its calibration images."""
+    return image_classifier(dense, data, options.request(config), folder.state)
+
+
+def run_head(
+    config: AppConfig, data: ImageData, network: nn.Module, method: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the entries of metrics.json on the run itself."""
+    checkpoint = config.model.get("checkpoint")
+    return {
+        "task": config.task,
+        "model": model_title(config.model, network),
+        "checkpoint": Path(checkpoint).name if checkpoint else None,
+        "heldout_is_new": heldout_is_new(config, data),
+        "dataset": data.name,
+        "decomposition": None,
+        "selector": None,
+        **(method or {}),
+        "seed": config.seed,
+        "preprocessing": data.preprocessing.to_dict(),
+    }
+
+
+def file_head(
+    config: AppConfig, images: ImagePreprocessing | None, method: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the entries of metrics.json on a run for an ONNX file."""
+    return {
+        "task": config.task,
+        "model": Path(config.model["path"]).stem,
+        "dataset": Path(config.dataset["path"]).name,
+        **({} if images is None else {"preprocessing": asdict(images)}),
+        **method,
+        "seed": config.seed,
+    }
+
+
+def searched(config: AppConfig) -> dict[str, Any]:
+    """Return the method of this run's search: format, selector and budget."""
+    return {
+        "decomposition": config.decomposition.format,
+        "selector": config.selector["name"],
+        "budget": options.search_goal(config).budget_numbers,
+    }
+
+
+def finish_compressed(config: AppConfig, result: MeasuredModule | Compression, folder: RunFolder) -> None:
+    """Report a compressed network."""
+    searched = {} if result.search is None else search_numbers(result.search)
+    metrics = {**folder.notes.about, **run_numbers(result), **searched}
+    if isinstance(result, MeasuredModule):
+        missed = missed_memory(config.budget.memory, result.before, result.after)
+        exported_step(config, result.model, folder)
+    else:
+        missed = result.missed
+        Console().print(_outputs(result))
+    if missed is not None:
+        folder.miss(missed)
+    if result.collapsed is not None:
+        log.error(result.collapsed)
+        folder.collapse(result.collapsed)
+    elif not isinstance(result, MeasuredModule) and metrics["compressed"]["agreement"] < _LITTLE:
+        folder.warn(
+            f"the agreement with the original is {metrics['compressed']['agreement']:.2f}, of 1, on "
+            f"{counted(result.heldout, 'held-out input')}: ask for a larger budget, or give more inputs"
+        )
+    epochs = result.epochs if isinstance(result, MeasuredModule) else ()
+    finish(folder, metrics, layers=result.layers, epochs=epochs)
+
+
+def _outputs(result: Compression) -> Table:
+    """Return the table of a file's outputs."""
+    table = Table(title=f"Agreement with the original on {counted(result.heldout, 'held-out input')}")
+    table.add_column("output", overflow="fold")
+    table.add_column("agreement", justify="right")
+    table.add_column("relative error", justify="right")
+    table.add_column("agreement is", overflow="fold")
+    for each in result.outputs:
+        meaning = f"{SCORES[each.kind]}, since {each.reason}"
+        table.add_row(each.name, f"{each.score:.2%}", f"{each.error:.4f}", meaning)
+        for unit in each.units:
+            name = f"{each.name}[{unit.channels}]"
+            table.add_row(name, f"{unit.score:.2%}", f"{unit.error:.4f}", "the same")
+    return table
+
+
+def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:
+    """Write the optimizer's step as ONNX if the configuration asks for it."""
+    if config.export.training:
+        # A recipe needs an epoch; a step does not depend on their number.
+        recipe = options.finetuning_recipe(options.with_epochs(config, max(1, config.finetune.epochs)))
+        write_training_step(network, recipe, folder.optimizer_step)
+
+
+def finish(
+    folder: RunFolder,
+    metrics: dict[str, Any],
+    *,
+    layers: Sequence[LayerRow] = (),
+    epochs: Sequence[EpochRow] = (),
+) -> None:
+    """Write the run's report and metrics, and print the final table."""
+    metrics.pop("epochs", None)
+    if epochs:
+        metrics["epochs"] = [asdict(row) for row in epochs]
+    add_notes(metrics, folder)
+    page = write_run(folder, metrics, command=command(), layers=layers, epochs=epochs)
+    console = Console()
+    for make in (measured_table, device_table, runtimes_table, summary_table):
+        table = make(metrics)
+        if table.row_count:
+            console.print(table)
+    print_end(console, metrics, page)
+
+
+def command() -> list[str]:
+    """Return the command line as it was written, without what `compose.sweep_arguments` adds for Hydra."""
+    return ["rankrl", *(each for each in sys.argv[1:] if not compose.is_added(each))]
+
+
+def add_notes(metrics: dict[str, Any], folder: RunFolder) -> None:
+    """Add the notes of the run's steps to the metrics, trainings and warnings; pass all to the trackers."""
+    if folder.notes.trainings:
+        metrics["trainings"] = folder.notes.trainings
+    metrics["warnings"] = folder.notes.warnings
+    inputs = ("seed", "preprocessing")
+    folder.tracking.result({key: value for key, value in metrics.items() if key not in inputs})
+
+
+def print_end(console: Console, metrics: Mapping[str, Any], page: Path) -> None:
+    """Print the warnings and the path of the report below the final table."""
+    plain: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
+    if any(metrics.get(key) for key in ("search", "epochs")) and heldout_note(metrics):
+        console.print(heldout_note(metrics), **plain)
+    for warning in metrics["warnings"]:
+        console.print(f"warning: {warning}", style="bold yellow", **plain)
+    if conclusion(metrics):
+        console.print(conclusion(metrics), **plain)
+    console.print(f"report: {page}", soft_wrap=True)
+
+
+def check_collapse(
+    folder: RunFolder, metrics: Mapping[str, Any], data: ImageData, baseline: float | None = None
+) -> None:
+    """Warn if the accuracy of the last network in the metrics is no better than guessing."""
+    last = metrics.get("finetuned") or metrics["compressed"]
+    before = metrics["baseline"]["accuracy"] if baseline is None else baseline
+    share = guessing_share(data.heldout.y)
+    text = accuracy_collapse(last["accuracy"], before, share, len(data.test))
+    if text is not None:
+        log.error(text)
+        folder.collapse(text)

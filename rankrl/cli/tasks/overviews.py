@@ -19,7 +19,20 @@ from decomposition.progress import Deadline, progress_bar
 from rankrl import compression
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks import steps
+from rankrl.cli.tasks.compression import (
+    add_notes,
+    check_budget,
+    command,
+    dense_network,
+    file_inputs,
+    heldout_is_new,
+    in_file,
+    named_teacher,
+    print_end,
+    run_head,
+    searched,
+    searched_network,
+)
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError, ExportError, counted
 from rankrl.file_compression import FileSource
@@ -61,7 +74,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
 
     `inspect.errors` adds relative output errors on training images.
     """
-    if steps.in_file(config):
+    if in_file(config):
         _show_nodes(_source(config), options.request(config))
         return
     candidates = options.request(config).timed_candidates()
@@ -88,12 +101,7 @@ def _show_nodes(source: FileSource, request: Request) -> None:
     given = source.read(request)
     params, macs = given.totals["params"], given.totals["macs"]
     rows = [
-        [
-            site.spec.name,
-            site.op_type,
-            *_cost_cells(site.spec, params, macs),
-            site.spec.refusal or "",
-        ]
+        [site.spec.name, site.op_type, *_cost_cells(site.spec, params, macs), site.spec.refusal or ""]
         for site in given.sites
     ]
     rows += [
@@ -123,7 +131,7 @@ def _show_sites(
 
 
 def _source(config: AppConfig) -> FileSource:
-    path, inputs, read = steps.file_inputs(config)
+    path, inputs, read = file_inputs(config)
     return FileSource(path, inputs, **read)
 
 
@@ -138,7 +146,8 @@ def _fitted(
     config: AppConfig, data: ImageData, network: nn.Module, specs: Sequence[LayerSpec], folder: RunFolder
 ) -> Mapping[str, CandidateSet]:
     """Return a few fitted candidates of every layer that can be decomposed."""
-    library = steps.candidate_fits(config, steps.searched_network(config, data, network, folder))
+    request, known = options.request(config), searched_network(config, data, network, folder)
+    library = known.library(request.timed_candidates(), cache=request.fits, seed=config.seed)
     sites = {}
     with progress_bar("fit layers", len(library.specs)) as bar:
         for spec in specs:
@@ -150,19 +159,14 @@ def _fitted(
 
 def _ranks(spec: LayerSpec, formats: Sequence[str], *, tensorised: bool) -> str:
     """Format the feasible ranks, for each format if there are several."""
-    ranges = {}
-    for name in formats:
-        tensor_format = get_format(name)
-        ranges[name] = f"1-{tensor_format.max_rank(tensor_format.modes(spec, tensorised=tensorised))}"
-    if len(ranges) == 1:
-        return next(iter(ranges.values()))
-    return "\n".join(f"{name} {span}" for name, span in ranges.items())
+    known = [(name, get_format(name)) for name in formats]
+    most = {name: each.max_rank(each.modes(spec, tensorised=tensorised)) for name, each in known}
+    return "\n".join(f"{name if len(most) > 1 else ''} 1-{rank}".strip() for name, rank in most.items())
 
 
 def _examples(site: CandidateSet) -> str:
-    several = site.mixed
     shown = [
-        f"{operation.format + ' ' if several else ''}{max(operation.ranks)}: "
+        f"{operation.format + ' ' if site.mixed else ''}{max(operation.ranks)}: "
         f"{candidate.cost.params:,}, {candidate.error:.1%}"
         for candidate in site.candidates
         for operation in candidate.operations
@@ -180,12 +184,12 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     options.check(config, finetuning=applied and config.finetune.epochs > 0)
     entered = compared_searches(options.compared_selectors(config), config.compare.seeds)
     data = options.dataset(config)
-    steps.check_budget(config, data)
-    new = steps.heldout_is_new(config, data)
+    check_budget(config, data)
+    new = heldout_is_new(config, data)
     recipe = options.tuning_recipe(config, heldout_is_new=new)
-    teacher = steps.teacher(config, data) if applied else None
-    dense = steps.dense_network(config, data, folder)
-    network = steps.searched_network(config, data, dense, folder)
+    teacher = named_teacher(config, data) if applied else None
+    dense = dense_network(config, data, folder)
+    network = searched_network(config, data, dense, folder)
     source = dense if teacher is None else teacher.network
     final = FinalTest(data, source, recipe, folder.state / "plans") if applied else None
     request = replace(options.request(config), deadline=Deadline(math.inf))  # each search has its own
@@ -193,7 +197,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
         best, rows = compare_selectors(session, entered, folder.searches, final)
     with_preprocessing(best.plan, data.preprocessing).save(folder.plan)
     metrics = {
-        **steps.head(config, data, dense, steps.searched(config)),
+        **run_head(config, data, dense, searched(config)),
         "selector": ",".join(config.compare.selectors),
         "baseline": network_numbers(dense, data),
         "search": {
@@ -206,18 +210,16 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
         "compare": _numbers(rows),
     }
     metrics["dense_int8"] = network.dense_int8() if applied else None
-    steps.add_notes(metrics, folder)
-    setup = collect_setup(steps.command(), config.seed)
+    add_notes(metrics, folder)
+    setup = collect_setup(command(), config.seed)
     page = write_comparison(folder.path, rows, metrics, setup, latex=config.compare.latex)
     folder.finish(metrics)
-    console = Console()
+    console, numbers = Console(), interval_note(summary.runs for summary in summarise(rows))
     console.print(_table(rows))
-    note = interval_note(summary.runs for summary in summarise(rows))
-    if note:
-        console.print(f"Numbers: {note}.", soft_wrap=True)
-    if rival_note(metrics):
-        console.print(f"{rival_note(metrics)}.", soft_wrap=True)
-    steps.print_end(console, metrics, page)
+    for note in (numbers and f"Numbers: {numbers}.", rival_note(metrics) and f"{rival_note(metrics)}."):
+        if note:
+            console.print(note, soft_wrap=True)
+    print_end(console, metrics, page)
 
 
 def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:
@@ -234,14 +236,10 @@ def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:
 def _table(rows: list[ComparisonRow]) -> Table:
     columns, cells = comparison_cells(rows, SHORT)
     table = Table(header_style="bold")
-    for index, column in enumerate(columns):
-        # On a narrow terminal entries with many options are folded, numbers never.
-        table.add_column(
-            column,
-            justify="right" if index else "left",
-            no_wrap=index > 0,
-            overflow="fold" if not index else "ellipsis",
-        )
+    # On a narrow terminal entries with many options are folded, numbers never.
+    table.add_column(columns[0], overflow="fold")
+    for column in columns[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
     for row in cells:
         table.add_row(*row)
     return table
@@ -257,14 +255,14 @@ def report(config: AppConfig, folder: RunFolder) -> None:
 
 def timing_kit(config: AppConfig, folder: RunFolder) -> None:
     """Write the kit of a network."""
-    told: dict[str, Any] = {}
     network: Any
     inputs: Any
-    if steps.in_file(config):
-        network, inputs, told = steps.file_inputs(config)
+    told: dict[str, Any] = {"calibration": config.calibration.images}
+    if in_file(config):
+        network, inputs, told = file_inputs(config)
     else:
-        inputs = data = options.dataset(config)
-        network, told = steps.dense_network(config, data, folder), {"calibration": config.calibration.images}
+        inputs = options.dataset(config)
+        network = dense_network(config, inputs, folder)
     asked = options.verb_arguments(config)
     shared = {name: asked[name] for name in ("decomposition", "timing", "cache", "seed")}
     show(compression.timing_kit(network, inputs, folder.kit, **shared, **told))
@@ -286,14 +284,14 @@ def verify_kit(config: AppConfig, folder: RunFolder) -> None:
     told: dict[str, Any] = {}
     ranges: Any
     feed: Any
-    if steps.in_file(config):
+    if in_file(config):
         titles, source = ("original", "original in int8"), _source(config)
         file = source.read(options.request(config))
         path, ranges, feed = source.path, file.split.calibration, file.feed(timing.batch)
         told["cut"] = file.split.axes.parts
     else:
         titles, data = ("dense", "dense int8"), options.dataset(config)
-        network = steps.dense_network(config, data, folder)
+        network = dense_network(config, data, folder)
         path = export_dense(network, ImageInputs(data, timing), folder.state)
         ranges, told["reduce_range"] = range_batches(data, timing), timing.reduce_range
         images, _ = next(file_batches(data.heldout.first(timing.batch), timing.batch, data, timing))
@@ -321,20 +319,15 @@ def finished_files(runs: str | Path | None) -> tuple[list[FinishedFile], dict[st
         metrics = read_metrics(path.parent)
         title = path.parent.relative_to(above).as_posix()
         title = above.name if title == "." else title
-        files.append(FinishedFile(title, path, _score(metrics, "compressed"), _plan(RunFolder(path.parent))))
-        dense = _score(metrics, "baseline") if dense is None else dense
+        plan = RunFolder(path.parent).plan
+        score = _score(metrics.get("compressed"), metrics.get("finetuned"))
+        files.append(FinishedFile(title, path, score, CompressionPlan.load(plan) if plan.exists() else None))
+        dense = _score(metrics.get("baseline")) if dense is None else dense
         dense_int8 = (metrics.get("dense_int8") or {}).get("accuracy") if dense_int8 is None else dense_int8
     return files, {"dense": dense, "dense int8": dense_int8}
 
 
-def _plan(run: RunFolder) -> CompressionPlan | None:
-    return CompressionPlan.load(run.plan) if run.plan.exists() else None
-
-
-def _score(metrics: dict[str, Any], stage: str) -> float | None:
-    stages = [metrics.get("finetuned") or {}] if stage == "compressed" else []
-    for each in (*stages, metrics.get(stage) or {}):
-        for name in ("accuracy", "score"):
-            if each.get(name) is not None:
-                return float(each[name])
-    return None
+def _score(*stages: Mapping[str, Any] | None) -> float | None:
+    """Return the score of the last stage of a run that has one."""
+    known = {name: value for each in stages for name, value in (each or {}).items() if value is not None}
+    return known.get("accuracy", known.get("score"))
