@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from safetensors import SafetensorError
 
 from decomposition.errors import DecompositionError
+from pruning.errors import PruningError
 from rankrl.cli.config import checks, compose, run_files, schema
 from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError, counted
 from rankrl.files import write_json
@@ -48,6 +49,8 @@ def _run(config: DictConfig) -> None:
     folder = RunFolder(Path(hydra_config.runtime.output_dir))
     overrides = [str(each) for each in hydra_config.overrides.task if not str(each).startswith("resume=")]
     plain = compose.plain_values(config)
+    sources = hydra_config.runtime.config_sources
+    choices = [each.path for each in sources if each.provider == "command-line"]  # folders of further ones
     try:
         if hydra_config.mode == RunMode.MULTIRUN:
             run_sweep_job(
@@ -56,14 +59,14 @@ def _run(config: DictConfig) -> None:
                 number=int(hydra_config.job.num),
                 config=plain,
                 overrides=overrides,
-                choices=_choices(),
+                choices=choices,
                 record=lambda folder: run_files.write_record(config, folder.path),
                 sweep_folder=Path(hydra_config.sweep.dir),
                 explain=lambda error: str(_for_users(error, folder) or f"{type(error).__name__}: {error}"),
             )
         else:
             with folder.held():
-                notes = _run_alone(config, plain, overrides, folder)
+                notes = _run_alone(config, plain, overrides, choices, folder)
             if notes.collapsed is not None:
                 _leave(RankrlError(f"the run is finished, but {notes.collapsed}."), COLLAPSED)
             if notes.missed is not None:
@@ -84,6 +87,7 @@ def _run_alone(
     config: DictConfig,
     plain: dict[str, Any],
     overrides: list[str],
+    choices: list[str],
     folder: RunFolder,
 ) -> RunNotes:
     """Run the task with its folder locked; return the notes of its steps."""
@@ -96,7 +100,7 @@ def _run_alone(
             _show_finished(folder.path)
             return RunNotes()
         folder.prepare()
-        folder.claim(plain, overrides, resume=True, choices=_choices())
+        folder.claim(plain, overrides, resume=True, choices=choices)
         run_files.write_record(config, folder.path)
         notes = _run_task(plain, folder)
     except Exception as error:
@@ -105,12 +109,6 @@ def _run_alone(
         raise
     folder.error.unlink(missing_ok=True)  # of an earlier attempt, as the job of a sweep
     return notes
-
-
-def _choices() -> list[str]:
-    """Return the folders of further choices that the command line names."""
-    sources = HydraConfig.get().runtime.config_sources
-    return [each.path for each in sources if each.provider == "command-line"]
 
 
 def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
@@ -136,11 +134,7 @@ def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
 
 def _for_users(error: Exception, folder: RunFolder) -> Exception | None:
     """Return the error that a user is shown in one paragraph, or None for a defect of ours."""
-    if isinstance(error, (RankrlError, DecompositionError)):
-        return error
-    from pruning import PruningError  # imports torch
-
-    if isinstance(error, PruningError):
+    if isinstance(error, (RankrlError, DecompositionError, PruningError)):
         return error
     if isinstance(error, (OSError, SafetensorError)):
         advice = "Check that the folder is writable and that the disk has room; then `rankrl resume=` goes on"
@@ -166,12 +160,10 @@ def _show(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-_SHORT_FOR = {"export=false": "export.skip=true"}
-
-
 def checked_arguments(written: Sequence[str]) -> list[str] | None:
     """Check a command line before Hydra runs it; return the arguments, or None where nothing is to be run."""
-    arguments = [_SHORT_FOR.get(each, each) for each in compose.readable_arguments(written)]
+    arguments = compose.readable_arguments(written)
+    arguments = ["export.skip=true" if each == "export=false" else each for each in arguments]
     earlier = run_files.resumed_folder(arguments)
     if earlier is not None and len(arguments) == 1 and RunFolder(earlier).finished:
         _show_finished(earlier)
@@ -192,7 +184,7 @@ def checked_arguments(written: Sequence[str]) -> list[str] | None:
     sweep = None
     with compose.composing(flags) as composed:
         jobs = checks.check_command(flags, composed)
-        config = composed(compose.first_values(flags.overrides))
+        config = composed(next(compose.tried_overrides(compose.parsed_overrides(flags.overrides))))
         if flags.help:
             _show(compose.help_page(config))
             return None
@@ -259,14 +251,12 @@ class SweepCallback(Callback):
         failed = failures(folder)
         if not failed:
             return
-        jobs = counted(len(failed), "job")
-        print(f"rankrl: {jobs} of the sweep failed:", file=sys.stderr)
-        for failure in failed:
-            print(f"  {failure.folder.relative_to(folder)}: {failure.error}", file=sys.stderr)
-        print(
+        lines = [
+            f"rankrl: {counted(len(failed), 'job')} of the sweep failed:",
+            *(f"  {each.folder.relative_to(folder)}: {each.error}" for each in failed),
             f"The same command with hydra.sweep.dir={folder} runs these again and skips the finished ones.",
-            file=sys.stderr,
-        )
+        ]
+        print("\n".join(lines), file=sys.stderr)
         raise SystemExit(FAILED_JOBS)
 
 
@@ -287,8 +277,7 @@ def number_of_jobs(config: DictConfig) -> int | None:
     """Return the number of jobs of a sweep, or None if its sweeper chooses them on the way."""
     if str(config.hydra.sweeper._target_) != _ALL_COMBINATIONS:
         return None
-    swept = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
-    parsed = compose.parsed_overrides([*swept, *map(str, config.hydra.overrides.task)])
+    parsed = compose.with_swept(config, config.hydra.overrides.task)
     return math.prod(len(compose.override_values(each)) for each in parsed)
 
 

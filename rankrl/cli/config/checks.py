@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import typing
 from argparse import Namespace
@@ -26,9 +27,12 @@ from rankrl.cli.config.compose import (
     parsed_overrides,
     plain_values,
     tried_overrides,
+    with_swept,
 )
 from rankrl.cli.config.schema import (
     GROUPS,
+    KITS,
+    SEARCHING,
     AppConfig,
     Choice,
     Group,
@@ -38,7 +42,7 @@ from rankrl.cli.config.schema import (
     group_names,
     heuristics,
 )
-from rankrl.errors import ConfigError, StorageError, did_you_mean
+from rankrl.errors import ConfigError, did_you_mean
 from rankrl.files import check_own
 from rankrl.option_types import check_option, check_options, shown
 from rankrl.options.decomposition import AUTO
@@ -60,10 +64,18 @@ def check_command(flags: Namespace, composed: Composed) -> list[dict[str, Any]]:
             raise ConfigError(f"the option {name!r} is unknown. `rankrl --help` lists all options.")
     try:
         config = composed(next(tried_overrides(parsed)))
-        _check_flags(flags, config)
+        if config.hydra.job.chdir:
+            raise ConfigError(
+                "hydra.job.chdir=true would change the folder that the paths of options begin in; "
+                "leave it out: whatever a run writes lies in hydra.run.dir"
+            )
+        if flags.package not in (None, "_global_") and OmegaConf.select(config, flags.package) is None:
+            raise ConfigError(
+                f"--package={flags.package}: the configuration has no such section, or it is null."
+                f"{did_you_mean(flags.package, _dotted(config))}"
+            )
         if flags.multirun or config.hydra.mode == RunMode.MULTIRUN:
-            swept = (OmegaConf.select(config, "hydra.sweeper.params") or {}).items()
-            parsed = [*parsed_overrides([f"{key}={value}" for key, value in swept]), *parsed]
+            parsed = with_swept(config, flags.overrides)
             jobs = list(tried_overrides(parsed))
         else:
             jobs = [flags.overrides]  # of which Hydra refuses those with several values
@@ -75,23 +87,6 @@ def check_command(flags: Namespace, composed: Composed) -> list[dict[str, Any]]:
     except (*COMPOSITION_ERRORS, RecursionError) as error:
         raise ConfigError(_explained(error, parsed, composed)) from error
     return checked
-
-
-def _check_flags(flags: Namespace, config: DictConfig) -> None:
-    if config.hydra.job.chdir:
-        raise ConfigError(
-            "hydra.job.chdir=true would change the folder that the paths of options begin in; "
-            "leave it out: whatever a run writes lies in hydra.run.dir"
-        )
-    if flags.cfg is None or flags.package in (None, "_global_"):
-        return
-    kept = [str(key) for key in config if flags.cfg == "all" or (key == "hydra") == (flags.cfg == "hydra")]
-    part = OmegaConf.masked_copy(config, kept)
-    if OmegaConf.select(part, flags.package) is None:
-        raise ConfigError(
-            f"--package={flags.package}: the configuration has no such section, or it is null."
-            f"{did_you_mean(flags.package, _dotted(part))}"
-        )
 
 
 def check_values(config: Config) -> None:
@@ -107,13 +102,29 @@ def check_values(config: Config) -> None:
     runtimes = sorted({*RUNTIMES, *registered("runtime")})
     check_known("export.runtime", "runtime", [config["export"]["runtime"]], runtimes)
     check_known("export.runtimes", "runtime", config["export"]["runtimes"], runtimes)
-    for group, prefix, name, options in _owned(config):
-        if options:
-            owner = GROUPS[group]
-            types = owner.types(name)
-            others = {key: Any for key in options if key not in types} if owner.hands_on(name) else {}
-            check_options(f"{owner.noun} {name!r}", prefix, options, {**types, **others})
+    for name in (*sorted(GROUPS.keys() - {"decomposition"}), "train.optim"):
+        _check_choice(name, option_value(config, name), GROUPS[name.removeprefix("train.")])
     built(AppConfig, config)
+
+
+def _check_choice(name: str, section: Config, group: Group) -> None:
+    """Refuse a choice that is not registered, and options that it does not take."""
+    choice, known = section.get(group.key), group.known()
+    if choice is None:
+        raise ConfigError(
+            f"{name}.{group.key} is missing; choose with {name}=NAME, one of {', '.join(known)}"
+        )
+    if choice not in known:
+        near = did_you_mean(str(choice), known)
+        raise ConfigError(f"{name}.{group.key} must be one of {', '.join(known)}, got {shown(choice)}.{near}")
+    prefix = f"{name}.options" if group.nested else name
+    options = (
+        section["options"] if group.nested else {key: section[key] for key in section if key != group.key}
+    )
+    if options:
+        types = group.types(choice)
+        others = dict.fromkeys(options, Any) if group.hands_on(choice) else {}
+        check_options(f"{group.noun} {choice!r}", prefix, options, {**others, **types})
 
 
 def _typed(section: type, values: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
@@ -135,52 +146,6 @@ def _typed(section: type, values: Any, prefix: str) -> Iterator[tuple[str, Any, 
             yield f"{prefix}{key}", values[key], hints[key]
 
 
-def split_entry(text: str) -> tuple[str, dict[str, Any]]:
-    """Split an entry of the compared selectors, such as `ddpg:noise=0.1`, into its name and its options.
-
-    Values are read as on the command line; one with commas stands in brackets: `features=[macs,curve]`.
-    """
-    selector, _, rest = text.partition(":")
-    pairs = re.split(r",(?=\w+=)", rest) if rest else []
-    if not all("=" in pair for pair in pairs):
-        raise ConfigError(
-            f"{text!r} is no selector with options; write NAME:OPTION=VALUE,OPTION=VALUE, for example "
-            f"{selector}:plans_per_step=2"
-        )
-    return selector, {each.key_or_group: each.value() for each in parsed_overrides(pairs)}
-
-
-def _owned(config: Config) -> Iterator[tuple[str, str, str, Config]]:
-    """Yield the options outside the schema: (group, prefix of the names, owner, options)."""
-    for group in ("model", "dataset", "selector", "reward", "pruner"):
-        options, owner = config[group], GROUPS[group]
-        rest = {key: value for key, value in options.items() if key != owner.key}
-        yield group, group, _choice(group, options, owner), rest
-    nested = {
-        "optim": config["optim"],
-        "train.optim": config["train"]["optim"],
-        "tracking": config["tracking"],
-    }
-    for prefix, section in nested.items():
-        group = prefix.removeprefix("train.")
-        yield group, f"{prefix}.options", _choice(prefix, section, GROUPS[group]), section["options"]
-
-
-def _choice(prefix: str, options: Config, owner: Group) -> str:
-    """Return the registered name in a group."""
-    name, known = options.get(owner.key), owner.known()
-    if name is None:
-        raise ConfigError(
-            f"{prefix}.{owner.key} is missing; choose with {prefix}=NAME, one of {', '.join(known)}"
-        )
-    if not isinstance(name, str) or name not in known:
-        raise ConfigError(
-            f"{prefix}.{owner.key} must be one of {', '.join(known)}, got {shown(name)}."
-            f"{did_you_mean(name, known)}"
-        )
-    return name
-
-
 def _explained(error: BaseException, overrides: Sequence[Override], composed: Composed) -> str:
     """Rewrite Hydra's or OmegaConf's message so that it names the nearest option."""
     text = str(error)
@@ -190,11 +155,11 @@ def _explained(error: BaseException, overrides: Sequence[Override], composed: Co
         return f"{group}={_chosen(group, overrides, composed)} needs {missing[1]}=VALUE."
     for each in overrides:
         value = "" if each.is_sweep_override() or each.is_delete() else each.value()
-        names = value if isinstance(value, list) else [value]
         is_group = each.key_or_group in (*group_names(), "hydra/launcher", "hydra/sweeper")
-        if is_group and not all(isinstance(name, str | dict) for name in names):
-            choices = ", ".join(offered_choices(each.key_or_group))
-            return f"{each.key_or_group} is the name of a choice, got {shown(value)}; choose from {choices}"
+        if is_group and not all(isinstance(name, str | dict) for name in listed(value)):
+            return (
+                f"{each.input_line}: {each.key_or_group} is the name of a choice. `rankrl --help` lists them."
+            )
     twice = re.search(r"Multiple values for (\S+)\.|(\S+) appears more than once", text)
     if twice is not None:
         group = twice[1] or twice[2]
@@ -266,35 +231,34 @@ def _dotted(config: Any, prefix: str = "") -> Iterator[str]:
             yield from _dotted(value, f"{prefix}{key}.")
 
 
-_FILES = {
-    "weights": ("weights", "model.safetensors"),
-    "plan": ("plan", "plan.json"),
-    "timing.table": ("times", "times.json"),
-    "model.checkpoint": ("checkpoint", "dense.safetensors"),
-    "finetune.teacher": ("checkpoint", "dense.safetensors"),
+FILES = {
+    "weights": "model.safetensors",
+    "plan": "plan.json",
+    "timing.table": "times.json",
+    "model.checkpoint": "dense.safetensors",
+    "finetune.teacher": "dense.safetensors",
 }
-"""Options that name a file, what that is called, and what a run's folder has for them."""
+"""Options that name a file, and what a run's folder has for them."""
+
+
+def named_paths(config: Config, option: str) -> list[str]:
+    """Return the paths that an option names."""
+    return listed(option_value(config, option) or [])
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a list as it is, anything else as the only entry of one."""
+    return value if isinstance(value, list) else [value]
 
 
 def check_files(config: Config) -> None:
     """Refuse files that are missing or are folders."""
-    for option, (noun, name) in _FILES.items():
-        value = option_value(config, option)
-        for path in (Path(each) for each in (value if isinstance(value, list) else [value]) if each):
-            try:
-                if path.is_dir():
-                    advice = (
-                        f"{option}={path / name}" if (path / name).is_file() else f"a file, such as {name}"
-                    )
-                    raise ConfigError(f"{option}={path} is a folder; give {advice}")
-                if not path.exists():
-                    raise ConfigError(
-                        f"{option} cannot be read: there is no {noun} file {path}; check the path"
-                    )
-            except OSError as error:  # a name that is too long, a folder that may not be entered
-                raise StorageError(
-                    f"{option}={path} cannot be read ({error.strerror}); check the path"
-                ) from error
+    for option, name in FILES.items():
+        for path in named_paths(config, option):
+            if os.path.isdir(path):
+                raise ConfigError(f"{option}={path} is a folder; give {option}={Path(path, name)}, a file")
+            if not os.path.exists(path):
+                raise ConfigError(f"{option} cannot be read: there is no file {path}; check the path")
 
 
 def check_folder(config: DictConfig, *, multirun: bool) -> Path | None:
@@ -423,10 +387,6 @@ def _ruled(config: Config) -> bool:
 
 _RULE = "selector={selector} is a rule, which scores no plans; choose one that does, such as selector=bayes"
 _DECOMPOSING = ("decompose_params", "decompose_macs")
-_SEARCHING = ("pipeline", "search", "compare", "prune")
-_FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
-_KITS = ("timing_kit", "verify_kit")
-_FITTING = ("inspect", "apply", "timing_kit", *_SEARCHING)
 _OF_MODULES = (
     *("calibration", "finetune", "optim", "train", "decomposition.sequential", "export.opset"),
     *("export.preprocess", "export.int8", "export.training", "export.pad_channels", "export.skip"),
@@ -434,26 +394,14 @@ _OF_MODULES = (
     *("search.statistics", "search.workers"),
 )
 IDLE = (
-    _read_by("search", *_SEARCHING),
-    _read_by("selector", *_SEARCHING),
-    _read_by("reward", *_SEARCHING),
-    _read_by("budget", *_SEARCHING),
-    _read_by("calibration", *_FITTING),
-    _read_by("decomposition", *_FITTING),
-    _read_by("finetune", *_FINETUNING),
-    _read_by("optim", *_FINETUNING),
-    _read_by("train", "train", "apply", *_KITS, *_SEARCHING),
-    _read_by("export", "export", *_KITS, *_SEARCHING, of_file=["apply"]),
-    _read_by("export.runtimes", "pipeline", "prune", "export", of_file=["apply", *_KITS, *_SEARCHING]),
+    *(
+        _read_by(each.name, *each.metadata["read_by"])
+        for each in dataclasses.fields(AppConfig)
+        if each.metadata
+    ),
+    _read_by("export", "export", *KITS, *SEARCHING, of_file=["apply"]),
+    _read_by("export.runtimes", "pipeline", "prune", "export", of_file=["apply", *KITS, *SEARCHING]),
     _read_by("export.skip", "pipeline", "prune"),
-    _read_by("pruner", "prune"),
-    _read_by("prune", "prune"),
-    _read_by("compare", "compare"),
-    _read_by("inspect", "inspect"),
-    _read_by("plan", "apply"),
-    _read_by("weights", "finetune", "evaluate", "export"),
-    _read_by("run", "finetune", "evaluate", "export", "apply"),
-    _read_by("runs", "report", "verify_kit"),
     _needs(["finetune.teacher_model", "finetune.teacher_options"], "finetune.teacher"),
     _needs(["timing.table"], "budget.latency", "budget.drop"),
     _needs(["search.cluster", "search.worker_cpus", "search.worker_gpus"], "search.workers"),

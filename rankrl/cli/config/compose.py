@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shlex
+import typing
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -16,10 +18,9 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import (  # Hydra has no public way to tell flags from overrides, or to add folders
-    create_config_search_path,
-    get_args_parser,
-)
+
+# Hydra has no public way to tell flags from overrides, or to add folders.
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
@@ -29,15 +30,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rankrl.cli.config.schema import (
-    TASKS,
-    config_folder,
-    group_choices,
-    group_names,
-    store_groups,
-)
+from rankrl.cli.config.schema import TASKS, config_folder, group_choices, group_names, store_groups
 from rankrl.errors import ConfigError
 
+_PLUGINS = "rankrl.plugins"  # the group of entry points whose modules are imported at every start
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError, KeyError, TypeError, AssertionError)
 """Errors of composing: AssertionError is OmegaConf's for keys of values, the builtin others are Hydra's."""
 Composed = Callable[[Sequence[str]], DictConfig]
@@ -56,14 +52,12 @@ def parsed_flags(arguments: Sequence[str]) -> Namespace:
 def composing(flags: Namespace | None = None) -> Iterator[Composed]:
     """Yield what composes, with the folders and the main file that Hydra's flags name."""
     flags = parsed_flags([]) if flags is None else flags
-    main, known = flags.config_name or "config", dict[tuple[str, ...], DictConfig]()
 
-    def composed(overrides: Sequence[str]) -> DictConfig:
-        key = tuple(overrides)
-        if key not in known:
-            known[key] = compose(main, overrides=list(overrides), return_hydra_config=True)
-            OmegaConf.set_readonly(known[key], True)
-        return known[key]
+    @cache
+    def once(overrides: tuple[str, ...]) -> DictConfig:
+        config = compose(flags.config_name or "config", list(overrides), return_hydra_config=True)
+        OmegaConf.set_readonly(config, True)
+        return config
 
     store_groups()  # plugins may have registered choices
     own = str(Path(flags.config_path or config_folder()).absolute())
@@ -74,7 +68,7 @@ def composing(flags: Namespace | None = None) -> Iterator[Composed]:
             added = f"file://{Path(flags.config_dir).absolute()}"
             path.prepend("command-line", added, SearchPathQuery(provider="schema"))
             Hydra.create_main_hydra2(task_name="app", config_search_path=path)
-        yield composed
+        yield lambda overrides: once(tuple(overrides))
 
 
 def plain_values(config: DictConfig) -> dict[str, Any]:
@@ -104,21 +98,16 @@ def readable_arguments(arguments: Sequence[str]) -> list[str]:
     one, so that several values stay a sweep. Only values that Hydra cannot read, and that have no brackets,
     quotes or interpolations, are changed; `resume=` is read without Hydra.
     """
-    overrides, others = [], []
-    before = ""
+    actions = get_args_parser()._option_string_actions
+    with_values = {flag for flag, action in actions.items() if action.nargs is None}
+    overrides, others, before = [], [], ""
     for argument in (each.rstrip("\r\n") for each in arguments):
-        if before not in _flags_with_values() and re.match(r"[^-].*=|~", argument, re.DOTALL):
+        if before not in with_values and re.match(r"[^-].*=|~", argument, re.DOTALL):
             overrides.append(_with_quotes(argument))
-        elif argument or before in _flags_with_values():
+        elif argument or before in with_values:
             others.append(argument)
         before = argument
     return [*overrides, *others]
-
-
-@cache
-def _flags_with_values() -> frozenset[str]:
-    actions = get_args_parser()._option_string_actions
-    return frozenset(flag for flag, action in actions.items() if action.nargs is None)
 
 
 def quoted(value: str) -> str:
@@ -138,21 +127,19 @@ def _is_readable(argument: str) -> bool:
 
 def _with_quotes(argument: str) -> str:
     key, _, value = argument.partition("=")
-    if _INTERPOLATION.fullmatch(value) and not _is_readable(argument):
+    if key in ("", "resume") or key[0] == "~" or _is_readable(argument):
+        return argument
+    if _INTERPOLATION.fullmatch(value):
         return f"{key}={quoted(value)}"
     called = re.match(r"\s*\w+\(", value) or (re.search(r"[()]", value) and "," in value)
-    untouched = key in ("", "resume") or key[0] == "~" or _SYNTAX.search(value) or called
-    if untouched or _is_readable(argument):
-        return argument
     texts = value.split(",")
-    parts = (text if _is_readable(f"{key}={text}") else quoted(_at_home(text)) for text in texts)
     # A line end in the middle, or nothing between two commas, is a mistake rather than text.
-    return f"{key}={','.join(parts)}" if value.isprintable() and all(texts) else argument
-
-
-def _at_home(text: str) -> str:
-    """Expand `~` in a path, which shells leave alone in the middle of a word."""
-    return str(Path(text).expanduser()) if text.startswith("~/") else text
+    if called or _SYNTAX.search(value) or not value.isprintable() or not all(texts):
+        return argument
+    # Shells leave `~` alone in the middle of a word.
+    texts = [os.path.expanduser(text) if text.startswith("~/") else text for text in texts]
+    parts = (text if _is_readable(f"{key}={text}") else quoted(text) for text in texts)
+    return f"{key}={','.join(parts)}"
 
 
 # Values of one sweep that are composed before it starts, to keep the start fast; every job checks its own.
@@ -182,9 +169,10 @@ def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
         raise ConfigError(_TOO_DEEP) from error
 
 
-def first_values(overrides: Sequence[str]) -> list[str]:
-    """Return overrides with the first value of every sweep: what the first job gets."""
-    return next(tried_overrides(parsed_overrides(overrides)))
+def with_swept(config: DictConfig, overrides: Iterable[object]) -> list[Override]:
+    """Parse overrides, behind those that the configuration itself sweeps over."""
+    swept = (OmegaConf.select(config, "hydra.sweeper.params") or {}).items()
+    return parsed_overrides([*(f"{name}={value}" for name, value in swept), *map(str, overrides)])
 
 
 def tried_overrides(overrides: Sequence[Override]) -> Iterator[list[str]]:
@@ -193,17 +181,15 @@ def tried_overrides(overrides: Sequence[Override]) -> Iterator[list[str]]:
     first = [each[0] for each in values]
     yield first
     for index, each in enumerate(values):
-        for value in each[1:_MOST_TRIED]:
-            yield [*first[:index], value, *first[index + 1 :]]
+        yield from ([*first[:index], value, *first[index + 1 :]] for value in each[1:_MOST_TRIED])
 
 
 def override_values(override: Override) -> list[str]:
     """Expand an override into one for every value that it sweeps over."""
-    line = override.input_line or ""
+    line, sweep = override.input_line or "", typing.cast(Any, override.value())
     if not override.is_sweep_override():
         return [line]
     key = line.partition("=")[0]
-    sweep: Any = override.value()
     if isinstance(sweep, IntervalSweep):  # which some sweepers understand
         return [f"{key}={sweep.start}"]
     try:
@@ -252,10 +238,9 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     options = {name: each for name, each in overrides.items() if not name.startswith(("hydra.", "hydra/"))}
     shared = ",".join(f"'{name}'" for name, each in options.items() if not each.is_sweep_override())
-    added = [f"{_EXCLUDED}=[{shared}]"]
-    if _SUBDIRECTORY not in overrides and any(each.is_sweep_override() for each in options.values()):
-        added.append(_NAMED_AFTER_JOB)
-    return [*added, *arguments]
+    varied = any(each.is_sweep_override() for each in options.values())
+    named = [_NAMED_AFTER_JOB] if varied and _SUBDIRECTORY not in overrides else []
+    return [f"{_EXCLUDED}=[{shared}]", *named, *arguments]
 
 
 def is_added(argument: str) -> bool:
@@ -263,50 +248,36 @@ def is_added(argument: str) -> bool:
     return argument == _NAMED_AFTER_JOB or argument.startswith(f"{_EXCLUDED}=")
 
 
-ENTRY_POINTS = "rankrl.plugins"
-"""The group of entry points whose modules are imported at every start."""
-
-
 def installed_plugins() -> dict[str, str]:
     """Return the plugin modules in the entry points of installed packages, and the package of each."""
-    return {
-        entry.module: entry.name if entry.dist is None else entry.dist.name
-        for entry in entry_points(group=ENTRY_POINTS)
-    }
+    return {each.module: each.dist.name if each.dist else each.name for each in entry_points(group=_PLUGINS)}
 
 
 def load_plugins(modules: Sequence[str] = ()) -> None:
     """Import the installed plugins and further modules, which register what they define."""
     installed = installed_plugins()
-    for module in dict.fromkeys((*installed, *modules)):
+    for module in (*installed, *modules):
         try:
             importlib.import_module(module)
         except Exception as error:  # a third party's module may raise anything
-            reason = f"{type(error).__name__}: {error}"
+            advice = "plugins names modules in the current folder, or of installed packages"
             if module in installed:
-                advice = f"mend or remove the package {installed[module]}, which has it in {ENTRY_POINTS}"
-            else:
-                advice = "plugins names modules in the current folder, or of installed packages"
+                advice = f"mend or remove the package {installed[module]}, which has it in {_PLUGINS}"
+            reason = f"{type(error).__name__}: {error}"
             raise ConfigError(f"the plugin {module} cannot be imported ({reason}); {advice}") from error
 
 
 def named_plugins(flags: Namespace) -> list[str]:
     """Return the plugins named on a command line, or in the experiment that it chooses."""
-    values = {
-        override.key_or_group: override.value()
-        for override in parsed_overrides(flags.overrides)
-        if not override.is_sweep_override()
-    }
-    modules: Any = values.get("plugins")
-    if "plugins" not in values and isinstance(values.get("experiment"), str):
-        folders = [flags.config_dir, flags.config_path, config_folder()]
-        files = [Path(folder, "experiment", f"{values['experiment']}.yaml") for folder in folders if folder]
-        file = next((each for each in files if each.is_file()), None)
-        modules = [] if file is None else OmegaConf.select(OmegaConf.load(file), "plugins", default=[])
+    given = [each for each in parsed_overrides(flags.overrides) if not each.is_sweep_override()]
+    values: dict[str, Any] = {each.key_or_group: each.value() for each in given}
+    modules, experiment = values.get("plugins", []), values.get("experiment")
+    if "plugins" not in values and isinstance(experiment, str):
+        folders = [each for each in (flags.config_dir, flags.config_path, config_folder()) if each]
+        files = [Path(folder, "experiment", f"{experiment}.yaml") for folder in folders]
+        for file in [each for each in files if each.is_file()][:1]:
+            modules = OmegaConf.select(OmegaConf.load(file), "plugins", default=[])
     return [str(each) for each in (modules if isinstance(modules, list | ListConfig) else [modules]) if each]
-
-
-_INDENT = "  "
 
 
 def help_page(config: DictConfig) -> str:
@@ -315,20 +286,15 @@ def help_page(config: DictConfig) -> str:
     groups = {name: ", ".join(offered_choices(name)) for name in group_names()}
     values: Any = {key: config._get_node(key) for key in config if key != "hydra"}
     plugins = {**installed_plugins(), **dict.fromkeys(config.plugins, "plugins=")}
-    parts = [
-        about.header,
-        "Tasks (task=NAME)",
-        "\n".join(_columns(TASKS)),
-        "Groups (GROUP=CHOICE)",
-        "\n".join(_columns(groups)),
-        *(["Plugins", "\n".join(_columns(plugins))] if plugins else []),
-        "Launchers of a sweep (rankrl -m hydra/launcher=NAME ...)",
-        _INDENT + ", ".join(offered_choices("hydra/launcher")),
-        "Options and their values with these choices (OPTION=VALUE)",
-        OmegaConf.to_yaml(OmegaConf.create(values)).rstrip(),
-        about.footer,
-    ]
-    return "\n\n".join(parts)
+    parts = {
+        "Tasks (task=NAME)": _columns(TASKS),
+        "Groups (GROUP=CHOICE)": _columns(groups),
+        **({"Plugins": _columns(plugins)} if plugins else {}),
+        "Launchers of a sweep (rankrl -m hydra/launcher=NAME ...)": "  "
+        + ", ".join(offered_choices("hydra/launcher")),
+        "Options and their values with these choices (OPTION=VALUE)": OmegaConf.to_yaml(values).rstrip(),
+    }
+    return "\n\n".join([about.header, *(text for part in parts.items() for text in part), about.footer])
 
 
 def version_line() -> str:
@@ -339,7 +305,6 @@ def version_line() -> str:
         return "rankrl, not installed: run from its source tree"
 
 
-def _columns(rows: Mapping[str, str]) -> Iterator[str]:
+def _columns(rows: Mapping[str, str]) -> str:
     width = max(map(len, rows))
-    for name, text in rows.items():
-        yield f"{_INDENT}{name:{width}}  {text}"
+    return "\n".join(f"  {name:{width}}  {text}" for name, text in rows.items())

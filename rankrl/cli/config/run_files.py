@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rankrl.cli.config.checks import option_value
+from rankrl.cli.config.checks import FILES, named_paths, option_value
 from rankrl.cli.config.compose import (
     COMPOSITION_ERRORS,
     Composed,
@@ -30,10 +30,7 @@ from rankrl.files import write_atomically
 from rankrl.runs.run_folder import COMPRESS, SAME_CALL, RunFolder, changed_options, check_free, with_effect
 
 _DATA = "RANKRL_DATA"
-_PATHS = (
-    *("model.checkpoint", "model.path", "dataset.path", "finetune.teacher", "timing.table"),
-    *("plan", "weights"),
-)
+_PATHS = (*FILES, "model.path", "dataset.path")
 """Options that name files, relative to the folder that a run was started in."""
 
 
@@ -51,21 +48,19 @@ def _use_modules_of(home: Path) -> None:
 
 def _from_here(option: str, override: str, record: Mapping[str, Any], home: Path) -> str:
     """Rewrite the relative paths in a recorded override so that they lead to the same files from here."""
-    value = option_value(record["config"], option) if option in _PATHS else None
-    if not value or home == Path.cwd():
+    named = named_paths(record["config"], option) if option in _PATHS else []
+    if not named or home == Path.cwd():
         return override
-    several = isinstance(value, list)
-    paths = [quoted(str(home / each)) for each in (value if several else [value])]
+    paths = [quoted(str(home / each)) for each in named]
+    several = isinstance(option_value(record["config"], option), list)
     key = override.partition("=")[0]  # perhaps with a plus
     return f"{key}=[{','.join(paths)}]" if several else f"{key}={paths[0]}"
 
 
 _OF_NETWORK = ("plugins", "model", "dataset")
 _OF_TASK = {
-    "evaluate": ("seed", *_OF_NETWORK),
-    "export": ("seed", *_OF_NETWORK),
+    **dict.fromkeys(("apply", "evaluate", "export"), ("seed", *_OF_NETWORK)),
     "finetune": ("seed", *_OF_NETWORK, "optim", "finetune"),
-    "apply": ("seed", *_OF_NETWORK),
 }
 """Sections that tasks take from the run that `run` names."""
 _CHECKPOINT = "model.checkpoint"
@@ -88,16 +83,18 @@ def options_of_run(arguments: Sequence[str]) -> list[str]:
         return []
     folder = RunFolder(Path(taken) if taken else Path(named).parent)
     record = _record(folder)
-    recorded = _recorded(folder, record, _OF_TASK[task] if taken else _OF_NETWORK)
-    if recorded is None:
+    try:
+        overrides, config = parsed_overrides([str(each) for each in record["overrides"]]), record["config"]
+        sections = _OF_TASK[task] if taken else _OF_NETWORK
+        recorded = [each for group in sections for each in _of_group(group, overrides, config, folder)]
+    except (KeyError, TypeError) as error:
         if taken:
-            raise ConfigError(f"run={taken}: there is no run of the command line in that folder; name one")
+            raise ConfigError(f"run={taken}: there is no run of the command line in that folder") from error
         return []
     if taken:
         recorded += _files_of(folder, task)
-    groups = {group for group in _OF_TASK["finetune"] if group in set_here}
-    if "experiment" in set_here:  # it chooses network and data
-        groups = {*_OF_NETWORK}
+    # An experiment chooses network and data.
+    groups = _OF_NETWORK if "experiment" in set_here else set_here.keys() & _OF_TASK["finetune"]
     left = {
         option: text
         for option, text in recorded
@@ -129,15 +126,6 @@ def _record(folder: RunFolder) -> Any:
     try:
         return json.loads(folder.record.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-
-
-def _recorded(folder: RunFolder, record: Any, groups: Sequence[str]) -> list[tuple[str, str]] | None:
-    """Return a run's options of some groups, each with its override; None without a record."""
-    try:
-        overrides, config = parsed_overrides([str(each) for each in record["overrides"]]), record["config"]
-        return [each for group in groups for each in _of_group(group, overrides, config, folder)]
-    except (KeyError, TypeError):
         return None
 
 
@@ -180,16 +168,11 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     if folder is None:
         return list(arguments)
     flags = parsed_flags(arguments)
-    try:
-        if flags.multirun or (folder / "multirun.yaml").is_file():
-            raise ConfigError(
-                f"resume={folder} goes on with one run; a sweep goes on when its command is run again with "
-                "hydra.sweep.dir=FOLDER: finished jobs are skipped"
-            )
-    except OSError as error:  # a name that is too long, a folder that may not be entered
+    if flags.multirun or os.path.isfile(folder / "multirun.yaml"):
         raise ConfigError(
-            f"resume={folder}: that folder cannot be read ({error.strerror}); give the folder of a run"
-        ) from error
+            f"resume={folder} goes on with one run; a sweep goes on when its command is run again with "
+            "hydra.sweep.dir=FOLDER: finished jobs are skipped"
+        )
     if "overwrite=true" in (argument.lower() for argument in arguments):
         raise ConfigError(
             f"resume={folder} goes on with a run, and overwrite=true begins anew; leave one of them out"
@@ -244,9 +227,7 @@ def _recorded_overrides(folder: Path, new: Mapping[str, str]) -> list[str]:
     before = {str(each).lstrip("+").partition("=")[0]: str(each) for each in content["overrides"]}
     home = _home(content, run)
     for option in new.keys() & set(_PATHS):
-        value = option_value(config, option)
-        paths = value if isinstance(value, list) else [value] if value else []
-        if not all((home / each).exists() for each in paths):
+        if not all((home / each).exists() for each in named_paths(config, option)):
             before[option] = new[option]
     return list(before.values())
 
@@ -261,15 +242,11 @@ def check_resumed(folder: Path, overrides: Sequence[str], composed: Composed, no
         before = dict(now)
     changes = changed_options(with_effect(before), with_effect(now))
     finished = RunFolder(folder).finished
-    if changes and finished:
-        raise ConfigError(
-            f"resume={folder}: that run is finished, with other options ({changes}), and was left as it "
-            "is. Choose another folder for a run with these: hydra.run.dir=FOLDER, without resume"
-        )
     if changes:
+        state = "that run is finished" if finished else "a run goes on to the results of its own options"
         raise ConfigError(
-            f"resume={folder} goes on with a run to the results of its own options, and not with others "
-            f"({changes}); leave these out, or begin a new run: hydra.run.dir=FOLDER, without resume"
+            f"resume={folder}: {state}, and not with others ({changes}); leave these out, or begin a new run "
+            "with them: hydra.run.dir=FOLDER, without resume"
         )
     return finished
 
@@ -279,11 +256,7 @@ def write_record(config: DictConfig, folder: Path) -> None:
 
     `hydra.output_subdir` is null so that Hydra does not.
     """
-    of_hydra = HydraConfig.get()
-    contents = {
-        "config": config,
-        "hydra": OmegaConf.create({"hydra": of_hydra}),
-        "overrides": of_hydra.overrides.task,
-    }
+    hydra = HydraConfig.get()
+    contents = {"config": config, "hydra": {"hydra": hydra}, "overrides": hydra.overrides.task}
     for name, content in contents.items():
         write_atomically(folder / ".hydra" / f"{name}.yaml", OmegaConf.to_yaml(content))

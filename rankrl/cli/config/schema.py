@@ -53,9 +53,16 @@ Choice = Mapping[str, Any]
 """A group whose choices are registered: the name of one, and its own options."""
 
 
+KITS = ("timing_kit", "verify_kit")
+SEARCHING = ("pipeline", "search", "compare", "prune")
+_FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
+_TRAINING = ("train", "apply", *KITS, *SEARCHING)
+_FITTING = ("inspect", "apply", "timing_kit", *SEARCHING)
+
+
 @dataclass(frozen=True)
 class AppConfig:
-    """The whole configuration.
+    """The whole configuration; `read_by` names the tasks that alone read a section.
 
     Attributes:
         task: What to do: pipeline (all of it), train, search, apply, prune, finetune, evaluate, export,
@@ -84,26 +91,32 @@ class AppConfig:
     resume: str | Path | None = None
     reuse: str | Path | None = None
     overwrite: bool = False
-    run: str | Path | None = None
-    plan: str | Path | None = None
-    weights: str | Path | None = None
+    run: str | Path | None = field(
+        default=None, metadata={"read_by": ("finetune", "evaluate", "export", "apply")}
+    )
+    plan: str | Path | None = field(default=None, metadata={"read_by": ("apply",)})
+    weights: str | Path | None = field(default=None, metadata={"read_by": ("finetune", "evaluate", "export")})
     plugins: tuple[str, ...] = ()
-    runs: str | Path | None = None
+    runs: str | Path | None = field(default=None, metadata={"read_by": ("report", "verify_kit")})
     model: Choice = field(default_factory=dict)
     dataset: Choice = field(default_factory=dict)
-    decomposition: DecompositionOptions = field(default_factory=DecompositionOptions)
-    budget: BudgetOptions = field(default_factory=BudgetOptions)
-    selector: Choice = field(default_factory=dict)
-    reward: Choice = field(default_factory=dict)
-    pruner: Choice = field(default_factory=dict)
-    prune: PruneOptions = field(default_factory=PruneOptions)
-    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
-    search: SearchOptions = field(default_factory=SearchOptions)
-    compare: CompareOptions = field(default_factory=CompareOptions)
-    inspect: InspectOptions = field(default_factory=InspectOptions)
-    optim: OptimizerOptions = field(default_factory=OptimizerOptions)
-    finetune: FineTuningOptions = field(default_factory=FineTuningOptions)
-    train: TrainingOptions = field(default_factory=TrainingOptions)
+    decomposition: DecompositionOptions = field(
+        default_factory=DecompositionOptions, metadata={"read_by": _FITTING}
+    )
+    budget: BudgetOptions = field(default_factory=BudgetOptions, metadata={"read_by": SEARCHING})
+    selector: Choice = field(default_factory=dict, metadata={"read_by": SEARCHING})
+    reward: Choice = field(default_factory=dict, metadata={"read_by": SEARCHING})
+    pruner: Choice = field(default_factory=dict, metadata={"read_by": ("prune",)})
+    prune: PruneOptions = field(default_factory=PruneOptions, metadata={"read_by": ("prune",)})
+    calibration: CalibrationOptions = field(
+        default_factory=CalibrationOptions, metadata={"read_by": _FITTING}
+    )
+    search: SearchOptions = field(default_factory=SearchOptions, metadata={"read_by": SEARCHING})
+    compare: CompareOptions = field(default_factory=CompareOptions, metadata={"read_by": ("compare",)})
+    inspect: InspectOptions = field(default_factory=InspectOptions, metadata={"read_by": ("inspect",)})
+    optim: OptimizerOptions = field(default_factory=OptimizerOptions, metadata={"read_by": _FINETUNING})
+    finetune: FineTuningOptions = field(default_factory=FineTuningOptions, metadata={"read_by": _FINETUNING})
+    train: TrainingOptions = field(default_factory=TrainingOptions, metadata={"read_by": _TRAINING})
     export: ExportOptions = field(default_factory=ExportOptions)
     timing: TimingOptions = field(default_factory=TimingOptions)
     tracking: TrackingOptions = field(default_factory=TrackingOptions)
@@ -187,7 +200,41 @@ class Group:
 
     def owners(self, choice: str) -> dict[Any, Collection[str]]:
         """Return the code that takes a choice's options, with its parameters that are no options."""
-        return _owners(self.noun, choice)
+        match self.noun:
+            case "model":
+                from rankrl.models import model_source
+
+                build = model_source(choice).build
+                shape_and_classes = list(inspect.signature(build).parameters)[:2]
+                return {ModelOptions: (), build: shape_and_classes}
+            case "dataset":
+                from rankrl.data import dataset_source, load_dataset
+
+                return {load_dataset: ("name", "seed", "root"), dataset_source(choice).read: ("root",)}
+            case "selector":
+                from rankrl.plan_search.selectors import selector_class
+
+                return {selector_class(choice).option_owner(): ("problem", "seed", "episodes")}
+            case "reward":
+                from rankrl.plan_search.scores.rewards import reward_source
+
+                return {reward_source(choice).make: ()}
+            case "pruner":
+                from pruning import get_pruner
+                from rankrl.pruners.options import options_class
+
+                pruner = get_pruner(choice)
+                own = {pruner.definition: ("units", "temperature")} if pruner.is_mask else {}
+                return {options_class(choice): (), **({} if choice in PRUNERS else own)}
+            case "optimizer":
+                from optim import optimizer_record
+
+                return {optimizer_record(choice).factory: NO_OPTIONS}
+            case "tracker" if choice != NONE:
+                from rankrl.runs.tracking import tracker_class
+
+                return {tracker_class(choice): ("folder",)}
+        return {}
 
     def live(self, choice: str) -> dict[str, tuple[Any, Any]]:
         """Return type and default of a choice's options as the code that takes them has them."""
@@ -208,54 +255,11 @@ class Group:
             return self.noun == "model" and choice in HAND_ON
         return any(map(takes_any_option, self.owners(choice)))
 
-    def options(self, choice: str) -> dict[str, Any]:
-        """Return the options of a choice with their defaults as the configuration holds them."""
-        if self.added:
-            return {}
-        return {name: plain(default) for name, (_, default) in self._table(choice).items()}
-
     def node(self, choice: str) -> dict[str, Any]:
-        """Return the configuration node of a choice."""
-        options = self.options(choice)
+        """Return the configuration node of a choice: its options with their defaults."""
+        table = {} if self.added else self._table(choice)
+        options = {name: plain(default) for name, (_, default) in table.items()}
         return {self.key: choice, **({"options": options} if self.nested else options)}
-
-
-def _owners(noun: str, choice: str) -> dict[Any, Collection[str]]:
-    match noun:
-        case "model":
-            from rankrl.models import model_source
-
-            build = model_source(choice).build
-            shape_and_classes = list(inspect.signature(build).parameters)[:2]
-            return {ModelOptions: (), build: shape_and_classes}
-        case "dataset":
-            from rankrl.data import dataset_source, load_dataset
-
-            return {load_dataset: ("name", "seed", "root"), dataset_source(choice).read: ("root",)}
-        case "selector":
-            from rankrl.plan_search.selectors import selector_class
-
-            return {selector_class(choice).option_owner(): ("problem", "seed", "episodes")}
-        case "reward":
-            from rankrl.plan_search.scores.rewards import reward_source
-
-            return {reward_source(choice).make: ()}
-        case "pruner":
-            from pruning import get_pruner
-            from rankrl.pruners.options import options_class
-
-            pruner = get_pruner(choice)
-            own = {pruner.definition: ("units", "temperature")} if pruner.is_mask else {}
-            return {options_class(choice): (), **({} if choice in PRUNERS else own)}
-        case "optimizer":
-            from optim import optimizer_record
-
-            return {optimizer_record(choice).factory: NO_OPTIONS}
-        case "tracker" if choice != NONE:
-            from rankrl.runs.tracking import tracker_class
-
-            return {tracker_class(choice): ("folder",)}
-    return {}
 
 
 def heuristics() -> frozenset[str]:
@@ -340,16 +344,14 @@ TASKS = {
     "train": "train a network, from scratch or from model.checkpoint",
 }
 """The tasks, each the function of its name in a module of `cli.tasks`, and what they do."""
-_MODULES = {
-    **dict.fromkeys(("compare", "inspect", "report", "timing_kit", "verify_kit"), "overviews"),
-}
+_OVERVIEWS = ("compare", "inspect", "report", *KITS)
 ON_FILE = ("apply", "inspect", "timing_kit", "verify_kit", "pipeline")
 """The tasks that work on a network in an ONNX file, too."""
 
 
 def task_function(config: AppConfig) -> TaskFunction:
     """Import the function of the task for the kind of network in a configuration."""
-    task, module = config.task, _MODULES.get(config.task, "compression")
+    task, module = config.task, "overviews" if config.task in _OVERVIEWS else "compression"
     if config.model.get("architecture") == "onnx" and task not in ON_FILE:
         raise ConfigError(
             f"task={task} has no use for model=onnx, a network in a file that is not trained "

@@ -74,7 +74,7 @@ def test_a_refusal_is_one_paragraph(refused: Refused, arguments: tuple[str, ...]
         (("search.statistics=corected",), "Did you mean 'corrected'"),
         (("calibration.images=0",), "calibration.images must be at least 1"),
         (("dataset.heldout=100000",), "held"),
-        (("model.checkpoint=missing.th",), "no checkpoint file missing.th"),
+        (("model.checkpoint=missing.th",), "there is no file missing.th"),
         (("task=apply",), "needs plan="),
         (("task=export",), "needs weights="),
         (("task=finetune", "weights=missing.safetensors"), "cannot be read"),

@@ -166,10 +166,10 @@ def test_weights_of_no_run_name_the_options_that_are_missing(
     compressed: tuple[str, ...], tmp_path: Path
 ) -> None:
     message = task_refusal("task=evaluate", compressed[-1])
-    assert "cannot be loaded into model=resnet20 for dataset=digits" in message
-    assert "with the options model and dataset that the run had" in message
+    assert "does not fit model=resnet20 for dataset=digits" in message
+    assert "Give the options model and dataset that its run had" in message
     dense = f"weights={tmp_path / 'small.safetensors'}"
-    assert "a dense network is given as model.checkpoint=" in task_refusal("task=evaluate", dense)
+    assert "a dense network is model.checkpoint=" in task_refusal("task=evaluate", dense)
 
 
 def test_a_plan_of_another_network_is_refused_before_anything_is_trained(
@@ -182,9 +182,7 @@ def test_a_plan_of_another_network_is_refused_before_anything_is_trained(
     plan = cp_plan(SmallNetwork(10).eval())
     plan.save(tmp_path / "plan.json")
     given = ("task=apply", f"plan={tmp_path / 'plan.json'}")
-    assert "plan.json cannot be applied to model=conv4 for dataset=digits" in task_refusal(
-        *given, "model=conv4"
-    )
+    assert "plan.json does not fit model=conv4 for dataset=digits" in task_refusal(*given, "model=conv4")
     layers = tuple(
         replace(each, operations=tuple(replace(o, ranks=(6, 6)) for o in each.operations)) for each in plan
     )

@@ -89,7 +89,7 @@ def test_the_axes_that_count_inputs_are_stated(rankrl: Callable[..., None]) -> N
 
 
 def test_a_ruined_network_is_warned_of(rankrl: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankrl.cli.tasks.steps._LITTLE", 1.1)
+    monkeypatch.setattr("rankrl.cli.tasks.compression._LITTLE", 1.1)
     rankrl(*FILES, *LITTLE, "budget.params=0.7")
     (warning,) = read_json(Path("run/metrics.json"))["warnings"]
     assert "of 1, on 12 held-out inputs: ask for a larger budget" in warning

@@ -41,11 +41,9 @@ def test_values_are_refused_before_anything_is_made(
     ("arguments", "expected"),
     [
         # Groups are chosen by name.
-        (("dataset=true",), "dataset is the name of a choice, got true; choose from cifar10, cifar100"),
-        (("reward=null",), "reward is the name of a choice, got null; choose from accuracy, amc"),
-        (("selector=[7,7]",), "selector is the name of a choice, got [7, 7]; choose from bayes, cmaes"),
-        (("selector=[[a]]",), "selector is the name of a choice, got [['a']]; choose from bayes, cmaes"),
-        (("hydra/launcher=[7]",), "hydra/launcher is the name of a choice, got [7]; choose from basic"),
+        (("dataset=true",), "dataset=true: dataset is the name of a choice"),
+        (("selector=[[a]]",), "selector=[[a]]: selector is the name of a choice"),
+        (("hydra/launcher=[7]",), "hydra/launcher=[7]: hydra/launcher is the name of a choice"),
         (("+search.__class__=1.5",), "the option 'search.__class__' is unknown"),
         (("optim.options.epsilon=1e-3",), "with a plus in front: '+optim.options={NAME: VALUE}'"),
         (("train.optim.options.momentum=0.8",), "'+train.optim.options={NAME: VALUE}'"),

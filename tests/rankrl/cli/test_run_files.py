@@ -188,7 +188,7 @@ def test_a_file_that_was_put_elsewhere_is_named_to_the_resumed_run(project: Path
     run = a_run("task=evaluate", "model=conv4", "model.checkpoint=files/net.th")
     (project / "files" / "net.th").rename(project / "files" / "kept.th")
     store_groups()
-    with pytest.raises(ConfigError, match=r"there is no checkpoint file files/net\.th"):
+    with pytest.raises(ConfigError, match=r"there is no file files/net\.th"):
         checked_arguments([f"resume={run}"])
     taken = checked_arguments([f"resume={run}", "model.checkpoint=files/kept.th"])
     assert taken is not None
@@ -213,7 +213,7 @@ def test_the_same_network_is_measured_from_anywhere(
     assert read_json(Path("c/metrics.json"))["baseline"] == known
     shutil.rmtree(moved / "files")
     gone = refused("task=evaluate", f"run={moved / 'runs' / 'a'}", "tracking=none")
-    assert "there is no checkpoint file" in gone
+    assert "there is no file" in gone
     assert not list(Path().rglob("dense.safetensors"))
 
 
@@ -303,7 +303,7 @@ def test_options_that_a_finished_run_does_not_have_are_refused(refused: Refused,
     before = content(finished)
     message = refused("resume=runs/train", "train.epochs=3", "seed=1")
     assert (
-        "that run is finished, with other options (seed was 0, is now 1; train.epochs was 2, is now 3)"
+        "that run is finished, and not with others (seed was 0, is now 1; train.epochs was 2, is now 3)"
         in message
     )
     assert "hydra.run.dir=FOLDER" in message

@@ -43,10 +43,10 @@ ANSWERED = {
     "task=pipline": (2, "Did you mean 'pipeline'?"),
     "-sc query=bash": (0, "selector=bayes"),
     "task=evaluate weights=. hydra.run.dir=run": (2, "weights=. is a folder; give weights=model.safetensors"),
-    "task=apply plan=. hydra.run.dir=run": (2, "plan=. is a folder; give a file, such as plan.json"),
+    "task=apply plan=. hydra.run.dir=run": (2, "plan=. is a folder; give plan=plan.json"),
     "task=evaluate model.checkpoint=none.th hydra.run.dir=run": (
         2,
-        "cannot be read: there is no checkpoint file none.th; check the path",
+        "cannot be read: there is no file none.th; check the path",
     ),
 }
 
@@ -136,8 +136,10 @@ def test_the_tables_say_what_the_implementations_do(group: str) -> None:
     for choice in GROUPS[group].ours:
         live = GROUPS[group].live(choice)
         assert GROUPS[group].types(choice) == {name: kind for name, (kind, _) in live.items()}, choice
-        if not GROUPS[group].added:
-            assert GROUPS[group].options(choice) == {name: plain(each) for name, (_, each) in live.items()}
+        node = {"options": {}, **GROUPS[group].node(choice)}
+        held = node["options"] if GROUPS[group].nested else {**node}
+        known = {} if GROUPS[group].added else {name: plain(each) for name, (_, each) in live.items()}
+        assert {name: held[name] for name in known} == known
 
 
 def test_the_tables_name_every_runtime() -> None:

@@ -156,7 +156,7 @@ def test_a_teacher_is_a_file_or_a_list_of_them() -> None:
 
 
 def test_a_missing_file_is_refused_before_anything_takes_time(tmp_path: Path) -> None:
-    assert "there is no checkpoint file" in task_refusal("finetune.teacher=[missing.pt]")
+    assert "there is no file" in task_refusal("finetune.teacher=[missing.pt]")
     said = task_refusal(f"finetune.teacher={tmp_path}")
     assert "finetune.teacher" in said
     assert "is a folder" in said

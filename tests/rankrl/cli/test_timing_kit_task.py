@@ -22,7 +22,7 @@ def test_a_table_without_a_budget_in_time_is_refused(refused: Callable[..., str]
 
 def test_a_table_that_is_not_there_is_refused(refused: Callable[..., str]) -> None:
     message = refused("timing.table=none.json", "budget.latency=0.5")
-    assert "timing.table cannot be read: there is no times file none.json" in message
+    assert "timing.table cannot be read: there is no file none.json" in message
 
 
 def test_finished_runs_are_needed(refused: Callable[..., str]) -> None:

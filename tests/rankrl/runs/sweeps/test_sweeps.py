@@ -91,7 +91,7 @@ def test_a_job_that_fails_leaves_the_others_alone_and_is_listed(
     message = capfd.readouterr().err
     listed = message.partition("2 jobs of the sweep failed:")[2]
     assert f"{GOOD}: RuntimeError: a defect of ours" in listed
-    assert f"{BAD}: model.checkpoint cannot be read: there is no checkpoint file missing.th" in listed
+    assert f"{BAD}: model.checkpoint cannot be read: there is no file missing.th" in listed
     content = json.loads((FOLDER / GOOD / "error.json").read_text())
     assert content["type"] == "RuntimeError"
     assert "Traceback" in content["traceback"]
