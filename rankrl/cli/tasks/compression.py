@@ -84,14 +84,10 @@ def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.M
     with _fitting(config, data, f"weights={config.weights}"):
         network, plan = load_compressed(dense, Path(config.weights))
     known, own = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
-    if isinstance(known, dict) and any(known.get(name, own[name]) != own[name] for name in ("mean", "std")):
-        log.warning(
-            "%s was made with images of %s, those of dataset=%s have %s",
-            config.weights,
-            known,
-            data.name,
-            own,
-        )
+    for name in ("mean", "std") if isinstance(known, dict) else ():
+        if known.get(name, own[name]) != own[name]:
+            made, taken = f"{config.weights} was made with images of {name} {known[name]}", own[name]
+            log.warning("%s, those of dataset=%s have %s; dataset.%s sets it", made, data.name, taken, name)
     return network.eval(), plan.prepared(dense), plan
 
 
