@@ -144,6 +144,7 @@ def reward_figure(episodes: Sequence[EpisodeRow]) -> Figure:
                 linestyle=(0, (5, 3)),
                 label="greedy's plan",
             )
+            axes.plot(row.episode, row.reward, ".", color=PALETTE["muted"], markersize=5)
     number_axis(axes)
     whole_axis(axes)
     upper_legend(figure, columns=6)

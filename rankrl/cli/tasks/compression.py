@@ -83,8 +83,9 @@ def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.M
     dense = build_network(config.model, data, seed=config.seed)
     with _fitting(config, data, f"weights={config.weights}"):
         network, plan = load_compressed(dense, Path(config.weights))
-    known, own = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
-    for name in ("mean", "std") if isinstance(known, dict) else ():
+    recorded, own = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
+    known = recorded if isinstance(recorded, dict) else {}
+    for name in ("mean", "std"):
         if known.get(name, own[name]) != own[name]:
             made, taken = f"{config.weights} was made with images of {name} {known[name]}", own[name]
             log.warning("%s, those of dataset=%s have %s; dataset.%s sets it", made, data.name, taken, name)

@@ -17,6 +17,7 @@ from rankrl.report.comparison import (
     comparison_latex,
     comparison_markdown,
     comparison_page,
+    means_table,
     progress_table,
 )
 
@@ -59,6 +60,16 @@ def test_a_single_search_has_no_interval() -> None:
     assert Spread.of([0.5]).text(factor=100, digits=1) == "50.0"
 
 
+def test_equal_searches_share_the_headline_whatever_their_number(metrics: Mapping[str, Any]) -> None:
+    reward = 0.9089205364882946  # of which the mean of three is another number
+    one = dataclasses.replace(row("greedy", 0), best_reward=reward)
+    three = [dataclasses.replace(row("bayes", seed), best_reward=reward) for seed in range(3)]
+    less = dataclasses.replace(row("random", 0), best_reward=0.9)
+    page = comparison_page([less, *three, one], metrics, {})
+    assert "bayes, greedy (equal)" in page
+    assert [each[0] for each in means_table([less, *three, one]).rows] == ["bayes", "greedy", "random"]
+
+
 def test_progress_is_the_best_reward_so_far_of_searches_of_any_length(rows: list[ComparisonRow]) -> None:
     short = dataclasses.replace(row("greedy", 0), seed=None, best_rewards=(0.51,), best_reward=0.51)
     long = dataclasses.replace(row("tpe", 0), best_rewards=tuple(np.linspace(0.4, 0.6, 6)), best_reward=0.6)
@@ -66,8 +77,8 @@ def test_progress_is_the_best_reward_so_far_of_searches_of_any_length(rows: list
     assert table.columns == ["Selector", "1 plan", "5 plans", "6 plans"]
     assert {each[0]: each[1:] for each in table.rows} == {
         "tpe": ["0.4000", "0.5600", "0.6000"],
-        "ddpg": ["0.5000 ± 0.0000", "0.5550 ± 0.0635", "0.5550 ± 0.0635"],
-        "random": ["0.5000 ± 0.0000", "0.5550 ± 0.0635", "0.5550 ± 0.0635"],
+        "ddpg": ["0.5000 ± 0.0000", "–", "–"],
+        "random": ["0.5000 ± 0.0000", "–", "–"],
         "greedy": ["0.5100", "0.5100", "0.5100"],
     }
     assert table.rows[0][0] == "tpe"  # the best one
