@@ -84,7 +84,9 @@ class LeNet5(nn.Module):
         return self.fc2(self.relu3(self.fc1(self.flatten(x))))
 
 
-@register_model("lenet5", "LeNet-5 (20-50-500), 0.43 M parameters on MNIST", lr=0.01)
+@register_model(
+    "lenet5", "LeNet-5 (20-50-500), 0.43 M parameters on MNIST; images of 16x16 at least", lr=0.01
+)
 def lenet5(input_shape: tuple[int, int, int], num_classes: int) -> LeNet5:
     """Build a LeNet-5 for images of at least 16x16."""
     return LeNet5(input_shape, num_classes)
