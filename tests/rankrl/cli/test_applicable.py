@@ -336,7 +336,7 @@ def test_a_fine_tuning_without_a_better_epoch_is_warned_of_where_something_was_l
     said = (folder / "rankrl.log").read_text()
     assert re.search(r"no epoch was better .* before \([\d.]+ %, the dense one [\d.]+ %\)", said)
     assert ("There was nothing to win back" in said) is not lost
-    assert "No epoch was better than the network was before" in (folder / "report.html").read_text()
+    assert "No epoch was better than the network before training" in (folder / "report.html").read_text()
     warnings = read_json(folder / "metrics.json")["warnings"]
     told = ["Try another learning rate (optim.lr)", "has collapsed: it answers 10.0% of 359 inputs right"]
     assert [text in each for text, each in zip(told, warnings, strict=lost)] == [True] * 2 * lost
