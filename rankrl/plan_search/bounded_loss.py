@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,10 +77,10 @@ def best_finalist(
     return rows[values.index(max(values))]
 
 
-REFITS = 10
-"""Plans that are carried out by bisection, at most."""
-_SPARED_REFITS = 6
-"""Of these, those that find how many sensitive layers stay in floating point."""
+REFITS = 6
+"""Plans that are refitted by bisection, at most."""
+_SPARED_PLANS = 4
+"""Plans that find how many sensitive layers stay in floating point, at most."""
 _CLOSE = 0.03
 """Bisection ends where the fractions that keep the loss and exceed it differ by this share."""
 
@@ -93,20 +94,22 @@ def within_loss(
 ) -> MeasuredPlan:
     """Return the cheapest measured plan whose network loses at most `drop`; the dense one if none does.
 
-    Plans are the selector's, but for those that need no search.
+    Plans are the selector's, but for those that need no search. Those that cannot be the cheapest are not
+    refitted: whole files that take longer than one that keeps the loss, and plans expected to lose far more.
     """
     measure.each(standard_plans(measure.problem))
     if _cheapest(measure, drop) is None:  # a limit of memory may bar the dense plan
         measure("greedy", tuple(map(int, measure.problem.preset)), selector)
-    left = REFITS - _spared(measure, drop)
-    low, high = _bisected(measure, drop, left, selector)
+    _spare(measure, drop)
+    low, high = _bisected(measure, drop, selector)
     problem = measure.problem  # later measurements may raise costs, so that its budget cannot be met any more
     if high < 1:
-        standard = standard_plans(within(problem, high))
-        measure.each({f"{name} at {high:.3f}": key for name, key in standard.items()})
+        for name, key in standard_plans(within(problem, high)).items():
+            if not measure.deadline.over():
+                _tried(measure, drop, f"{name} at {high:.3f}", key)
     if around is not None and low < high and not measure.deadline.over():
         for key in around(within(problem, (low + high) / 2)):
-            measure("search", key, selector)
+            _tried(measure, drop, "search", key, selector)
     best = _cheapest(measure, drop)
     if best is None:
         raise DecompositionError(
@@ -129,8 +132,17 @@ def _cheapest(measure: PlanMeter, drop: float) -> MeasuredPlan | None:
     return min(keeping, key=lambda plan: (plan.cost, plan.loss), default=None)
 
 
-def _spared(measure: PlanMeter, drop: float) -> int:
-    """Find how many layers must stay in floating point, the most sensitive first; return the refits spent.
+def _tried(measure: PlanMeter, drop: float, name: str, key: Sequence[int], selector: str = "") -> bool:
+    """Measure a plan if it may be the cheapest that keeps the loss; tell whether to go on to cheaper ones."""
+    best = _cheapest(measure, drop)
+    exceeded = measure.exceeded(name, key, loss=drop, cost=math.inf if best is None else best.cost)
+    if exceeded is None:
+        return measure(name, key, selector).loss <= drop
+    return exceeded == "cost"
+
+
+def _spare(measure: PlanMeter, drop: float) -> None:
+    """Find how many layers must stay in floating point, the most sensitive first.
 
     One or two are usually enough, so the number is doubled until the loss is kept, then bisected.
     """
@@ -138,26 +150,25 @@ def _spared(measure: PlanMeter, drop: float) -> int:
     in_integers = without_most_sensitive(sites, 0)
     first = measure.plans.get(in_integers)
     if first is None or first.loss <= drop:
-        return 0
+        return
     count = sum(j != site.dense for site, j in zip(sites, in_integers, strict=True))
     too_few, enough = 0, count
-    refits = 0
-    while enough - too_few > 1 and refits < _SPARED_REFITS and not measure.deadline.over():
+    left = _SPARED_PLANS
+    while enough - too_few > 1 and left > 0 and not measure.deadline.over():
         doubled = max(1, 2 * too_few)
         spared = doubled if enough == count and doubled < count else (too_few + enough) // 2
         key = without_most_sensitive(sites, spared)
-        refits += key not in measure.plans
-        plan = measure(f"{ALL_INT8} but {spared}", key)
-        too_few, enough = (too_few, spared) if plan.loss <= drop else (spared, enough)
-    return refits
+        left -= key not in measure.plans
+        keeps = _tried(measure, drop, f"{ALL_INT8} but {spared}", key)
+        too_few, enough = (too_few, spared) if keeps else (spared, enough)
 
 
-def _bisected(measure: PlanMeter, drop: float, refits: int, selector: str) -> tuple[float, float]:
+def _bisected(measure: PlanMeter, drop: float, selector: str) -> tuple[float, float]:
     """Bisect for the least fraction of the budget whose plan keeps the loss; return the final bracket.
 
-    Costs are corrected by all plans measured so far; each correction allocates anew.
+    Costs are corrected by all plans timed so far; each correction allocates anew.
     """
-    best = _cheapest(measure, drop)
+    best, refits = _cheapest(measure, drop), REFITS
     low, high = 0.0, 1.0 if best is None else min(1.0, spent(measure.problem, best.key))
     while True:
         problem = measure.problem
@@ -166,13 +177,15 @@ def _bisected(measure: PlanMeter, drop: float, refits: int, selector: str) -> tu
         if refits <= 0 or high - low <= _CLOSE * high or measure.deadline.over():
             return low, max(low, high)
         fraction = (low + high) / 2
-        key = tuple(map(int, within(problem, fraction).preset))
-        refits -= key not in measure.plans
-        plan = measure(f"greedy at {fraction:.3f}", key, selector)
-        if plan.loss <= drop:  # its own measurement may have raised its cost above the fraction
+        key, before = tuple(map(int, within(problem, fraction).preset)), len(measure.plans)
+        keeps = _tried(measure, drop, f"greedy at {fraction:.3f}", key, selector)
+        refits -= len(measure.plans) - before
+        if not keeps:
+            low = fraction
+        elif key in measure.plans:  # its own measurement may have raised its cost above the fraction
             high = min(high, max(fraction, spent(measure.problem, key)))
         else:
-            low = fraction
+            high = fraction
 
 
 @dataclass(frozen=True)
@@ -209,7 +222,9 @@ def best_of_standard_plans(session: SearchSession, result: _Chosen, call: Search
     measure = _meter(session, lambda plan: original - session.network_score(plan), call)
     first = measure("the plan of the search", result.key, result.plan.chosen_by)
     limit = 1.0 if session.latency is None else session.latency.fraction_of_original
-    measured = [first, *measure.each(rivals)]
+    limits = {"loss": first.loss, "cost": max(limit, first.cost)}
+    worth = {name: key for name, key in rivals.items() if measure.exceeded(name, key, **limits) is None}
+    measured = [first, *measure.each(worth)]
     keeping = [plan for plan in measured if plan.keeps(limit) or plan.cost <= min(limit, first.cost)]
     keeping = keeping or [plan for plan in measured if plan.cost <= first.cost]
     best = undominated(min(keeping, key=lambda plan: (plan.loss, plan.cost)), keeping)

@@ -30,7 +30,7 @@ from rankrl.kits.kit import KitWriter, NamedFile, TimedNetwork, TimesFile, Writt
 from rankrl.networks.network import PricedNetwork
 from rankrl.operations import KeepChannels
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.measured_plans import ALL_INT8, MeasuredPlan, spent, uniform_plans
+from rankrl.plan_search.measured_plans import ALL_INT8, spent, uniform_plans
 from rankrl.plan_search.run import TimeEstimate
 from rankrl.plan_search.selectors.random_plans import spend_at_random
 from rankrl.plan_search.space.problem import Choices, SearchProblem
@@ -237,8 +237,8 @@ class LatencyBudget:
         """Return the problem with the whole dense time as budget; whole networks calibrate its times."""
         return self._problem(self._corrected(self._measured_sites[0]), 1.0, library)
 
-    def recosted(self, problem: SearchProblem, plans: Sequence[MeasuredPlan]) -> SearchProblem:
-        """Return a problem of `unbounded` with its times calibrated on measured plans, too."""
+    def recosted(self, problem: SearchProblem, shares: Mapping[Choices, float]) -> SearchProblem:
+        """Return a problem of `unbounded` with its times calibrated on those of plans, too."""
         table, measured = self._measured_sites
         contents = {site.name: [each.content() for each in site.candidates] for site in measured}
         sites = problem.sites
@@ -249,9 +249,9 @@ class LatencyBudget:
             }
         )
         later = []
-        for plan in plans:
-            candidates = [site.candidates[j] for site, j in zip(sites, plan.key, strict=True)]
-            later.append(Trial.of(kept, sites, candidates, plan.cost / self._ratio))
+        for key, share in shares.items():
+            candidates = [site.candidates[j] for site, j in zip(sites, key, strict=True)]
+            later.append(Trial.of(kept, sites, candidates, share / self._ratio))
         fitted = corrected(kept, sites, correction(kept, self._trials(table), later))
         return replace(problem, sites=tuple(fitted.timed(sites)), budget=fitted.budget(1.0, sites))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from rankrl.plan_search.measured_plans import (
     undominated,
     without_most_sensitive,
 )
-from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.timing.latency import RelativeTime
 
 RANKS = (1, 2, 4, 8)
 DENSE = Cost(100, 100, 400)
@@ -79,10 +81,11 @@ class Network:
             losses.append(each.losses[index])
         return float(self.scale @ losses) / 10
 
+    def apply_and_lose(self, plan: CompressionPlan) -> float:
+        return self.loss(self.apply(plan))
+
     def meter(self, folder: Path | None = None) -> PlanMeter:
-        return PlanMeter(
-            self.problem, lambda plan: self.loss(self.apply(plan)), None, identity="a test", folder=folder
-        )
+        return PlanMeter(self.problem, self.apply_and_lose, None, identity="a test", folder=folder)
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.001, 0.01, 0.05, 0.3]))
@@ -106,12 +109,47 @@ def test_measurements_may_raise_the_least_cost_that_plans_can_reach(share: float
     network, budget = Network(problem, 0), problem.budget
     assert budget is not None
 
-    def dearer(plans: Sequence[MeasuredPlan]) -> SearchProblem:
-        raised = replace(budget, fixed=budget.fixed + share * len(plans) * budget.total)
+    def dearer(shares: Mapping[Choices, float]) -> SearchProblem:
+        raised = replace(budget, fixed=budget.fixed + share * len(shares) * budget.total)
         return replace(problem, budget=raised)
 
     measure = PlanMeter(problem, network.loss, None, identity="a test", recosted=dearer)
     assert within_loss(measure, drop, around=lambda near: [(0,) * len(near.sites)]).loss <= drop
+
+
+@pytest.mark.parametrize(
+    ("loss", "cost", "exceeded"), [(1.0, 0.6, None), (1.0, 0.4, "cost"), (0.0, 0.6, "loss")]
+)
+def test_what_exceeds_a_limit_is_known_before_a_plan_is_refitted(
+    loss: float, cost: float, exceeded: str | None
+) -> None:
+    problem = made_up(0)
+    network = Network(problem, 0)
+    measure = PlanMeter(problem, network.apply_and_lose, lambda _: RelativeTime(0.5), identity="a test")
+    measure("all int8", without_most_sensitive(problem.sites, 0))
+    assert measure.exceeded("rank 1", (0,) * len(problem.sites), loss=loss, cost=cost) == exceeded
+    assert len(network.applied) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_plan_is_refitted_that_takes_longer_than_one_that_keeps_the_loss(seed: int) -> None:
+    problem = made_up(seed)
+    network, random = Network(problem, seed), np.random.default_rng(seed)
+    order: list[tuple[str, float]] = []  # what is timed and what is refitted, in order
+    measure = PlanMeter(
+        problem,
+        lambda plan: order.append(("refitted", network.loss(plan))) or order[-1][1],  # type: ignore[func-returns-value]
+        lambda _: order.append(("timed", random.uniform(0.2, 1.0))) or RelativeTime(order[-1][1]),  # type: ignore[func-returns-value]
+        identity="a test",
+    )
+    within_loss(measure, 0.02)
+    best = math.inf
+    for number, (what, value) in enumerate(order):
+        if what == "refitted":
+            kind, share = order[number - 1]
+            assert kind == "timed"
+            assert number < 4 or share <= best
+            best = min(best, share) if value <= 0.02 else best
 
 
 def test_all_in_integers_is_returned_where_nothing_is_better() -> None:
