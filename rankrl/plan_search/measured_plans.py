@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,8 +89,8 @@ def as_rows(plans: Iterable[MeasuredPlan], taken: Choices) -> list[dict[str, Any
 
 
 _FAR = 5
-"""Times a loss beyond which an expected one is far from it. In 16 plans of two files, losses were 0.4 to 8
-times the sums of the layers' errors, and this factor changed by up to 4.5 from one plan to the most alike."""
+"""Times a loss beyond which an expected one is far from it. Sums of layers' errors were 0.1 to 30 times the
+measured losses in 36 plans of three files; the least factor measured so far scales them."""
 _LEAST_LOSS = 0.001
 """Smaller losses are a matter of single inputs, and say little of others."""
 
@@ -146,7 +145,7 @@ class PlanMeter:
         choices: Choices = tuple(map(int, key))
         if choices in self.plans:
             return None
-        if self._predicted_loss(choices) > _FAR * max(loss, _LEAST_LOSS):
+        if self._least_loss(choices) > _FAR * max(loss, _LEAST_LOSS):
             log.info("%s: not refitted, far more than %.4f would be lost", name, loss)
             return "loss"
         if (share := self._cost(choices).share) > cost:
@@ -154,14 +153,10 @@ class PlanMeter:
             return "cost"
         return None
 
-    def _predicted_loss(self, choices: Choices) -> float:
-        """Return the loss expected of a plan, times what the most alike of the measured ones is off by."""
-        expected = self._expected_loss(choices)
-        known = [plan for plan in self.plans.values() if plan.expected_loss > 0]
-        if not known or expected <= 0:
-            return 0.0
-        nearest = min(known, key=lambda plan: abs(math.log(plan.expected_loss / expected)))
-        return expected * nearest.loss / nearest.expected_loss
+    def _least_loss(self, choices: Choices) -> float:
+        """Return the loss expected of a plan if it is overestimated like the most overestimated one so far."""
+        known = [plan.loss / plan.expected_loss for plan in self.plans.values() if plan.expected_loss > 0]
+        return self._expected_loss(choices) * min(known, default=0.0)
 
     def _expected_loss(self, choices: Choices) -> float:
         return sum(float(site.losses[j]) for site, j in zip(self.problem.sites, choices, strict=True))
