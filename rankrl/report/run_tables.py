@@ -509,7 +509,7 @@ def summary_table(metrics: Mapping[str, Any]) -> Table:
 def conclusion(metrics: Mapping[str, Any]) -> str:
     """Return the result of a run and the certified loss in words; empty if it compressed nothing."""
     known = costs(metrics) if len(stages(metrics)) > 1 else []
-    known = [each for each in known if each.kept != 1] or known  # what stays as it was is in the table
+    known = [each for each in known if each.change != UNCHANGED] or known  # that stands in the table
     shares = [f"{format_share(each.kept)} of the {each.cost}" for each in known if each.kept is not None]
     if not shares:
         return ""

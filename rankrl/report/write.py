@@ -222,7 +222,8 @@ _OBSERVED = (
 
 def _agent(report: RunReport) -> Table:
     """Tabulate an agent's observations and actions in its best episode, by layer."""
-    rows, caption = (report.metrics.get("search") or {}).get("agent") or (), ""
+    search = report.metrics.get("search") or {}
+    rows, caption = search.get("agent") or (), ""
     names = [name for name in (rows[0]["observation"] if rows else ()) if name in _OBSERVED]
     if rows:
         best = best_rows(report.episodes, 1)[0].reward
@@ -233,6 +234,8 @@ def _agent(report: RunReport) -> Table:
             "What the agent saw of each layer, each in [0, 1], the action that it took, in [−1, 1], and what "
             f"the layer became in its best episode, which earned the reward {best:.4f}{against}."
         )
+        if search.get("action") != "importance" and report.metrics.get("budget"):
+            caption += " A layer is less than its action asked for where the budget clipped it."
         if more:
             caption += f" It saw {counted(more, 'more number')} of each layer, which metrics.json holds."
     cells = [
