@@ -143,6 +143,9 @@ def test_more_turns_follow_until_the_interval_is_narrow(
     clocks(*[(6.0, 2.0), (9.0, 2.5), (7.0, 3.0), (8.0, 4.0)] * 3)
     found = compare_latency(path, path, batch=2, runs=4, warm_up=0)
     assert (found.baseline.runs, found.is_narrow) == (12, False)
+    clocks(*[(600.0, 200.0), (900.0, 250.0), (900.0, 300.0), (1000.0, 1000.0)])
+    found = compare_latency(path, path, batch=2, runs=4, warm_up=0)
+    assert (found.baseline.runs, found.is_narrow) == (4, False)
 
 
 def test_the_interval_is_scipys_and_repeats(path: Path, clocks: Clocks) -> None:
