@@ -1,6 +1,6 @@
 """Train DDPG on RankBench's tasks but those of one family, and judge its plans for these; family by family.
 
-    OMP_NUM_THREADS=1 python scripts/train_agent.py --steps 20000 --output docs/rankbench.md
+    OMP_NUM_THREADS=1 python scripts/train_agent.py --steps 20000 --output docs/leaderboard.md
 
 The agent is stable-baselines3's own, by its own `learn`, on `rankrl/RankBench-v0`'s episodes: its reward is
 what a plan scores more than greedy's, less the surrogate's uncertainty. It chooses one plan for each task
