@@ -439,7 +439,7 @@ class FitLibrary:
         return tensors * amplification(operation.tensor_format, cores, modes, self._metrics[name]) ** 2
 
     def _rounding_loss(self, name: str, operation: Quantise) -> float:
-        """Return what rounding the dense weight loses, as `lost` has it."""
+        """Compute what rounding the dense weight loses, once for each layer and rounding."""
         key = (name, operation)
         if key not in self._rounding_losses:
             self._rounding_losses[key] = self.lost(name, self.weight(name, [operation]))

@@ -37,7 +37,7 @@ from rankrl.report.run_tables import (
     rival_note,
     run_title,
 )
-from rankrl.report.write import eyebrow, render, save_figure
+from rankrl.report.write import eyebrow, linked_files, render, save_figure
 
 
 @dataclass(frozen=True)
@@ -342,6 +342,5 @@ def write_comparison(
         write_atomically(folder / "compare.tex", comparison_latex(rows, f"{run_title(metrics)}; {about}"))
         save_figure(rewards_figure(rows), folder / "plots" / "rewards.pdf")
     document = folder / "report.html"
-    files = [(name, text) for name, text in _FILES.items() if (folder / name).is_file()]
-    write_atomically(document, comparison_page(rows, metrics, setup, files))
+    write_atomically(document, comparison_page(rows, metrics, setup, linked_files(folder, _FILES)))
     return document

@@ -387,7 +387,7 @@ def write_report(
         read_episodes(folder),
         epochs,
         setup or {},
-        _files(folder),
+        linked_files(folder, _FILES),
     )
     page = folder / "report.html"
     document = run_page(report)
@@ -402,9 +402,9 @@ def write_report(
     return page
 
 
-def _files(folder: Path) -> list[tuple[str, str]]:
-    """Return the files that the page links to; `metrics.json` is one of them, though written later."""
-    return [(name, text) for name, text in _FILES.items() if name == METRICS or (folder / name).is_file()]
+def linked_files(folder: Path, texts: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Select the files that a page links to; `metrics.json` is one of them, though written later."""
+    return [(name, text) for name, text in texts.items() if name == METRICS or (folder / name).is_file()]
 
 
 def save_figure(figure: Figure, path: Path) -> None:
