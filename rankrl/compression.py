@@ -19,13 +19,7 @@ from decomposition.network.surgery import copied, unwrapped
 from decomposition.progress import Progress
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
-from rankrl.file_compression import (
-    FileSearch,
-    FileSource,
-    apply_to_file,
-    compress_file_in,
-    write_file_kit,
-)
+from rankrl.file_compression import FileSearch, FileSource, apply_to_file, compress_file_in, write_file_kit
 from rankrl.files import storage_errors, write_atomically
 from rankrl.kits.kit import TIMES_FILE, WrittenKit
 from rankrl.module_compression import (

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 
-from decomposition import (
-    CompressionPlan,
-    list_heuristics,
-)
+from decomposition import CompressionPlan, list_heuristics
 from decomposition.cache import digest
 from decomposition.files import announce_write
 from decomposition.plan.plan import LayerPlan, fingerprint
@@ -34,12 +31,7 @@ from rankrl.onnx.runtimes import check_runtimes
 from rankrl.plan_search.run import ChosenPlan, SearchResult
 from rankrl.plan_search.session import SearchSession, check_reachable
 from rankrl.request import Request, opened_session, write_kit
-from rankrl.result import (
-    Compression,
-    finish,
-    run_numbers,
-    write_call,
-)
+from rankrl.result import Compression, finish, run_numbers, write_call
 from rankrl.runs.run_folder import SAME_CALL, RunFolder
 from rankrl.timing.form import faster_positions
 from rankrl.timing.network_timer import relative_time

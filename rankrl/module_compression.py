@@ -30,12 +30,7 @@ from rankrl.device import model_device
 from rankrl.errors import counted
 from rankrl.kits.kit import WrittenKit
 from rankrl.models.classifiers import check_classifier, network_digest
-from rankrl.networks.module import (
-    FileModule,
-    ModuleNetwork,
-    ScoredModule,
-    calibrating_images,
-)
+from rankrl.networks.module import FileModule, ModuleNetwork, ScoredModule, calibrating_images
 from rankrl.options.search import BudgetOptions
 from rankrl.options.timing import ExportOptions
 from rankrl.plan_search.run import ChosenPlan, SearchResult, search_numbers

@@ -25,15 +25,7 @@ from typing import Any
 
 import torch
 import yaml
-from bench_frame import (
-    ResultRows,
-    command_line,
-    hardware_line,
-    markdown,
-    say,
-    shown_command,
-    write_section,
-)
+from bench_frame import ResultRows, command_line, hardware_line, markdown, say, shown_command, write_section
 
 from rankrl.cli.app import BUDGET_MISSED, COLLAPSED
 

@@ -14,11 +14,7 @@ from decomposition.choose.listing import CandidateLister
 from decomposition.network.inputs import InputShape
 from decomposition.rewrites import Rewrite
 from rankrl.onnx.export.static_quantiser import runnable
-from rankrl.options.decomposition import (
-    DecompositionOptions,
-    FittingOptions,
-    default_precisions,
-)
+from rankrl.options.decomposition import DecompositionOptions, FittingOptions, default_precisions
 from rankrl.options.search import BudgetOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.scores.scoring import Scoring

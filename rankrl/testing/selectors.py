@@ -16,12 +16,7 @@ import torch
 from torch import nn
 
 from decomposition import FitLibrary, FitOptions, compressible_layers
-from rankrl.plan_search.selectors import (
-    Proposal,
-    Selector,
-    create_selector,
-    selector_class,
-)
+from rankrl.plan_search.selectors import Proposal, Selector, create_selector, selector_class
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 INPUT_SHAPE = (1, 8, 8)

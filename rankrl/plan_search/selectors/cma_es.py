@@ -10,12 +10,7 @@ import numpy as np
 from rankrl.errors import ConfigError
 from rankrl.options.selectors import CMAESOptions
 from rankrl.plan_search.envs.actions import ImportanceMap, check_action
-from rankrl.plan_search.selectors.selector import (
-    Proposal,
-    Selector,
-    import_package,
-    register_selector,
-)
+from rankrl.plan_search.selectors.selector import Proposal, Selector, import_package, register_selector
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
 

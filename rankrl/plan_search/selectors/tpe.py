@@ -12,12 +12,7 @@ from decomposition.files import announce_write
 from rankrl.errors import StorageError
 from rankrl.options.selectors import StepOptions
 from rankrl.plan_search.envs.actions import ImportanceMap, check_action
-from rankrl.plan_search.selectors.selector import (
-    Proposal,
-    Selector,
-    import_package,
-    register_selector,
-)
+from rankrl.plan_search.selectors.selector import Proposal, Selector, import_package, register_selector
 from rankrl.plan_search.space.problem import SearchProblem, SearchSetting
 
 STUDY_NAME = "rankrl"

@@ -13,14 +13,7 @@ from html_outline import outline
 
 from rankrl.errors import StorageError
 from rankrl.plan_search.scores.evaluation import EPISODE_COLUMNS, EpisodeRow
-from rankrl.report import (
-    LayerRow,
-    ReportError,
-    RunReport,
-    conclusion,
-    run_page,
-    write_report,
-)
+from rankrl.report import LayerRow, ReportError, RunReport, conclusion, run_page, write_report
 from rankrl.report.figures import plan_drawing
 from rankrl.report.run_folder import read_episodes
 from rankrl.report.run_tables import before_after

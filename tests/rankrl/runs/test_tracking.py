@@ -14,14 +14,7 @@ import pytest
 from rankrl.errors import ConfigError
 from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.runs import tracking as tracking_module
-from rankrl.runs.tracking import (
-    Tracker,
-    Tracking,
-    create_tracker,
-    flattened,
-    list_trackers,
-    start_tracking,
-)
+from rankrl.runs.tracking import Tracker, Tracking, create_tracker, flattened, list_trackers, start_tracking
 from rankrl.training import EpochRow
 
 CONFIG = {"task": "pipeline", "seed": 0, "search": {"episodes": 2, "patience": None}, "hidden": [64, 64]}
