@@ -26,10 +26,7 @@ from rankrl.errors import counted
 
 @dataclass(frozen=True)
 class Precision:
-    """A device and the floating-point type of its convolutions and matrix products.
-
-    Parameters stay float32 in either case; `torch.bfloat16` means automatic mixed precision.
-    """
+    """A device and the type of its matrix products; parameters stay float32, `torch.bfloat16` is autocast."""
 
     device: torch.device
     dtype: torch.dtype = torch.float32
@@ -167,10 +164,7 @@ def processor_name() -> str:
 
 
 def channel_block() -> int:
-    """Return the number of channels that onnxruntime's convolutions compute at a time here; 1 if unknown.
-
-    MLAS, its library, has kernels for 16 channels with AVX-512 and for 8 with AVX2.
-    """
+    """Return the channels that onnxruntime computes at a time: 16 with AVX-512, 8 with AVX2, else 1."""
     return {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 1)
 
 

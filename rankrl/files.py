@@ -23,10 +23,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk or the user's quota
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
-    """Write `data` to `path` so that `path` never holds a part of it.
-
-    Missing parent folders are created.
-    """
+    """Write `data` to `path`, which never holds a part of it; create missing parent folders."""
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         file.write(data.encode("utf-8") if isinstance(data, str) else data)
 

@@ -40,10 +40,7 @@ _UNREADABLE = (
 
 
 def images_from_arrays(x: NDArray[np.generic], y: NDArray[np.generic], *, where: str) -> Images:
-    """Check numpy arrays and turn them into `Images` without copying the pixels.
-
-    Shapes: x (N, H, W, C) or (N, H, W), y (N,).
-    """
+    """Check arrays x (N, H, W[, C]) and y (N,), and turn them into `Images` without copying the pixels."""
     if x.dtype != np.uint8:
         raise DataError(f"{where}: images must be uint8 (0 to 255), got {x.dtype}")
     if x.ndim == 3:

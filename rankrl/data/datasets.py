@@ -193,10 +193,7 @@ def load_dataset(
 
 
 def channel_statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and standard deviation of each channel, for pixels in [0, 1].
-
-    A constant channel gets the standard deviation 1, so that it can be divided by.
-    """
+    """Return mean and deviation of each channel, for pixels in [0, 1]; 1 for that of a constant one."""
     channels = images.x.shape[1]
     levels = torch.arange(256, dtype=torch.float64) / 255
     means, stds = [], []

@@ -143,10 +143,7 @@ def image_files(folder: Path) -> list[Path]:
 def decode_images(
     files: Sequence[Path], height: int, width: int, shorter: int, mode: Literal["RGB", "L"] = "RGB"
 ) -> NDArray[np.uint8]:
-    """Decode image files, resize them (bilinear, antialiased) and crop the centre.
-
-    Shapes: returns (N, height, width, 3) for RGB, (N, height, width, 1) for L.
-    """
+    """Decode image files as (N, height, width, 3 or 1), resized (bilinear, antialiased) and cropped."""
     pixels = np.empty((len(files), height, width, 3 if mode == "RGB" else 1), dtype=np.uint8)
 
     def decode(index: int) -> None:

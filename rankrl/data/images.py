@@ -40,10 +40,7 @@ class Augmentation:
 
 @dataclass(frozen=True, eq=False)
 class Crops:
-    """Offsets of the crop and flips of each image of a batch.
-
-    Shapes: top (N,), left (N,), mirrored (N,).
-    """
+    """Offsets of the crop and flips of each image of a batch, shape (N,) each."""
 
     top: Tensor
     left: Tensor
@@ -59,10 +56,7 @@ class Crops:
         return Crops(self.top[start:stop], self.left[start:stop], self.mirrored[start:stop], self.padding)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Crop and mirror a batch.
-
-        Shapes: x (N, C, H, W); returns (N, C, H, W).
-        """
+        """Crop and mirror a batch (N, C, H, W)."""
         count, channels, height, width = x.shape
         padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, *([self.padding] * 4)))
         rows = self.top[:, None] + torch.arange(height, device=x.device)
@@ -131,10 +125,7 @@ class Preprocessing:
         return scale_and_offset(self.mean, self.std)
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Normalise images of the input's size.
-
-        Shapes: images (N, height, width, channels); returns (N, channels, height, width).
-        """
+        """Normalise images (N, height, width, channels) of the input's size to (N, channels, ...)."""
         shape = (self.height, self.width, self.channels)
         if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != shape:
             raise DataError(
@@ -227,10 +218,7 @@ def _check_size(name: str, value: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Labelled images, kept as bytes.
-
-    Shapes: x (N, C, H, W), y (N,).
-    """
+    """Labelled images, kept as bytes: x (N, C, H, W), y (N,)."""
 
     x: Tensor
     y: Tensor

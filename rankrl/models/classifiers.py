@@ -21,10 +21,7 @@ from rankrl.errors import ConfigError, ModelError, did_you_mean
 def check_classifier(
     model: object, input_shape: tuple[int, int, int], num_classes: int, *, name: str = "model"
 ) -> None:
-    """Run a network on two blank images and check that it returns class scores.
-
-    The network runs in evaluation mode; its mode, parameters and buffers stay unchanged.
-    """
+    """Run a network on two blank images and check that it returns class scores; it stays unchanged."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name} is a {type(model).__name__}, not a torch.nn.Module")
     images = torch.zeros(2, *input_shape, device=model_device(model))

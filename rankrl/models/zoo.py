@@ -96,13 +96,7 @@ SHORTCUTS = ("A", "B")
 
 
 class ZeroPadShortcut(nn.Module):
-    """Option A: every second row and column, and zero channels before and after. It has no parameters.
-
-    Args:
-        in_channels: Channels that come in.
-        out_channels: Channels that go out; the difference is split equally before and after.
-        stride: Step between the rows and columns that are kept.
-    """
+    """Option A: every second row and column, and zero channels before and after. It has no parameters."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()

@@ -142,10 +142,7 @@ class Network(SearchableNetwork, Protocol):
         """Descriptions of layers that were rewritten before compression, by name, for the report."""
 
     def dense_int8(self) -> dict[str, Any] | None:
-        """Return size, score and time of the network in 8-bit integers: `dense_int8` of metrics.json.
-
-        None where it is not requested (`LatencyOptions.int8`) or cannot be made.
-        """
+        """Return `dense_int8` of metrics.json; None where integers are not requested or cannot be made."""
 
     def write(self, compressed: Any, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
         """Write a compressed network as an ONNX file, verify it, and time it along with the original's."""

@@ -147,11 +147,7 @@ class ChosenPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult(ChosenPlan):
-    """The plan that a search chose, and the record of the search.
-
-    Attributes:
-        objective: Names of the `reward`, the `metric` and, where plans are made of actions, the `action`.
-    """
+    """The plan that a search chose, and its record; `objective` names reward, metric and action."""
 
     row: EpisodeRow
     best: EpisodeRow

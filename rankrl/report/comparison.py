@@ -330,10 +330,7 @@ def write_comparison(
     *,
     latex: bool = False,
 ) -> Path:
-    """Write `compare.csv`, `compare.md`, the plots and `report.html`; return the page's path.
-
-    With `latex` also `compare.tex` and the curves as a PDF.
-    """
+    """Write the page, CSV, Markdown and plots; with `latex` also `compare.tex` and a PDF. Return the page."""
     write_atomically(folder / "compare.csv", csv_text([_plain(row) for row in rows]))
     write_atomically(folder / "compare.md", comparison_markdown(rows))
     save_figure(rewards_figure(rows), folder / "plots" / "rewards.png")

@@ -45,10 +45,7 @@ def percent_axis(axes: Axes, *, which: str = "y", bins: int = 6, low: float | No
 
 
 def number_axis(axes: Axes, *, low: float = -math.inf) -> None:
-    """Format a vertical axis of plain numbers (losses, rewards), none of them below `low`.
-
-    Labels are in full, without matplotlib's offset; a single value is in the middle.
-    """
+    """Format a vertical axis of plain numbers, none below `low`: labels in full, a single value centred."""
     least, most = _drawn(axes, "y")
     margin = _MARGIN * (most - least) or _MARGIN * abs(most) or _ALONE
     axes.set_ylim(max(low, least - margin), most + margin)
@@ -177,10 +174,7 @@ _COMPRESSED = "compressed"
 
 
 def layers_figure(layers: Sequence[LayerRow]) -> Figure:
-    """Draw the plan: the share of its parameters that each layer keeps, and its ranks.
-
-    Where layers have several formats, bars have the formats' colours.
-    """
+    """Draw the plan: the share of its parameters that each layer keeps, coloured by format, and its ranks."""
     ranked = any(row.ranks for row in layers)
     figure = Figure(figsize=(WIDTH, HEIGHT * (1.55 if ranked else 1.15)), layout="constrained")
     ratios = (3, 2) if ranked else None

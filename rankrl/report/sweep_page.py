@@ -253,10 +253,7 @@ Point = tuple[float, float]
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
-    """Return the Pareto-optimal points, by rising cost.
-
-    A point is dominated by one that costs no more, is no less accurate, and is better in one of the two.
-    """
+    """Return the Pareto-optimal points of (cost, accuracy), by rising cost."""
     front: list[Point] = []
     for cost, accuracy in sorted(set(points), key=lambda point: (point[0], -point[1])):
         if not front or accuracy > front[-1][1]:
@@ -306,10 +303,7 @@ def dense_network(run: GatheredRun) -> Network:
 
 
 def with_fronts(runs: Sequence[GatheredRun]) -> list[GatheredRun]:
-    """Return the runs with the costs in which each is Pareto-optimal (`GatheredRun.best_in`).
-
-    Dense networks in floating point and in 8-bit integers compete, too.
-    """
+    """Add the costs in which each run is Pareto-optimal (`best_in`), also against the dense networks."""
     best: dict[Path, list[str]] = {run.folder: [] for run in runs}
     for cost, name in COSTS.items():
         points = cost_points(runs, cost)

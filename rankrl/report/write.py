@@ -376,10 +376,7 @@ def write_report(
     epochs: Sequence[EpochRow] = (),
     setup: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the report of a run next to its other files.
-
-    `episodes.csv` is read from the folder where there is one.
-    """
+    """Write the report of a run next to its other files; `episodes.csv` is read where there is one."""
     folder = Path(folder)
     report = RunReport(
         read_metrics(folder) if metrics is None else metrics,

@@ -381,10 +381,7 @@ _MOST_TURNS = 1000
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder against every other run, runs in other threads included.
-
-    Processes that this one starts do not hold the lock.
-    """
+    """Lock a folder against other runs, in threads too; processes that start here do not hold the lock."""
     path = folder / LOCK_FILE
     try:
         made = [place for place in (folder, *folder.parents) if not place.exists()]

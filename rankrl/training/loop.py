@@ -160,12 +160,7 @@ def training_batches(
 
 @dataclass(kw_only=True)
 class _ImageEpochs(Epochs):
-    """Epochs of a classifier, of which those no better than guessing are noticed.
-
-    Attributes:
-        labels: Labels of all training images.
-        images: Number of images in an epoch.
-    """
+    """Epochs of a classifier, of which those no better than guessing are noticed."""
 
     labels: Tensor
     images: int

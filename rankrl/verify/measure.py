@@ -69,10 +69,7 @@ _Answer = TypeVar("_Answer")
 
 
 def once_per_network(function: Callable[[_Network], _Answer]) -> Callable[[_Network], _Answer]:
-    """Memoise a function per network.
-
-    Networks are compared by identity and not kept alive. A network must not change between calls.
-    """
+    """Memoise a function per network, by identity and without keeping it alive; it must not change."""
     answers: WeakKeyDictionary[_Network, _Answer] = WeakKeyDictionary()
 
     def known(network: _Network) -> _Answer:
@@ -174,10 +171,7 @@ def kept_correct_tests(dense: nn.Module, data: ImageData, cache: Cache) -> torch
 
 
 def correct_tests(network: nn.Module, data: ImageData) -> torch.Tensor:
-    """Return the mask (N,) of the test images that are classified right in float32.
-
-    The network goes back to the CPU.
-    """
+    """Return the mask (N,) of the test images classified right in float32; the network returns to the CPU."""
     device = select_device()
     try:
         return correct_test_images(network.to(device), data.test, mean=data.mean, std=data.std).cpu()
@@ -415,10 +409,7 @@ class HeldoutScore:
 
 
 class OwnMeasure:
-    """The score of a user's network, by `judge` or on `heldout`; a `Measure`.
-
-    A loss is certified on `unseen`, inputs that chose no plan; None where there are none.
-    """
+    """The score of a user's network, by `judge` or on `heldout`; inputs in `unseen` certify a loss."""
 
     unit = "score"
 

@@ -129,20 +129,14 @@ def with_epochs(config: AppConfig, epochs: int) -> AppConfig:
 def finetuning_recipe(
     config: AppConfig, *, after_removal: bool = False, heldout_is_new: bool = True
 ) -> TrainingRecipe:
-    """Return the recipe of fine-tuning.
-
-    After a removal of channels steps are larger; held-out images that are new to the network may choose.
-    """
+    """Return the recipe of fine-tuning, with larger steps after a removal of channels."""
     rates = {**config.finetune.rates, **(_LR_AFTER_REMOVAL if after_removal else {})}
     lr = rates.get(config.optim.name)
     return _recipe(config.finetune, config.optim, "optim", config.seed, lr, heldout_is_new=heldout_is_new)
 
 
 def training_recipe(config: AppConfig, network: nn.Module | None) -> TrainingRecipe:
-    """Return the recipe of training from scratch at the network's own learning rate, where none is set.
-
-    None for the network checks the other options before there is one.
-    """
+    """Return the recipe of training from scratch; without a network only its options are checked."""
     name = config.train.optim.name
     default = _LR_FROM_SCRATCH.get(name)
     if name == "sgd":

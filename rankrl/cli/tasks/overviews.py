@@ -70,10 +70,7 @@ _WIDTH = 160  # characters of a line in a file or a pipe
 
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:
-    """Print one row for each layer: shape, cost, and feasible ranks or the reason that it stays.
-
-    `inspect.errors` adds relative output errors on training images.
-    """
+    """Print a row for each layer: shape, cost, ranks or why it stays; with `inspect.errors` also errors."""
     if in_file(config):
         _show_nodes(_source(config), options.request(config))
         return

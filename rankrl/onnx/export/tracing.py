@@ -356,10 +356,7 @@ def verify_onnx(
 def onnx_accuracy(
     path: str | Path, batches: Iterable[tuple[Tensor | np.ndarray[Any, Any], Tensor | np.ndarray[Any, Any]]]
 ) -> float:
-    """Measure a classifier's accuracy from its ONNX file alone.
-
-    Batches hold images, (N, C, H, W) or bytes (N, H, W, C) as the file takes them, and classes (N,).
-    """
+    """Measure a classifier's accuracy from its ONNX file alone, on batches of images or bytes and classes."""
     session = open_session(path)
     correct = total = 0
     for images, labels in batches:

@@ -115,10 +115,7 @@ def chosen_ranges(
 
 
 def network_costs(network: OnnxNetwork, sites: Sequence[Site]) -> dict[str, int]:
-    """Count parameters, multiply-accumulates for one input and the stored bytes of a whole network.
-
-    Parameters are the elements of constants in floating point and of weights that are stored in integers.
-    """
+    """Count parameters (floats and integer weights), multiply-accumulates of one input, and stored bytes."""
     integers = {site.name for site in sites if site.spec.refusal is not None}
     params = size = 0
     graph = network.model.graph

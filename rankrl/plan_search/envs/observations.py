@@ -147,10 +147,7 @@ def _fractions(problem: SearchProblem) -> list[float]:
 
 
 def _slopes(site: CandidateSet, cost: np.ndarray, choice: int) -> tuple[float, float]:
-    """Return the slopes of the loss by cost towards dearer and towards cheaper candidates.
-
-    The steepest over all dearer ones, the flattest over all cheaper ones; 0 where there is none.
-    """
+    """Return the steepest slope of the loss to dearer, the flattest to cheaper candidates; 0 for none."""
     extra, gain = cost - cost[choice], site.losses[choice] - site.losses
     dearer, cheaper = extra > 0, extra < 0
     up = float((gain[dearer] / extra[dearer]).max()) if dearer.any() else 0.0

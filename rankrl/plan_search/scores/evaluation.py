@@ -197,10 +197,7 @@ def make_row(
 
 
 def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:
-    """Return the rows of the `count` best different plans, best first, the earlier first among equals.
-
-    Plans over the budget are left out, unless all are.
-    """
+    """Return the best different plans, the earlier first among equals; over the budget only if all are."""
     allowed = [row for row in rows if row.within_budget] or rows
     different = {row.key: row for row in reversed(allowed)}.values()  # the first of equal plans
     return sorted(different, key=lambda row: (-row.reward, row.episode))[:count]

@@ -133,15 +133,7 @@ class EvaluatorOptions(ScoringOptions):
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """The images that plans are scored on, and their preprocessing.
-
-    Attributes:
-        images: Held-out images; test images are refused by type and at run time.
-        mean: Per-channel mean for pixels in [0, 1].
-        std: Per-channel standard deviation for pixels in [0, 1].
-        augmentation: Crops and flips for `ScoringOptions.augmented`.
-        calibration: Normalised training images (N, C, H, W), float32, for `refitted` statistics.
-    """
+    """The held-out images that plans are scored on, their preprocessing, and training images for refits."""
 
     images: Images
     mean: Sequence[float]
@@ -245,10 +237,7 @@ class PlanEvaluator(RememberingEvaluator):
         return logits
 
     def divergences(self, batches: int, only: Sequence[int] | None = None) -> list[np.ndarray]:
-        """Measure each site's divergence, in nats, when it alone is compressed, on so many batches.
-
-        Each result has the shape (candidates,), 0 for the dense candidate and for those outside `only`.
-        """
+        """Measure each site's divergences (candidates,), in nats, it alone compressed; 0 outside `only`."""
         sites, last = self.problem.sites, min(batches, self.batches)
         dense = self.forward(tuple(site.dense for site in sites), 0, last).log_softmax(1).double()
 
@@ -272,10 +261,7 @@ class PlanEvaluator(RememberingEvaluator):
 
 
 def accuracy_metric(metric: ScoreMetric, logits: Tensor, labels: Tensor, dense_logits: Tensor) -> float:
-    """Return the metric of class scores, 0 to 1; see `ScoringOptions.metric`.
-
-    Shapes: logits (N, classes), labels (N,), dense_logits (N, classes).
-    """
+    """Return the metric, 0 to 1, of logits (N, classes), labels (N,) and dense logits (N, classes)."""
     if metric == "soft_agreement":
         overlap = torch.minimum(logits.softmax(1), dense_logits.softmax(1)).sum(1)
         return float(overlap.mean(dtype=torch.float64))

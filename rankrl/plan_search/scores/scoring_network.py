@@ -183,10 +183,7 @@ class ScoringNetwork:
 def class_scores(
     model: nn.Module, batches: Sequence[Tensor], precision: Precision, layout: torch.memory_format
 ) -> Tensor:
-    """Return a network's class scores of batches, concatenated, (N, classes) float32.
-
-    Shapes: batches (n, C, H, W).
-    """
+    """Return a network's class scores of batches (n, C, H, W), concatenated, (N, classes) float32."""
     with torch.inference_mode(), precision.autocast(), deterministic_kernels():
         parts = [run_model(model, in_layout(batch, layout)) for batch in batches]
         return torch.cat([scores.float() for scores in parts])
@@ -210,10 +207,7 @@ def _affine(norm: BatchNorm) -> tuple[Tensor, Tensor]:
 
 
 class RefittingNetwork:
-    """A copy of the dense network whose layers are refitted under every plan (`choose.quick_refit`).
-
-    Shapes: calibration (N, C, H, W).
-    """
+    """A copy of the dense network whose layers are refitted under every plan (`choose.quick_refit`)."""
 
     def __init__(
         self,

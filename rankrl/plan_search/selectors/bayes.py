@@ -106,10 +106,7 @@ def _libraries() -> ThreadpoolController:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Compute on one thread, so that the last bits do not depend on their number, and without warnings.
-
-    scikit-learn warns of hyper-parameters at their bounds, which are expected here.
-    """
+    """Compute on one thread, for equal last bits, without scikit-learn's warnings of bounds."""
     from sklearn.exceptions import ConvergenceWarning
 
     with _libraries().limit(limits=1), warnings.catch_warnings():
