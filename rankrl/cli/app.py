@@ -26,9 +26,7 @@ from rankrl.cli.config import checks, compose, run_files, schema
 from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError, counted
 from rankrl.files import write_json
 from rankrl.runs.run_folder import RunFolder, RunNotes
-from rankrl.runs.sweeps import run_sweep_job
-from rankrl.runs.sweeps.job import runs_in_pool
-from rankrl.runs.sweeps.progress import SWEEP_FILE, SweepWatch, failures
+from rankrl.runs.sweeps.jobs import SWEEP_FILE, SweepWatch, failures, run_sweep_job, runs_in_pool
 from rankrl.runs.tracking import start_tracking
 
 FIRST_RUN = "experiment=first_run"

@@ -39,8 +39,7 @@ from rankrl.options.decomposition import AUTO
 from rankrl.options.names import InputsOptions
 from rankrl.plan_search.run import search_numbers
 from rankrl.plan_search.session import check_reachable
-from rankrl.pruners.compress import THEN, PruningSteps, compress_pruned
-from rankrl.pruners.prune import check_target
+from rankrl.pruners.prune import THEN, PruningSteps, check_target, compress_pruned
 from rankrl.report import (
     LayerRow,
     conclusion,

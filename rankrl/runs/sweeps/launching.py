@@ -20,7 +20,7 @@ from omegaconf import DictConfig, open_dict
 
 from rankrl.device import usable_cores
 from rankrl.errors import ConfigError, RankrlError, counted
-from rankrl.runs.sweeps.progress import sweep_identifier, write_failure
+from rankrl.runs.sweeps.jobs import sweep_identifier, write_failure
 from rankrl.workers.ray_cluster import connected_ray
 
 log = logging.getLogger(__name__)

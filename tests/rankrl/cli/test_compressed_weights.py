@@ -23,7 +23,7 @@ from decomposition import (
 )
 from rankrl.cli.tasks.compression import method_of
 from rankrl.operations import KeepChannels
-from rankrl.pruners.compress import THEN
+from rankrl.pruners.prune import THEN
 from rankrl.report.run_folder import gather_runs
 
 Command = Callable[..., None]

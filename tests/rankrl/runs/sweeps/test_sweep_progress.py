@@ -20,7 +20,7 @@ from rankrl.cli.app import SweepCallback, number_of_jobs
 from rankrl.cli.config.schema import config_folder
 from rankrl.runs.run_folder import RunFolder
 from rankrl.runs.sweeps import progress
-from rankrl.runs.sweeps.progress import JobProgress, SweepState, SweepWatch
+from rankrl.runs.sweeps.jobs import JobProgress, SweepState, SweepWatch
 
 
 def job(sweep: Path, name: str, *, metrics: bool = False, error: bool = False) -> RunFolder:

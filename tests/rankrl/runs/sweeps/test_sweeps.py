@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from rankrl.cli.app import main
 from rankrl.models import save_checkpoint
 from rankrl.runs.run_folder import locked
-from rankrl.runs.sweeps.job import take_one_gpu
+from rankrl.runs.sweeps.jobs import take_one_gpu
 
 Sweep = Callable[..., int]
 FOLDER = Path("sweep")
