@@ -65,7 +65,6 @@ class Cost:
 
 
 def dense_cost(spec: LayerSpec) -> Cost:
-    """Return the cost of the dense layer."""
     whole = spec.storage.whole
     size = spec.bytes_of(spec.params) if whole is None else whole
     return Cost(spec.params, spec.macs, size, rows=spec.out_channels)
@@ -260,7 +259,6 @@ def list_operations() -> list[str]:
 
 
 def operation_kind(kind: str) -> type[Operation]:
-    """Return the operation called `kind`."""
     return _OPERATIONS[kind]
 
 

@@ -62,7 +62,6 @@ class Registry(Generic[Entry]):
         return name in self._entries
 
     def __getitem__(self, name: str) -> Entry:
-        """Return the entry called `name`."""
         return self._find(name)[0]
 
     def description(self, name: str) -> str:

@@ -257,13 +257,11 @@ def plain_attention(model: Module) -> Module:
 
 
 def attention_form(module: nn.Module) -> PlainAttention | None:
-    """Return an attention's plain form; `None` for other modules."""
     # A subclass may compute something else.
     return PlainAttention(module) if type(module) is nn.MultiheadAttention else None
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    """Make a linear layer with copies of a weight and a bias."""
     rows, columns = weight.shape
     layer = nn.Linear(columns, rows, bias=bias is not None, device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
@@ -340,7 +338,6 @@ def own_layer_form(module: nn.Module) -> DecomposableModule | None:
 
 
 def _plain(name: str, module: DecomposableModule) -> DecomposableModule:
-    """Make the plain layer with the same weights."""
     state = {*dict(module.named_parameters()), *dict(module.named_buffers())}
     if state - {"weight", "bias"} or "weight" not in state:
         extra = ", ".join(sorted(state - {"weight", "bias"})) or "a computed weight"
@@ -364,7 +361,6 @@ def _compare(
     plain: dict[str, DecomposableModule],
     inputs: ExampleInputs,
 ) -> None:
-    """Compare layers with their plain forms on the inputs that reach them."""
     reached: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
 
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:
@@ -555,7 +551,6 @@ def plain_transposed(model: Module) -> Module:
 
 
 def transposed_form(module: nn.Module) -> PlainTransposed | None:
-    """Return a transposed convolution's plain form, or `None` if it has none."""
     if type(module) not in _KINDS or "weight" not in module._parameters:
         return None  # a weight that is computed at every call may not have been computed yet
     try:

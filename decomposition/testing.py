@@ -265,7 +265,6 @@ def relative_error(
 
 
 def form_of(layer: LayerPlan, spec: LayerSpec) -> LayerForm:
-    """Return the form of the layer that a plan's factorisation makes."""
     operation = layer.operation(Factorise)
     assert operation is not None
     return operation.tensor_format.form(spec, operation.modes(spec), operation.ranks)
@@ -282,7 +281,6 @@ def normal(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 
 
 def random_cores(tensor_format: TensorFormat, modes: WeightModes, ranks: Ranks) -> Cores:
-    """Return cores of a format at some ranks."""
     return [normal(shape, seed) for seed, shape in enumerate(tensor_format.core_shapes(modes, ranks))]
 
 
@@ -300,7 +298,6 @@ def input_shape(dense: nn.Module) -> tuple[int, ...]:
 
 
 def spec_of(dense: nn.Module) -> LayerSpec:
-    """Return the specification of a single layer."""
     return inspect_layers(nn.Sequential(dense), input_shape(dense))[0]
 
 

@@ -53,7 +53,6 @@ class FileSource:
     metric: FileMetric = OnnxScoring.metric
 
     def read(self, request: Request, *, scored: float = 0.0) -> PreparedFile:
-        """Read the file and its inputs."""
         return PreparedFile.read(
             self.path,
             self.inputs,
@@ -98,7 +97,6 @@ class FileSearch:
     def write(
         self, plan: CompressionPlan, target: Path, sensitivities: Mapping[str, torch.Tensor]
     ) -> Compression:
-        """Apply a plan of the search and write the file."""
         _check_target(target, Path(self.network.file.network.source))
         return _finished(self.network, self.request, plan, target, sensitivities)
 

@@ -368,7 +368,6 @@ def _plain(model: nn.Module) -> nn.Module:
 
 
 def calibration_batches(inputs: Inputs, model: nn.Module) -> list[Inputs]:
-    """Return inputs in batches on a network's device."""
     device = model_device(model)
     return [mapped(lambda x: x.to(device), batch) for batch in split(inputs, CALIBRATION_BATCH)]
 

@@ -178,23 +178,19 @@ class RemoveBlock(GroupOperation):
         return f"removed with block {self.block}"
 
     def check(self, spec: LayerSpec) -> None:
-        """Refuse a layer that is not in the block."""
         if not spec.name.startswith(f"{self.block}."):
             raise PlanError(
                 f"layer {spec.name!r} cannot be removed with block {self.block!r}: it is not in it"
             )
 
     def cost(self, spec: LayerSpec, before: Cost) -> Cost:
-        """Return zero cost."""
         return Cost(0, 0, 0)
 
     def values(self) -> dict[str, Any]:
-        """Return the block's name."""
         return {"block": self.block}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], where: str) -> Self:
-        """Read the block's name."""
         if not isinstance(values["block"], str) or not values["block"]:
             raise PlanError(f"{where}: block must be the name of a module, got {values['block']!r}")
         return cls(values["block"])
@@ -203,7 +199,6 @@ class RemoveBlock(GroupOperation):
     def group_structure(
         cls, model: nn.Module, operations: Mapping[str, Self], input_shape: InputShape
     ) -> nn.Module:
-        """Return a copy of `model` without the blocks."""
         return remove_blocks(model, _checked(model, operations, input_shape))
 
     @classmethod
@@ -233,7 +228,6 @@ class RemoveBlock(GroupOperation):
 
 
 def removed_blocks(layers: Mapping[str, RemoveBlock]) -> list[str]:
-    """Return the names of the blocks that are removed, in order of their layers."""
     return list(dict.fromkeys(each.block for each in layers.values()))
 
 

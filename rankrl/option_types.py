@@ -47,12 +47,10 @@ def parameter_defaults(function: Callable[..., Any], *, without: Collection[str]
 
 
 def takes_any_option(function: Callable[..., Any]) -> bool:
-    """Return whether a function has `**options`."""
     return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
 
 
 def check_options(owner: str, group: str, values: Mapping[str, Any], allowed: OptionTypes) -> None:
-    """Refuse unknown options, and values that are not of an option's type."""
     for name, value in values.items():
         if name not in allowed:
             raise ConfigError(

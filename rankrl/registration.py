@@ -16,7 +16,6 @@ class RankSelectionSpec(EnvSpec):
     """Gymnasium's spec of the environment; refuses to write a network as JSON."""
 
     def to_json(self) -> str:
-        """Write the record as JSON."""
         if "problem" in self.kwargs:
             raise ConfigError(
                 f"the spec of {self.id} holds problem=, a network and its fits, which JSON cannot; keep what "

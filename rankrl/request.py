@@ -49,7 +49,6 @@ class Request:
 
     @property
     def timing(self) -> LatencyOptions:
-        """Options of the timing."""
         return self.goal.timing
 
     @property

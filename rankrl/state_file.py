@@ -19,7 +19,6 @@ from rankrl.files import write_atomically
 
 
 def write_state(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any], version: int) -> None:
-    """Write a state."""
     plain = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
     text = json.dumps({"version": version, **content})
     write_atomically(path, safetensors.torch.save(plain, metadata={"rankrl": text}))

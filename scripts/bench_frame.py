@@ -193,7 +193,6 @@ class ResultRows:
         return next((row for row in self.rows if [row[column] for column in self.key] == wanted), None)
 
     def add(self, key: Mapping[str, object], values: Mapping[str, object]) -> None:
-        """Add a row and write the file, atomically."""
         merged = {**key, **values}
         self.rows.append({column: str(merged[column]) for column in self.columns})
         text = io.StringIO()

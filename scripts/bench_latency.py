@@ -39,13 +39,10 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, by its folder."""
-
     folder: Path
 
     @cached_property
     def metrics(self) -> dict[str, Any]:
-        """Read its measurements."""
         path = self.folder / "metrics.json"
         if not path.exists():
             raise SystemExit(f"{self.folder} is no finished run: it has no metrics.json. Resume it first")
@@ -58,7 +55,6 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Read the options that it was run with."""
         path = self.folder / "state" / "configuration.json"
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["config"]
         return config

@@ -152,7 +152,6 @@ def _stage_of_file(path: Path, x: np.ndarray, stage: str) -> None:
 
 
 def onnx_inputs(path: Path) -> list[str]:
-    """List the names of a file's inputs."""
     return [each.name for each in onnx.load(path, load_external_data=False).graph.input]
 
 
@@ -162,7 +161,6 @@ def _limit(size: int) -> None:
 
 
 def stages(options: argparse.Namespace) -> str:
-    """Measure stages and return the table as Markdown."""
     rows = []
     for name, kind, stage in product(options.networks, options.kinds, options.stages):
         command = [sys.executable, __file__, "--here", name, kind, stage]

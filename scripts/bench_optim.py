@@ -83,7 +83,6 @@ class PeakMemory(TorchDispatchMode):
 
 
 def make_parameters(shapes: Shapes, device: str) -> list[nn.Parameter]:
-    """Make random parameters of the shapes, with random gradients."""
     generator = torch.Generator().manual_seed(0)
     parameters = []
     for shape in shapes:
@@ -94,7 +93,6 @@ def make_parameters(shapes: Shapes, device: str) -> list[nn.Parameter]:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Count the bytes of all tensors in an optimizer's state."""
     return sum(leaf.nbytes for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor))
 
 

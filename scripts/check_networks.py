@@ -66,14 +66,11 @@ def small() -> nn.Module:
 
 
 class Star(nn.Module):
-    """Hand on whatever it is called with."""
-
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Call the network inside."""
         outputs: torch.Tensor = self.inner(*inputs)
         return outputs
 
@@ -187,8 +184,6 @@ _CANDIDATES = 8
 
 @dataclass(frozen=True)
 class Network:
-    """A network to check."""
-
     build: Callable[[], nn.Module]
     size: int = 64
     tensor_format: str = "cp"
@@ -334,7 +329,6 @@ def check(name: str, folder: Path) -> Outcome:
 
 
 def _tensors(outputs: object) -> list[torch.Tensor]:
-    """List the tensors among a network's outputs."""
     return [each for each in tree_leaves(outputs) if isinstance(each, torch.Tensor)]
 
 
@@ -352,7 +346,6 @@ def check_apart(name: str, limit: float) -> Outcome:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Show the outcomes as a Markdown table."""
     lines = []
     for row in rows:
         network = NETWORKS[row["network"]]
@@ -378,7 +371,6 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def report(rows: list[dict[str, str]]) -> str:
-    """Make the section of the page."""
     checked = {row["network"]: NETWORKS[row["network"]] for row in rows}
     others = [
         f"{name} keeps {network.kept:.0%}" for name, network in checked.items() if network.kept != _USUAL.kept

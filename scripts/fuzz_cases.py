@@ -46,8 +46,6 @@ class Good:
 
 @dataclass(frozen=True)
 class Case:
-    """One input."""
-
     kind: str
     number: int
     what: str
@@ -62,7 +60,6 @@ class Case:
 
     @property
     def import_path(self) -> list[str]:
-        """Folders of modules that the case imports."""
         return [str(self.folder)] if self.kind == "modules" else []
 
     @property
@@ -72,8 +69,6 @@ class Case:
 
 
 class Code:
-    """Run code when it is unpickled."""
-
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 
@@ -82,7 +77,6 @@ class Code:
 
 
 def make_good(folder: Path) -> Good:
-    """Write the right input."""
     good = Good(*(folder / f"good.{ending}" for ending in ("th", "npz", "json", "safetensors")))
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -109,7 +103,6 @@ def make_case(kind: str, number: int, seed: int, good: Good, folder: Path) -> Ca
 
 
 def damaged(draw: random.Random, content: bytes) -> tuple[str, bytes]:
-    """Damage the bytes of a file; return how, and the bytes."""
     way = draw.choice(("truncated", "flipped", "emptied", "zeroed", "extended", "length", "text", "shuffled"))
     if way == "truncated":
         return way, content[: draw.randrange(len(content))]
@@ -201,7 +194,6 @@ def _nested(depth: int) -> Any:
 
 
 def changed_json(draw: random.Random, content: Any) -> tuple[str, Any]:
-    """Change one place of a JSON value, and return where."""
     places = list(_places(content))
     parent, key, name = draw.choice(places)
     way = draw.choice(("set", "set", "set", "removed", "doubled"))
@@ -233,7 +225,6 @@ def _evaluate(good: Good, *more: str) -> tuple[str, ...]:
 
 @functools.cache
 def _options() -> list[tuple[tuple[str, ...], str]]:
-    """List every option with the choices of groups that have it."""
     cases: list[tuple[tuple[str, ...], str]] = []
     root = OmegaConf.load(config_folder() / "config.yaml")
     for name, _ in _leaves(

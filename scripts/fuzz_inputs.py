@@ -179,7 +179,6 @@ def run_all(cases: int, seed: int, folder: Path) -> list[Outcome]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Count by kind, as a Markdown table."""
     rows = []
     for kind in (*KINDS, "all"):
         of_kind = [each for each in outcomes if kind in (each.case.kind, "all")]

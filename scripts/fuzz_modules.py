@@ -149,7 +149,6 @@ def source_of(changes: Sequence[str], kind: str) -> str:
 
 
 def plan_in_integers(dense: nn.Module, shape: tuple[int, ...]) -> CompressionPlan:
-    """Make the plan by which every layer of a network computes in integers."""
     specs, bits = inspect_layers(dense, shape), 7 if sums_overflow() else 8
     layers = tuple(LayerPlan(spec.name, () if spec.refusal else (Quantise(bits),)) for spec in specs)
     return CompressionPlan(layers, fingerprint(specs), shape)

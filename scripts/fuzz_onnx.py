@@ -473,12 +473,10 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
         self._feeds = iter([{"x": right_inputs()[:8]}])
 
     def get_next(self) -> Any:
-        """Hand on the next inputs, or None."""
         return next(self._feeds, None)
 
 
 def rename(graph: GraphProto, old: str, new: str) -> None:
-    """Give a value another name everywhere in a graph."""
     for node in graph.node:
         for names in (node.input, node.output):
             for index, name in enumerate(names):

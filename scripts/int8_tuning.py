@@ -42,8 +42,6 @@ _METHODS = {
 
 
 class _Reader(CalibrationDataReader):
-    """Hand batches to a calibrator."""
-
     def __init__(self, feeds: Iterable[Feed]) -> None:
         self._feeds = iter(feeds)
 
@@ -80,12 +78,10 @@ class Quantiser:
 
     @cached_property
     def nodes(self) -> list[str]:
-        """Names of the nodes with sums of products."""
         return [node.name for node in onnx.load(self.plain).graph.node if node.op_type in COMPUTING]
 
     @cached_property
     def convolutions(self) -> list[str]:
-        """Names of the convolutions."""
         return [node.name for node in onnx.load(self.plain).graph.node if node.op_type == "Conv"]
 
     @property
@@ -102,7 +98,6 @@ class Quantiser:
         return names
 
     def ranges(self, way: str) -> Any:
-        """Measure the ranges of all tensors, by one of `_METHODS`."""
         if way not in self._known:
             method, options = _METHODS[way]
             calibrator = create_calibrator(
@@ -230,7 +225,6 @@ class Tuning:
 
 
 def outputs_of(session: Session, feeds: Iterable[Feed]) -> list[Outputs]:
-    """Compute the outputs of every batch."""
     return [session.run(feed) for feed in feeds]
 
 
@@ -262,7 +256,6 @@ def int8(file: RealFile, target: Path) -> str:
 
 
 def int8_convolutions(file: RealFile, target: Path) -> str:
-    """Quantise convolutions alone."""
     with _quantiser(file) as quantiser:
         quantiser.write(target, only=quantiser.convolutions)
     return ""
@@ -277,13 +270,11 @@ def int8_dynamic(file: RealFile, target: Path) -> str:
 
 
 def int8_tuned(file: RealFile, target: Path) -> str:
-    """Tune by `Tuning`."""
     with _quantiser(file) as quantiser:
         return Tuning(quantiser).write(target)
 
 
 def nncf_onnx(file: RealFile, target: Path) -> str:
-    """Let NNCF quantise the file for onnxruntime."""
     nncf = _nncf()
     with _quantiser(file) as quantiser:
         model = onnx.load(quantiser.plain)
@@ -321,7 +312,6 @@ class Rival:
 
     @property
     def suffix(self) -> str:
-        """The ending of its files."""
         return ".xml" if self.write is nncf_openvino else ".onnx"
 
 

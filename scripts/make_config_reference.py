@@ -116,7 +116,6 @@ def sentences(*texts: str) -> str:
 
 
 def about_choice(group: str, choice: str) -> str:
-    """Describe a registered choice of a group."""
     if group == "tracking":
         if choice == NONE:
             return "No tracking; episodes.csv and metrics.json are written all the same."
@@ -200,7 +199,6 @@ def choice_options(group: str, choice: str, values: Mapping[str, Any]) -> Iterat
 
 
 def row(name: str, hint: Any, default: Any, explanation: str) -> Option:
-    """Return a row in the page's words."""
     text = re.sub(r"\b(None|True|False)\b", lambda word: _IN_YAML[word[1]], explanation)
     text = f"{text[:1].upper()}{text[1:]}"
     value = list(default) if isinstance(default, tuple) else default
@@ -211,12 +209,10 @@ def row(name: str, hint: Any, default: Any, explanation: str) -> Option:
 
 
 def cell(text: str) -> str:
-    """Return text that a Markdown table takes."""
     return text.replace("|", "\\|")
 
 
 def table(options: list[Option]) -> str:
-    """Return options as a Markdown table."""
     rows = [
         f"| `{each.name}` | {cell(each.kind)} | `{cell(each.default)}` | {cell(each.explanation)} |"
         for each in options
@@ -231,7 +227,6 @@ def about(section: type) -> str:
 
 
 def comment(path: Path) -> str:
-    """Return the comment that a configuration file begins with."""
     lines = (line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("# @"))
     words = []
     for line in lines:
@@ -259,7 +254,6 @@ def written_options(path: Path) -> list[tuple[str, str]]:
 
 
 def composed(*overrides: str) -> dict[str, Any]:
-    """Return a configuration as plain values."""
     return typing.cast(dict[str, Any], OmegaConf.to_container(compose("config", overrides=list(overrides))))
 
 
@@ -280,7 +274,6 @@ def registered_choices(groups: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def reference() -> str:
-    """Return the page."""
     store_groups()
     with initialize_config_dir(version_base="1.3", config_dir=str(config_folder())):
         default = composed()
@@ -344,7 +337,6 @@ def _of(option: Option, choices: Sequence[str]) -> Option:
 
 
 def _shown(group: str, registered: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the choices of a group that the page explains."""
     for choice in group_choices(group):
         if choice in registered or (config_folder() / group / f"{choice}.yaml").is_file():
             yield choice

@@ -244,7 +244,6 @@ class Curves:
         )
 
     def _draw(self) -> None:
-        """Draw the rows of these settings."""
         wanted = {column: str(value) for column, value in self.settings.items()}
         rows = [row for row in self.rows.rows if all(row[column] == wanted[column] for column in SETTINGS)]
         figure = Figure(figsize=(8, 5), layout="constrained")
@@ -295,7 +294,6 @@ def _epoch(data: ImageData, size: int, generator: torch.Generator) -> Iterator[t
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and draw."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -76,7 +76,6 @@ class Cell:
 
 
 def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
-    """Read the cells of a grid in its order."""
     grid: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     cells = []
     for entry in grid["cells"]:
@@ -117,7 +116,6 @@ def read_grid(path: Path, checkpoints: Path, epochs: int) -> list[Cell]:
 
 
 def _teachers(networks: Sequence[Mapping[str, Any]], checkpoints: Path) -> list[str]:
-    """List the options that make networks of the grid the teachers."""
     if not networks:
         return []
     files = ",".join(str(checkpoints / each["checkpoint"]) for each in networks)
@@ -189,7 +187,6 @@ def record_of(metrics: Mapping[str, Any]) -> dict[str, object]:
 
 
 def keep_finished(cells: Sequence[Cell], folder: Path, records: ResultRows) -> None:
-    """Add the runs that are finished in a folder to the records, which outlive it."""
     for cell in cells:
         if finished(folder / cell.name):
             metrics = json.loads((folder / cell.name / "metrics.json").read_text(encoding="utf-8"))

@@ -134,7 +134,6 @@ def _is_one_batch(data: Any, forward: _Forward) -> bool:
 
 
 def _collated(dataset: Dataset[Any]) -> Iterator[Any]:
-    """Collate the items of a dataset into batches."""
     every: Iterable[Any] = (
         dataset if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, _range(dataset))
     )

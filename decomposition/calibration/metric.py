@@ -154,7 +154,6 @@ def whole(metric: Metric) -> torch.Tensor:
 
 
 def converted(metric: Metric, dtype: torch.dtype) -> Metric:
-    """Return the metric in another type."""
     if isinstance(metric, RowFactor):
         return RowFactor(metric.rows.to(dtype), metric.ridge)
     return metric.to(dtype)
@@ -168,14 +167,12 @@ def scaled(metric: Metric, factor: torch.Tensor | float) -> Metric:
 
 
 def trace(metric: Metric) -> float:
-    """Return the sum of the diagonal."""
     if isinstance(metric, RowFactor):
         return float(metric.rows.norm().square()) + metric.ridge * metric.rows.shape[1]
     return float(metric.diagonal().sum())
 
 
 def squared_norm(metric: Metric) -> float:
-    """Return the sum of all squared entries."""
     if isinstance(metric, RowFactor):
         products = metric.rows @ metric.rows.T
         cross = 2 * metric.ridge * float(products.diagonal().sum())
@@ -189,7 +186,6 @@ def shrunk(metric: Metric, share: float) -> Metric:
 
 
 def shrunk_rows(metric: RowFactor, share: float) -> RowFactor:
-    """Shrink a metric that is kept as rows; see `shrunk`."""
     if share == 0:
         return metric
     ridge = share * trace(metric) / columns(metric)
@@ -197,7 +193,6 @@ def shrunk_rows(metric: RowFactor, share: float) -> RowFactor:
 
 
 def shrunk_matrix(metric: torch.Tensor, share: float) -> torch.Tensor:
-    """Shrink a metric that is kept as a matrix; see `shrunk`."""
     mixed = metric * (1 - share)
     mixed.diagonal().add_(share * trace(metric) / columns(metric))
     return mixed

@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 
 def tracked_batch_norms(model: nn.Module) -> list[BatchNorm]:
-    """Return the batch norms of `model` that keep running statistics."""
     return [m for m in model.modules() if isinstance(m, BatchNorm) and m.running_mean is not None]
 
 
@@ -162,7 +161,6 @@ class MomentAccumulator:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was added."""
         return self._count == 0
 
     def add(self, patches: torch.Tensor, labels: torch.Tensor) -> None:
@@ -183,7 +181,6 @@ class MomentAccumulator:
         self._products += covariance(patches, self._centre).mul_(len(patches))
 
     def moments(self) -> InputMoments:
-        """Return the moments of everything added."""
         mean = self._sum / self._count
         matrix: Metric
         if self._products is None:

@@ -80,7 +80,6 @@ class FitCache:
         return FitCache(**parts)
 
     def of(self, name: str) -> FitCache:
-        """Return the entries of one layer."""
         return self._chosen(lambda _, key: key[0] == name)
 
     def beyond(self, other: FitCache) -> FitCache:
@@ -88,7 +87,6 @@ class FitCache:
         return self._chosen(lambda kind, key: key not in getattr(other, kind))
 
     def update(self, other: FitCache) -> None:
-        """Add the entries of `other`."""
         for kind, entries in vars(self).items():
             entries.update(getattr(other, kind))
 
@@ -278,8 +276,6 @@ class FitLibrary:
         return fits[key]
 
     def _kept(self, name: str, operation: Factorise) -> Fit:
-        """Return the fit of a layer, from disk or computed."""
-
         def compute() -> dict[str, torch.Tensor]:
             fit = self._compute(name, operation)
             cores = {f"core{j}": core for j, core in enumerate(fit.cores)}

@@ -196,7 +196,6 @@ class CandidateLister:
         only: Sequence[str] = (),
         **options: Any,
     ) -> CandidateLister:
-        """Make the lister of a network's layers."""
         model = unwrapped(model)
         specs = changing_layers(model, input_shape, skip, only)
         return cls(
@@ -268,7 +267,6 @@ class CandidateLister:
     def _choices(
         self, name: str, tensor_format: TensorFormat, limit: int, spectra: Sequence[np.ndarray]
     ) -> list[Candidate]:
-        """Return the candidates of one format."""
         spec, modes = self.specs[name], self.modes(name, tensor_format)
         # A ring's channel counts are products of two bonds: two bonds of 4 make 16 channels.
         side = self.multiple ** (1 / tensor_format.bonds_in_channels)
@@ -314,7 +312,6 @@ class CandidateLister:
         return all(form.in_integers if integers else form.stored for form in forms)
 
     def _precisions(self, name: str) -> list[str]:
-        """Return the precisions allowed for a layer."""
         if name in self.unrounded:
             return ["float32"]
         if self._only_rounded(name):

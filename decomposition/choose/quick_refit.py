@@ -201,5 +201,4 @@ def _running_mean(norm: BatchNorm) -> torch.Tensor:
 
 
 def _mean(x: torch.Tensor) -> torch.Tensor:
-    """Return the mean of each channel."""
     return x.float().mean([axis for axis in range(x.ndim) if axis != 1])

@@ -162,7 +162,6 @@ class LowRank:
         return output, features
 
     def squared_error(self, rank: int) -> float:
-        """Return the squared relative error of a rank."""
         squared = float(self._energies[rank:].sum() / self._energies.sum())
         if squared >= _ROUNDING:
             return squared
@@ -339,7 +338,6 @@ class Fitter:
     def fit(
         self, ranks: Ranks, options: FitOptions = FAST, start: Sequence[torch.Tensor] | None = None
     ) -> Fit:
-        """Fit the format at some ranks."""
         with _few_threads(self.modes.columns):
             if self._matrices.vanish if self._direct else self._problem.vanishes:
                 cores, error = self._unseen(ranks, options), 0.0

@@ -30,7 +30,6 @@ class Geometry:
 
     @classmethod
     def of(cls, module: DecomposableModule) -> Geometry:
-        """Read the geometry of a layer."""
         if isinstance(module, nn.Linear):
             return cls(module.out_features, module.in_features, bias=module.bias is not None)
         return cls(
@@ -90,7 +89,6 @@ class Geometry:
         return convolution(inputs, outputs, 1, bias=bias, **like)
 
     def dense(self, **like: Any) -> DecomposableModule:
-        """Make the dense layer of this geometry."""
         layer = self.layer(self.in_channels, self.out_channels, bias=self.bias, **like)
         return cast(DecomposableModule, layer)
 

@@ -134,7 +134,6 @@ def leaves(output: Any) -> Iterator[tuple[Place, Any]]:
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
-    """Return all tensors in a model's output, in order."""
     return [leaf for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
@@ -298,7 +297,6 @@ def run_model(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def tensors_of(inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a batch in order."""
     if isinstance(inputs, torch.Tensor):
         return (inputs,)
     return tuple(inputs.values()) if isinstance(inputs, dict) else tuple(inputs)
@@ -335,7 +333,6 @@ def split(inputs: Inputs, size: int) -> list[Inputs]:
 
 
 def joined(batches: Sequence[Inputs]) -> Inputs:
-    """Join batches of one kind, at least one, into a single batch."""
     return mapped(lambda *tensors: torch.cat(tensors), *batches)
 
 

@@ -106,7 +106,6 @@ class LayerTrace:
         self._outputs: list[tuple[torch.Tensor, nn.Module]] = []
 
     def run(self, batch: Inputs, shape: InputShape) -> None:
-        """Run the model once on a batch."""
         handles = []
         for module in self.names:
             if isinstance(module, ListedModule):
@@ -351,7 +350,6 @@ def skipping(specs: Sequence[LayerSpec], skip: Sequence[str], only: Sequence[str
 
 
 def _matching(option: str, specs: Sequence[LayerSpec], patterns: Sequence[str]) -> set[str]:
-    """Return the names of the layers that match any of the patterns."""
     matches: set[str] = set()
     for pattern in patterns:
         names = {s.name for s in specs if fnmatchcase(s.name, pattern) or fnmatchcase(s.name, f"{pattern}.*")}

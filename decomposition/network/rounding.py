@@ -383,7 +383,6 @@ def round_activations(module: nn.Module) -> None:
 
 
 def is_rounded(module: nn.Module) -> bool:
-    """Tell whether weights are rounded anywhere inside."""
     return any(isinstance(part, RoundedWeight) for part in module.modules())
 
 

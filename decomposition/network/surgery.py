@@ -218,7 +218,6 @@ def remove_parametrizations(module: nn.Module) -> None:
 
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace `old` by `new` in `model` under all its names."""
     places = [
         (parent, attribute)
         for parent in model.modules()

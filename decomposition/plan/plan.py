@@ -441,7 +441,6 @@ def fingerprint(specs: Any) -> str:
 
 
 def _shape_from_json(content: Any, source: str) -> InputShape:
-    """Read a shape, or a specification of inputs."""
     if isinstance(content, list) and content and all(type(n) is int and n > 0 for n in content):
         return tuple(content)
     try:

@@ -59,8 +59,6 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A registered dataset."""
-
     name: str
     description: str
     read: Callable[..., SourceFiles]
@@ -70,7 +68,6 @@ class DatasetSource:
 
     @property
     def options(self) -> list[str]:
-        """The options of this source except its folder."""
         return [name for name in inspect.signature(self.read).parameters if name != "root"]
 
 
@@ -101,7 +98,6 @@ def list_datasets(pattern: str = "*") -> list[str]:
 
 
 def dataset_source(name: str) -> DatasetSource:
-    """Return the registered dataset `name`."""
     return _SOURCES[name]
 
 

@@ -136,7 +136,6 @@ def _read(folder: Path, classes: list[str], size: int, shorter: int) -> Images:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """Return the image files of a folder and its subfolders, sorted."""
     return sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
 
 

@@ -29,7 +29,6 @@ class Augmentation:
             )
 
     def draw(self, count: int, generator: torch.Generator) -> Crops:
-        """Draw the crops and flips of `count` images from a CPU generator."""
         return Crops(
             top=torch.randint(2 * self.padding + 1, (count,), generator=generator),
             left=torch.randint(2 * self.padding + 1, (count,), generator=generator),
@@ -48,7 +47,6 @@ class Crops:
     padding: int
 
     def to(self, device: torch.device) -> Crops:
-        """Return the same draws on `device`."""
         return Crops(self.top.to(device), self.left.to(device), self.mirrored.to(device), self.padding)
 
     def part(self, start: int, stop: int) -> Crops:
@@ -256,7 +254,6 @@ class Images:
         return hasher.hexdigest()[:16]
 
     def to(self, device: torch.device) -> Images:
-        """Return the same images on `device`."""
         return Images(self.x.to(device), self.y.to(device))
 
 
@@ -304,7 +301,6 @@ class ImageData:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """The preprocessing of images for a network that is trained on this dataset."""
         channels, height, width = self.input_shape
         return Preprocessing(
             channels=channels,

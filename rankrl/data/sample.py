@@ -153,7 +153,6 @@ class Sample:
 
     @property
     def has_classes(self) -> bool:
-        """Whether the labels are numbers of classes."""
         labels = self.labels
         is_vector = isinstance(labels, Tensor) and labels.ndim == 1
         return is_vector and not (labels.is_floating_point() or labels.is_complex())

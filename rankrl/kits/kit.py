@@ -66,8 +66,6 @@ class NamedFile:
 
 @dataclass(frozen=True)
 class WrittenKit:
-    """A timing kit."""
-
     folder: Path
     files: int
     bytes: int
@@ -122,7 +120,6 @@ class KitWriter:
         return WrittenKit(self.folder, len(self._names), sum(path.stat().st_size for path in paths))
 
     def _written(self, model: ir.Model, inputs: Batch) -> list[dict[str, Any]]:
-        """Write inputs, and return how to read them."""
         if not isinstance(inputs, Mapping):
             inputs = {str(model.graph.inputs[0].name): inputs}
         return [self._written_array(name, np.asarray(array)) for name, array in inputs.items()]
@@ -152,8 +149,6 @@ def _repeated(array: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class FinishedFile:
-    """A network in a file."""
-
     title: str
     path: Path
     score: float | None = None
@@ -215,7 +210,6 @@ class TimesFile:
 
     @classmethod
     def load(cls, path: Path) -> TimesFile:
-        """Read a table."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             version, left = content["version"], content["left"]
@@ -264,7 +258,6 @@ class TimesFile:
 
     @property
     def conditions(self) -> str:
-        """Conditions of the measurement, for readers."""
         machine = self.machine
         return (
             f"{machine['runtime']} {machine['version']}, batch {self.about['batch']}, "
@@ -303,7 +296,6 @@ class TimesFile:
             )
 
     def times(self, group: FileGroup) -> np.ndarray:
-        """Return the milliseconds of each file, infinity for one that does not run there."""
         for name in group.names:
             if name not in self.known and name not in self.failed:
                 raise ConfigError(

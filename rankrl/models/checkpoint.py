@@ -73,7 +73,6 @@ class StateDict:
 
     @property
     def fits(self) -> bool:
-        """Whether the tensors fill the network."""
         return not (self.missing or self.unexpected or self.reshaped)
 
     @property

@@ -81,8 +81,6 @@ Builder = Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A registered network."""
-
     name: str
     description: str
     build: Builder
@@ -108,7 +106,6 @@ def list_models(pattern: str = "*") -> list[str]:
 
 
 def model_source(name: str) -> ModelSource:
-    """Return the registered model `name`."""
     return _MODELS[name]
 
 

@@ -70,7 +70,6 @@ class FileSession:
     def run(
         self, names: Sequence[str] | None, feed: Mapping[str, Any], _options: Any = None, /
     ) -> list[np.ndarray[Any, Any]]:
-        """Return outputs for one batch, all of them where none is named."""
         outputs = dict(
             zip((entry.name for entry in self.get_outputs()), self._session.run(feed), strict=True)
         )
@@ -91,7 +90,6 @@ class WrittenGraph:
 
     @cached_property
     def session(self) -> onnxruntime.InferenceSession:
-        """Session of the network."""
         return open_session(self.network.whole(tensors=True), self.network.source)
 
     @cached_property
@@ -124,12 +122,10 @@ class GraphNetwork:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of the first input for one input of the network."""
         return self.file.shape
 
     @property
     def costs(self) -> Mapping[str, int]:
-        """`params`, `macs` and `bytes` of the network (`network_costs`)."""
         return self.file.totals
 
     @property
@@ -142,22 +138,18 @@ class GraphNetwork:
         return self.file.fractions(kept)
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
-        """Return the lister of every node's candidates; see `PricedNetwork`."""
         specs = [site.spec for site in self.file.changing]
         return CandidateLister(specs, candidates.formats, precisions=candidates.precisions, as_nodes=True)
 
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
-        """Calibrate the nodes and return the library of their fits; see `Network`."""
         return fit_library(self.file, candidates, folder=cache, seed=seed)
 
     def dense_graph(self) -> DenseGraph:
-        """Return the graph; see `PricedNetwork`."""
         network = self.file.network.without_casts()
         weights = {site.name: network.weight_inputs[site.name] for site in self.file.usable}
         return DenseGraph(network.model, network.axes.one(self.feed), weights)
 
     def activation_bytes(self, path: Path | None = None) -> int:
-        """Return the peak memory of the activations of a file; see `Network`."""
         feed = self.file.split.axes.one(self.feed)
         if path is not None:
             return activation_bytes(path, feed)
@@ -276,11 +268,9 @@ class GraphNetwork:
         return checked_score(self.judge(session), "a file")
 
     def costs_before(self) -> dict[str, int]:
-        """Return the costs of the file."""
         return {**self.file.original_totals, "file_bytes": self._original.whole().ByteSize()}
 
     def costs_after(self, plan: CompressionPlan, compressed: WrittenGraph) -> dict[str, int]:
-        """Return the costs of a compressed network."""
         costs = plan_costs(self.file.totals, self.file.sites, plan)
         if not plan.chosen(Quantise):  # without integers the constants alone give the bytes
             costs["bytes"] = network_costs(compressed.network, self.file.original_sites)["bytes"]
@@ -322,17 +312,14 @@ class GraphNetwork:
         return values_of_inputs(self._answer(self._original if compressed is None else compressed))
 
     def collapsed(self, compressed: WrittenGraph, score: float) -> str | None:
-        """Return a message if outputs on held-out inputs are no better than a constant; see `Network`."""
         del score
         return collapse(compressed.outputs, self._compared.constant_agreement(), self.compared_inputs)
 
     @property
     def rewritten(self) -> dict[str, str]:
-        """Descriptions of nodes that were rewritten before compression, by name."""
         return self.file.rewritten
 
     def rows(self, plan: CompressionPlan, compressed: WrittenGraph) -> list[LayerRow]:
-        """Return the report's row of every node."""
         errors, rewritten = compressed.graph.errors, self.rewritten
         specs = {site.name: site.spec for site in self.file.sites if site.spec.params}
         before = {site.name: site.spec for site in self.file.original_sites}

@@ -324,7 +324,6 @@ class NodeLosses:
 
     @cached_property
     def _scores(self) -> dict[str, OutputScore]:
-        """Score of each output, by name."""
         scores = output_scores(self._original, range(len(self._feeds)))
         return {score.name: score for score in scores}
 

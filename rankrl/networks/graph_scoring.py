@@ -131,7 +131,6 @@ class OnnxScoring:
 
     @property
     def metric_name(self) -> str:
-        """The metric, or `score` for a user's own."""
         return self.metric if self.score is None else "score"
 
     def check(self) -> None:
@@ -186,7 +185,6 @@ class OnnxScoring:
         return checked_score(float(np.mean(losses)), "the compressed network")
 
     def of_session(self, session: onnxruntime.InferenceSession, what: str) -> float:
-        """Return the score of an open network."""
         if self.score is not None:
             return checked_score(self.score(session), what)
         outputs = self.agreement(session)
@@ -212,7 +210,6 @@ class OnnxScoring:
 
     @cached_property
     def output_scores(self) -> list[OutputScore]:
-        """Score of each output."""
         return output_scores(self._original, self._numbers)
 
     @property
@@ -263,7 +260,6 @@ class OnnxPlanEvaluator(RememberingEvaluator):
         return self.scoring.of_session(self.graph.session(choices), what)
 
     def divergences(self, batches: int) -> list[np.ndarray]:
-        """Measure the divergence of the outputs when one node alone is compressed."""
         scoring = replace(self.scoring, feeds=self.scoring.single[:batches])
 
         def divergence(plan: Choices) -> float:
@@ -282,11 +278,9 @@ class NumberedAnswers:
 
     @property
     def output_names(self) -> list[str]:
-        """Names of the outputs."""
         return self.session.output_names
 
     def run(self, number: int, /) -> list[Array]:
-        """Return all outputs for one batch."""
         answers = zip(self.output_names, self.session.run(self.feeds[number]), strict=True)
         return [self.axes.first_axis(name, each) for name, each in answers]
 
@@ -300,7 +294,6 @@ class _Remembered:
 
     @classmethod
     def of(cls, answers: NumberedAnswers) -> _Remembered:
-        """Run a network on all of its batches."""
         return cls(answers.output_names, [answers.run(number) for number in range(len(answers.feeds))])
 
     def rows(self, index: int) -> Array:

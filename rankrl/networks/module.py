@@ -151,19 +151,16 @@ class ModuleNetwork:
 
     @cached_property
     def specs(self) -> tuple[LayerSpec, ...]:
-        """Every layer in forward order."""
         return tuple(inspect_layers(self.model, self.input_shape))
 
     @cached_property
     def costs(self) -> dict[str, int]:
-        """`params`, `macs` and `bytes` of the dense network."""
         parameters = count_parameters(self.model)
         macs = count_macs(self.model, self.input_shape)
         return {"params": parameters, "macs": macs, "bytes": FLOAT_BYTES * parameters}
 
     @property
     def preparation(self) -> tuple[Rewrite, ...]:
-        """Rewrites of the module before compression."""
         return rewrites_of(self.model)
 
     def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -171,7 +168,6 @@ class ModuleNetwork:
         return dict(kept)
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
-        """Return the lister of every layer's candidates; see `PricedNetwork`."""
         return CandidateLister.of_network(
             self.model,
             self.input_shape,
@@ -190,7 +186,6 @@ class ModuleNetwork:
         return ()
 
     def library(self, candidates: CandidateOptions, *, cache: Path | None, seed: int) -> FitLibrary:
-        """Calibrate and return the library of fits; see `PricedNetwork`."""
         return FitLibrary.calibrated(
             self.model,
             self.inputs[0],
@@ -210,7 +205,6 @@ class ModuleNetwork:
         )
 
     def dense_graph(self) -> DenseGraph:
-        """Return the exported network; see `PricedNetwork`."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "dense.onnx"
             export_onnx(self.model, path, self.input_shape, progress=False)
@@ -219,7 +213,6 @@ class ModuleNetwork:
 
     @property
     def _weights(self) -> dict[str, str]:
-        """Name of every layer's weight in a file."""
         return {spec.name: f"{spec.name}.weight" for spec in self.specs}
 
     def timer(self, options: LatencyOptions, _library: FitLibrary | None = None, /) -> NetworkTimer:
@@ -250,7 +243,6 @@ class ModuleNetwork:
         )
 
     def costs_after(self, plan: CompressionPlan, compressed: nn.Module) -> dict[str, int]:
-        """Return the costs of a compressed network."""
         return {
             "params": count_parameters(compressed),
             "macs": count_macs(compressed, self.input_shape),
@@ -258,7 +250,6 @@ class ModuleNetwork:
         }
 
     def rows(self, plan: CompressionPlan, compressed: nn.Module) -> list[LayerRow]:
-        """Return the report's row of every layer."""
         return layer_rows(plan, self.model, compressed)
 
     def _removable(self, candidates: CandidateOptions) -> dict[str, Any]:
@@ -284,7 +275,6 @@ class ScoredModule(ModuleNetwork):
 
     @property
     def scoring(self) -> FunctionScoring:
-        """Scoring by the user's function."""
         return FunctionScoring(self.model, self.judge, self.inputs)
 
     def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
@@ -325,11 +315,9 @@ class FileModule(ModuleNetwork):
         return path
 
     def dense_graph(self) -> DenseGraph:
-        """Return the dense network's file; see `PricedNetwork`."""
         return DenseGraph(load_model(self.baseline), one_input(next(self.files.feeds())), self._weights)
 
     def activation_bytes(self, path: Path | None = None) -> int:
-        """Return the peak memory of the activations of a file; see `Network`."""
         return activation_bytes(path or self.baseline, one_input(next(self.files.feeds())))
 
     def floating(self, candidates: CandidateOptions) -> Collection[str]:
@@ -372,35 +360,28 @@ class FileModule(ModuleNetwork):
 
     @property
     def compared_inputs(self) -> int:
-        """Number of inputs that `score` uses."""
         return len(self.measure)
 
     def costs_before(self) -> dict[str, int]:
-        """Return the costs of the dense network."""
         return self.costs if self.without_file else {**self.costs, "file_bytes": self.baseline.stat().st_size}
 
     @property
     def unit(self) -> str:
-        """Key of `score` in metrics.json."""
         return self.measure.unit
 
     def score(self, compressed: nn.Module | None) -> float:
-        """Return the score of a compressed network, or of the dense one."""
         if compressed is None:
             return checked_score(self.measure.score(self.model), "the dense network")
         return checked_score(self.measure.score(compressed), "the compressed network")
 
     @property
     def basis(self) -> Basis:
-        """Kind and inputs of the scores that `values` returns."""
         return self.measure.basis
 
     def values(self, compressed: nn.Module | None) -> np.ndarray | None:
-        """Return the score of every input; see `Network`."""
         return self.measure.values(self.model if compressed is None else compressed)
 
     def collapsed(self, compressed: nn.Module, score: float) -> str | None:
-        """Return a message if a compressed network is no better than a constant; see `Network`."""
         return self.measure.collapsed(compressed, score)
 
 

@@ -48,7 +48,6 @@ class CandidateOptions(FittingOptions):
         *,
         reduce_range: bool | None = None,
     ) -> CandidateOptions:
-        """Return the options of candidates under a budget."""
         return cls(
             _differing(options.choices, budget),
             default_precisions(budget) if options.precisions is None else options.precisions,

@@ -51,7 +51,6 @@ def values_in(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def names_in(graph: ir.Graph) -> set[str]:
-    """Return the names of all nodes and values of a graph and its bodies."""
     taken = {str(node.name) for node in graph.all_nodes()}
     return taken | {str(value.name) for part in (graph, *graph.subgraphs()) for value in values_in(part)}
 
@@ -109,7 +108,6 @@ def put_in_place(graph: ir.Graph, old: Sequence[ir.Node], new: Sequence[ir.Node]
 
 
 def put_first(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
-    """Put nodes before all others."""
     if nodes:
         graph.insert_before(graph[0], nodes)
 

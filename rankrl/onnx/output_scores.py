@@ -167,7 +167,6 @@ def expected_changes(margins: Array, before: Array, after: Array) -> float:
 
 
 def _scores_classes(rows: Array) -> bool:
-    """Tell whether rows are probabilities, their logarithms, or logits of classes."""
     if _are_probabilities(rows) or np.abs(logsumexp(rows, axis=1)).max() < _SUM_TOLERANCE:
         return True
     size = np.square(rows).sum(1).mean()

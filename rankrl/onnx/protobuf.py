@@ -67,12 +67,10 @@ def store_sparsely(model: onnx.ModelProto, constants: Mapping[str, onnx.SparseTe
 
 
 def holds(constant: onnx.SparseTensorProto, array: np.ndarray[Any, Any]) -> bool:
-    """Tell whether a sparse constant stands for an array."""
     return np.array_equal(numpy_helper.to_array(dense(constant, "")), array)
 
 
 def sparse_bytes(constant: onnx.SparseTensorProto) -> int:
-    """Return the bytes of a sparse constant's values and indices."""
     return sum(numpy_helper.to_array(part).nbytes for part in (constant.values, constant.indices))
 
 
@@ -88,7 +86,6 @@ def dense(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:
 
 
 def _with_bodies(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graph and the bodies of its control flow."""
     yield graph
     for node in graph.node:
         for body in _bodies(node):
@@ -96,7 +93,6 @@ def _with_bodies(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graphs among a node's attributes."""
     for attribute in node.attribute:
         yield from (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs)
 
@@ -212,7 +208,6 @@ def _is_tensor(value: onnx.ValueInfoProto) -> bool:
 
 
 def _reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the names of the values that a node and its bodies read."""
     yield from filter(None, node.input)
     yield from (name for body in _bodies(node) for inner in body.node for name in _reads(inner))
 

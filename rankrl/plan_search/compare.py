@@ -29,14 +29,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ComparedSearch:
-    """One search of a comparison."""
-
     entry: SelectorEntry
     seed: int | None
 
     @property
     def folder_name(self) -> str:
-        """Name of the folder that its search is kept in."""
         name = self.entry.folder_name
         return name if self.seed is None else f"{name}-{self.seed}"
 

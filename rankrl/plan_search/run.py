@@ -75,8 +75,6 @@ class FinishOnInterrupt:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Loss and savings of one compressed layer."""
-
     name: str
     loss: float
     saved_params: int
@@ -449,7 +447,6 @@ def _limit(
     patience: int | None,
     plans: int | None,
 ) -> StoppedBy | None:
-    """Return the limit that has been reached, if any."""
     if len(rows) >= episodes:
         return "episodes"
     if plans is not None and len({row.choices for row in rows}) >= plans:

@@ -43,12 +43,10 @@ class PruningOptions:
 
     @property
     def definition(self) -> Pruner:
-        """The registered pruner."""
         return get_pruner(self.pruner)
 
 
 def options_class(name: str) -> type[BlockOptions]:
-    """Return the dataclass of a pruner's options."""
     pruner = _pruner(name)
     if pruner.unit == "blocks":
         return BlockOptions

@@ -124,7 +124,6 @@ def train_channel_masks(
 
 
 def target_cost(measure: Measure, input_shape: Sequence[int]) -> Cost:
-    """Return the cost function of the target's measure."""
     return count_parameters if measure == "params" else lambda network: count_macs(network, input_shape)
 
 
@@ -200,8 +199,6 @@ def _log_jump(result: MaskTrainingResult) -> None:
 
 @dataclass(frozen=True)
 class PrunedNetwork:
-    """A pruned network with its plan."""
-
     network: nn.Module
     plan: CompressionPlan
     epochs: Sequence[MaskEpoch] = ()
@@ -460,7 +457,6 @@ def _decomposed(
 def _numbers(
     pruning: PruningOptions, pruned: PrunedNetwork, dense: nn.Module, data: ImageData
 ) -> dict[str, Any]:
-    """Return the section `pruning` of metrics.json."""
     before = {spec.name: spec.out_channels for spec in inspect_layers(dense, data.input_shape)}
     removed = pruned.plan.chosen(RemoveBlock)
     kept: Mapping[str, Sequence[int]] = {**kept_channels(pruned.plan), **dict.fromkeys(removed, ())}

@@ -103,7 +103,6 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "p", "X")
 
 
 def panels(count: int, *, columns: int = 2, sharey: bool = False) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels, side by side as far as there are columns."""
     across = min(columns, count)
     rows = math.ceil(count / across)
     height = HEIGHT if rows == 1 else _PANEL * rows * HEIGHT

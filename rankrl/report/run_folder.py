@@ -60,7 +60,6 @@ class LayerRow:
 
 
 def layer_formats(layers: Sequence[LayerRow]) -> list[str]:
-    """Return the names of the tensor formats that layers have, sorted."""
     return sorted({row.format for row in layers} - {""})
 
 
@@ -135,7 +134,6 @@ class GatheredRun:
 
     @property
     def asked(self) -> list[str]:
-        """The names of the options that were given for it."""
         budgets = [f"{BUDGET}{name}" for name in self.budgets]
         if self.overrides:
             return [*(_split(override)[0] for override in self.overrides), *budgets]
@@ -147,7 +145,6 @@ class GatheredRun:
         return any(stage.name != BASELINE for stage in stages(self.metrics))
 
     def before(self, key: str) -> float | None:
-        """Return a measure of the dense network."""
         known = key in self.measures and self.metrics.get("baseline")
         return self.measures[key].before if known else None
 

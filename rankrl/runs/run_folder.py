@@ -255,7 +255,6 @@ class RunFolder:
 
     @classmethod
     def below(cls, folder: Path) -> Iterator[RunFolder]:
-        """Yield the run folders below a folder, sorted by name."""
         for record in sorted(folder.rglob("state/configuration.json")):
             if record.parents[1].name != PREVIOUS:
                 yield cls(record.parents[1])

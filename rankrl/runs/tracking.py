@@ -85,17 +85,14 @@ def register_tracker(name: str) -> Callable[[T], T]:
 
 
 def list_trackers() -> list[str]:
-    """Return the names of the trackers, sorted."""
     return _TRACKERS.names()
 
 
 def tracker_class(name: str) -> type[Tracker]:
-    """Return the class of a tracker."""
     return _TRACKERS[name]
 
 
 def create_tracker(name: str, folder: Path, **options: Any) -> Tracker:
-    """Make a tracker."""
     tracker = tracker_class(name)
     types = parameter_types(tracker, without=("folder",))
     check_options(f"tracker {name!r}", "tracking.options", options, types)
@@ -103,7 +100,6 @@ def create_tracker(name: str, folder: Path, **options: Any) -> Tracker:
 
 
 def import_optional(module: str, extra: str) -> ModuleType:
-    """Import a package of an optional extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -120,12 +116,10 @@ class Tracking:
         self._trackers = list(trackers)
 
     def configuration(self, config: Mapping[str, Any]) -> None:
-        """Track the configuration, plain nested values."""
         values = {name: str(value) for name, value in flattened(config).items()}
         self._call_all(lambda tracker: tracker.configuration(values))
 
     def episode(self, row: EpisodeRow) -> None:
-        """Track a scored plan."""
         names = ("reward", "best_reward", "accuracy", "params_kept", "macs_kept")
         self._point("search", row.episode, {name: getattr(row, name) for name in names})
 
@@ -142,7 +136,6 @@ class Tracking:
         return epoch
 
     def result(self, metrics: Mapping[str, Any]) -> None:
-        """Track the numbers of metrics.json."""
         values = {
             name: float(value)
             for name, value in flattened(metrics).items()
@@ -151,7 +144,6 @@ class Tracking:
         self._call_all(lambda tracker: tracker.result(values))
 
     def close(self) -> None:
-        """Close the trackers."""
         self._call_all(lambda tracker: tracker.close())
 
     def _point(self, stage: str, step: int, values: Mapping[str, float]) -> None:
@@ -179,7 +171,6 @@ NOT_TRACKED = Tracking(())
 def start_tracking(
     name: str, folder: Path, config: Mapping[str, Any], options: Mapping[str, Any] | None = None
 ) -> Iterator[Tracking]:
-    """Track a run within the block."""
     tracking = Tracking(_trackers(name, folder, options or {}))
     tracking.configuration(config)
     try:
@@ -227,7 +218,6 @@ class CsvTracker(Tracker):
         self._append(stage, ["step", *values], [[step, *values.values()]])
 
     def result(self, values: Mapping[str, float]) -> None:
-        """Write `result.csv` anew."""
         announce_write(self.folder / "tracking" / "result.csv")
         (self.folder / "tracking" / "result.csv").unlink(missing_ok=True)
         self._append("result", ["name", "value"], list(values.items()))
@@ -288,11 +278,9 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._run, metrics=metrics)
 
     def result(self, values: Mapping[str, float]) -> None:
-        """Log metrics `result/NAME`."""
         self.point("result", 0, values)
 
     def close(self) -> None:
-        """Mark the run as ended."""
         self._client.set_terminated(self._run)
 
 
@@ -345,7 +333,6 @@ class TensorBoardTracker(Tracker):
             self._writer.file_writer.add_summary(summary)
 
     def close(self) -> None:
-        """Flush and close the file."""
         self._writer.close()
 
 
@@ -383,7 +370,6 @@ class WandbTracker(Tracker):
         )
 
     def configuration(self, values: Mapping[str, str]) -> None:
-        """Set the run's configuration."""
         self._run.config.update(dict(values), allow_val_change=True)
 
     def point(self, stage: str, step: int, values: Mapping[str, float]) -> None:
@@ -396,5 +382,4 @@ class WandbTracker(Tracker):
         self._run.summary.update(dict(values))
 
     def close(self) -> None:
-        """End the run."""
         self._run.finish()

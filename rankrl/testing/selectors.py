@@ -42,7 +42,6 @@ class SelectorContract:
         metafunc.parametrize("name", self.names)
 
     def selector(self, name: str, problem: SearchProblem, seed: int = 0) -> Selector:
-        """Make a selector."""
         options = self.options.get(name, {})
         return create_selector(name, problem, seed=seed, episodes=self.episodes, **options)
 
@@ -123,7 +122,6 @@ def small_library(formats: tuple[str, ...]) -> FitLibrary:
 
 
 def small_problem(formats: tuple[str, ...] = ("tucker",), **budget: Any) -> SearchProblem:
-    """Return the search problem of the small network within a budget."""
     library = small_library(formats)
     sites = library.all_candidates(limit=8)
     problem = SearchProblem.from_model(small_network(), sites, INPUT_SHAPE, library=library, **budget)
@@ -131,7 +129,6 @@ def small_problem(formats: tuple[str, ...] = ("tucker",), **budget: Any) -> Sear
 
 
 def rewards_of(proposals: Sequence[Proposal]) -> list[float]:
-    """Return rewards for larger candidates."""
     return [float(np.tanh(sum(each.choices) / 20)) for each in proposals]
 
 
@@ -146,7 +143,6 @@ def proposals_of(selector: Selector, steps: int) -> list[Proposal]:
 
 
 def plans_of(selector: Selector, steps: int) -> list[Choices]:
-    """Return the plans that a selector proposes in `steps` steps."""
     return [proposal.choices for proposal in proposals_of(selector, steps)]
 
 

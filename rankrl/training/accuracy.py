@@ -151,7 +151,6 @@ def accuracy(
 
 
 def share(correct: Tensor) -> float:
-    """Return the fraction of true values."""
     return int(correct.sum()) / len(correct)
 
 
@@ -175,5 +174,4 @@ def report_accuracy(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> float:
-    """Return the accuracy on the test set, 0 to 1; see `correct_test_images`."""
     return share(correct_test_images(model, test, mean=mean, std=std))

@@ -150,8 +150,6 @@ _STEPS_BETWEEN_CHECKS = 25
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Progress of a training, for a progress bar or a tracker."""
-
     epoch: int
     epochs: int
     step: int
@@ -164,8 +162,6 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The outcome of a training."""
-
     history: tuple[EpochRow, ...]
     start: float
     epoch: int
@@ -221,7 +217,6 @@ class Epochs:
         state.learned = True
 
     def run(self, state: TrainingState) -> None:
-        """Train for one epoch, score it, and add it to the history."""
         started = time.perf_counter()
         epoch = len(state.history) + 1
         loss, lr = self._train_epoch(state, epoch)
@@ -260,7 +255,6 @@ class Epochs:
         return float(losses.mean()), lr
 
     def _step(self, state: TrainingState, x: Inputs, y: Any, lr: float) -> Tensor:
-        """Take one step and return its loss."""
         recipe = self.recipe
         state.optimizer.zero_grad(set_to_none=True)
         loss, outputs = self.passes(state.model, x, y)

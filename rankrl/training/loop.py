@@ -143,7 +143,6 @@ def training_batches(
     layout: torch.memory_format,
     augment: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the batches of training images of an epoch, in a random order."""
     walk = batches(
         images,
         batch_size,

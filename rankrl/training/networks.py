@@ -68,8 +68,6 @@ def together(teachers: nn.Module | Sequence[nn.Module]) -> nn.Module:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A network to distil from."""
-
     network: nn.Module
     title: str
     accuracy: float
@@ -141,7 +139,6 @@ class FineTuner:
         return Teacher(network, type(network).__name__, heldout_accuracy(network, data))
 
     def trained_by_user(self, network: nn.Module, dense: nn.Module) -> nn.Module:
-        """Fine-tune a network with the user's function."""
         assert callable(self.strategy)
         types = own_types(network)
         returned = self.strategy(network.train())
@@ -157,7 +154,6 @@ class FineTuner:
         judge: Callable[[nn.Module], Any],
         progress: Progress,
     ) -> tuple[nn.Module, TrainingResult | None]:
-        """Return the fine-tuned network, and the result of our own training."""
         types, recipe = own_types(network), self.recipe
         if self.loss is None:
             fitted = fitted.labelled()

@@ -25,8 +25,6 @@ _SCHEDULES: Registry[Schedule] = Registry("schedule", ConfigError)
 
 
 def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
-    """Register the decorated function as the schedule `name`."""
-
     def register(schedule: Schedule) -> Schedule:
         return _SCHEDULES.add(name, schedule)
 
@@ -34,12 +32,10 @@ def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
 
 
 def list_schedules() -> list[str]:
-    """Return the names of the schedules, sorted."""
     return _SCHEDULES.names()
 
 
 def learning_rate_factor(schedule: str, step: int, steps: int, warmup: float) -> float:
-    """Return the factor of the highest learning rate at a step."""
     return _SCHEDULES[schedule](step, steps, warmup)
 
 

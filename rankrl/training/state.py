@@ -26,8 +26,6 @@ STATE_VERSION = 4
 
 @dataclass(frozen=True)
 class EpochRow:
-    """The outcome of one epoch."""
-
     epoch: int
     lr: float
     loss: float
@@ -37,8 +35,6 @@ class EpochRow:
 
 @dataclass(eq=False)
 class TrainingState:
-    """Everything that a training changes."""
-
     model: nn.Module
     recipe: TrainingRecipe
     setup: Mapping[str, Any]
@@ -100,7 +96,6 @@ class TrainingState:
             self.begin(self.start)
 
     def save(self, path: Path) -> None:
-        """Write the state to `path`, atomically."""
         optimizer = self.optimizer.state_dict()
         tensors = {f"model.{key}": value for key, value in self.model.state_dict().items()}
         if self.average is not None:
@@ -126,7 +121,6 @@ class TrainingState:
         write_state(path, tensors, content, STATE_VERSION)
 
     def restore(self, path: Path) -> None:
-        """Load a state that `save` wrote."""
         tensors, content = read_state(path, STATE_VERSION, "training state")
         check_setup(path, "training", content["setup"], self.setup)
         try:

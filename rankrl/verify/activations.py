@@ -217,7 +217,6 @@ class DenseGraph:
 
     @cached_property
     def activations(self) -> Activations:
-        """Activations of the graph."""
         return Activations(self.model, self.feed)
 
     @cached_property
@@ -280,7 +279,6 @@ class DenseGraph:
         return activations, chosen
 
     def _rounded(self, layers: Collection[str]) -> Activations:
-        """Return the activations with some layers in integers."""
         with tempfile.TemporaryDirectory() as folder:
             plain, rounded = Path(folder) / "plain.onnx", Path(folder) / "rounded.onnx"
             save_model(self.model, plain)

@@ -59,12 +59,10 @@ class OutputAgreement:
 
     @property
     def largest_error(self) -> float:
-        """The error, or the largest of its quantities."""
         return max((unit.error for unit in self.units), default=self.error)
 
 
 def output_scores(original: Answers, batches: Sequence[Any], classes: bool = False) -> list[OutputScore]:
-    """Return the score of each output of a network, chosen from its answers."""
     _check(batches)
     answers = [[np.atleast_1d(each) for each in original.run(feed)] for feed in batches]
     return [
@@ -84,7 +82,6 @@ def agreement(
     batches: Sequence[Any],
     scores: Sequence[OutputScore] | None = None,
 ) -> list[OutputAgreement]:
-    """Compare the outputs of two networks."""
     _check(batches)
     scores = output_scores(original, batches) if scores is None else scores
     names = original.output_names
@@ -119,7 +116,6 @@ class _SquaredError:
         self._lost, self._whole = np.zeros(1), np.zeros(1)
 
     def add(self, before: Array, after: Array) -> None:
-        """Count the answers to a batch."""
         for known, found in zip(
             in_parts([np.atleast_1d(before)]), in_parts([np.atleast_1d(after)]), strict=True
         ):

@@ -114,7 +114,6 @@ class Certificate:
     basis: Basis = OWN_SCORE
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the section `certificate` of metrics.json."""
         values = asdict(self)
         return {**values.pop("basis"), **values}
 

@@ -199,7 +199,6 @@ class FileInputs(ABC):
 
 
 def export_dense(dense: nn.Module, files: FileInputs, folder: Path, cache: Cache = NO_CACHE) -> Path:
-    """Export the dense network, compare the file with it, and return the file."""
     path, key = folder / "dense.onnx", ""
     if cache.folder is not None:
         key = digest(behaviour_digest(dense, random_batch(dense, files.shape, 2)), files.form, _METHOD)

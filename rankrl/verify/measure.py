@@ -108,7 +108,6 @@ def layer_rows(plan: CompressionPlan, dense: nn.Module, network: nn.Module | Non
 
 
 def layer_row(layer: LayerPlan, spec: LayerSpec, rest: LayerSpec, *, error: float | None) -> LayerRow:
-    """Return the report's row of one layer."""
     factorise, rounding, cost = layer.operation(Factorise), layer.operation(Quantise), layer.cost(rest)
     removed = next((str(each) for each in layer.operations if each.removes), None)
     return LayerRow(
@@ -230,7 +229,6 @@ class TestAccuracy:
         return right
 
     def collapsed(self, network: nn.Module, score: float) -> str | None:
-        """Return a message if the accuracy is that of guessing; see `Measure`."""
         del network
         guessing = guessing_share(self.data.heldout.y)
         return accuracy_collapse(score, self.score(self.dense), guessing, len(self))
@@ -249,7 +247,6 @@ class ImageInputs(FileInputs):
         return range_images(self.data)
 
     def feeds(self) -> Iterator[Batch]:
-        """Yield the same images as the file takes them."""
         return range_batches(self.data, self.options)
 
     @property
@@ -270,7 +267,6 @@ class ImageInputs(FileInputs):
         return self.scores(path)
 
     def score(self, baseline: Path) -> Callable[[Session], float]:
-        """Return the accuracy of an open file on held-out images."""
         del baseline
 
         def accuracy(session: Session) -> float:
@@ -373,7 +369,6 @@ class HeldoutScore:
         )
 
     def values(self, network: nn.Module) -> Array | None:
-        """Return the score of every input, shape (N,)."""
         return (
             self._right(network)
             if self.by_class
@@ -393,12 +388,10 @@ class HeldoutScore:
         return right
 
     def agreement(self, network: nn.Module) -> list[OutputAgreement]:
-        """Return the agreement of each output with the dense network's."""
         answers = _Answers.of(network, self._batches)
         return agreement(self._known, answers, range(len(self._batches)), self.output_scores)
 
     def collapsed(self, network: nn.Module) -> str | None:
-        """Return a message if a network answers no better than a constant, else None."""
         if self.by_class:
             share, known = guessing_share(self._labelled.labels), self._known.answers
             dense = np.concatenate([each[0].argmax(1) for each in known])
@@ -429,13 +422,11 @@ class OwnMeasure:
         return Basis(measure.unit, f"{measure.what} inputs")
 
     def values(self, network: nn.Module) -> Array | None:
-        """Return the score of every input; see `Measure`."""
         if self.judge is self.heldout:
             return None if self.unseen is None else self.unseen.values(network)
         return values_of_inputs(self.score(network))
 
     def collapsed(self, network: nn.Module, score: float) -> str | None:
-        """Return a message if outputs on held-out inputs are no better than a constant; see `Measure`."""
         del score
         return self.heldout.collapsed(network)
 
@@ -454,7 +445,6 @@ class OwnInputs(FileInputs):
 
     @property
     def timed(self) -> Batch:
-        """A batch of real inputs."""
         return self._timed
 
     def ranges(self) -> Iterator[Inputs]:
@@ -463,7 +453,6 @@ class OwnInputs(FileInputs):
         return (mapped(lambda x: x.to(device), each) for each in split(self.calibration.inputs, BATCH))
 
     def feeds(self) -> Iterator[Batch]:
-        """Yield the same inputs as the file takes them."""
         return (feed_of(self.model, each) for each in split(self.calibration.inputs, BATCH))
 
     def agreement(self, baseline: Path, path: Path) -> list[OutputAgreement]:
@@ -539,10 +528,8 @@ class _Answers:
 
     @classmethod
     def of(cls, network: nn.Module, batches: Iterable[Inputs]) -> _Answers:
-        """Store a network's outputs on batches of inputs."""
         found = [network_outputs(network, each) for each in batches]
         return cls(output_names(list(found[0])), [list(each.values()) for each in found])
 
     def run(self, feed: int) -> list[Array]:
-        """Return the outputs of a batch."""
         return self.answers[feed]

@@ -53,7 +53,6 @@ class LocalWorkers:
         self._processes: Processes[Any, Any] = Processes(_Scoring(built), size, "scores", threads=threads)
 
     def map(self, tasks: Sequence[Any]) -> list[Any]:
-        """Return the scorer's results, in the order of the tasks; see `WorkerPool`."""
         try:
             results = dict(self._processes.results(tasks))
         except LostWorkerError as error:
@@ -114,11 +113,9 @@ class LocalCluster:
         self.workers = workers
 
     def spread(self, function: Callable[[Any], Any], jobs: Iterable[Any], work: str) -> Iterator[Any]:
-        """Yield the results of a function on jobs; see `WorkerCluster`."""
         return in_processes(function, jobs, self.workers.size, work, threads=self.workers.cpus)
 
     def pool(self, build: Builder) -> WorkerPool:
-        """Return processes that apply the scorer of `build`."""
         return LocalWorkers(build, self.workers.size, threads=self.workers.cpus)
 
     def close(self) -> None:

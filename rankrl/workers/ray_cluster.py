@@ -63,13 +63,11 @@ class RayCluster:
             self._start()
 
     def spread(self, function: Callable[[Any], Any], jobs: Iterable[Any], work: str) -> Iterator[Any]:
-        """Yield the results of a function on jobs, in the order in which they are finished."""
         del work
         for _, result in self._results(self._new_work(lambda: torch.no_grad()(function)), jobs):
             yield result
 
     def pool(self, build: Builder) -> WorkerPool:
-        """Return the workers; each applies the scorer of `build`."""
         return _Pool(self, self._new_work(build), self.workers.size)
 
     def close(self) -> None:
@@ -100,7 +98,6 @@ class RayCluster:
         return _Work(next(self._keys), self._ray.put(build))
 
     def _results(self, work: _Work, tasks: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """Yield the number of each task with its result, as they are finished."""
         fresh = enumerate(tasks)
         try:
             while True:
@@ -178,7 +175,6 @@ class _Pool:
         self._cluster, self._work = cluster, work
 
     def map(self, tasks: Sequence[Any]) -> list[Any]:
-        """Return the scorer's results, in the order of the tasks; see `WorkerPool`."""
         results = dict(self._cluster._results(self._work, tasks))
         return [results[index] for index in range(len(tasks))]
 
@@ -187,8 +183,6 @@ class _Pool:
 
 
 class _Actor:
-    """The scorers of a Ray actor."""
-
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         reuse_memory()
@@ -227,7 +221,6 @@ def _first_line(error: Exception) -> str:
 
 
 def open_cluster(workers: Workers) -> WorkerCluster:
-    """Return the cluster that the workers are on."""
     if workers.cluster == "local":
         return LocalCluster(workers)
     return RayCluster(workers)

@@ -242,7 +242,6 @@ FILES = {
 
 
 def named_paths(config: Config, option: str) -> list[str]:
-    """Return the paths that an option names."""
     return listed(option_value(config, option) or [])
 
 

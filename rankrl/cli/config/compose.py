@@ -148,7 +148,6 @@ _MOST_SWEPT = 10_000  # bounds the expansion of ranges, which may be endless
 
 
 def parsed_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides."""
     try:
         if any("\0" in each.encode().decode() for each in overrides):
             raise ConfigError("the command line holds a zero byte; leave it out")
@@ -298,7 +297,6 @@ def help_page(config: DictConfig) -> str:
 
 
 def version_line() -> str:
-    """Return the program's name and version."""
     try:
         return f"rankrl {version('rankrl')}"
     except PackageNotFoundError:

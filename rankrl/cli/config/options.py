@@ -55,7 +55,6 @@ _OPTIONS_FROM_SCRATCH: Mapping[str, Mapping[str, Any]] = {
 
 
 def dataset(config: AppConfig) -> ImageData:
-    """Load the dataset."""
     return load_dataset(seed=config.seed, **config.dataset)
 
 
@@ -76,13 +75,11 @@ def check(config: AppConfig, *, finetuning: bool = True) -> None:
 
 
 def search_goal(config: AppConfig) -> SearchGoal:
-    """Return budget, reward and limits of a search."""
     timing = dataclasses.replace(export_options(config), folder=cache_folder() / "latencies")
     return SearchGoal(config.budget, config.search, timing, *_named(config.reward))
 
 
 def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
-    """Return the selector's name and its options, checked."""
     name, options = _named(config.selector)
     check_selector(name, options)
     return name, options
@@ -114,7 +111,6 @@ def verb_arguments(config: AppConfig) -> dict[str, Any]:
 
 
 def pruning(config: AppConfig) -> PruningOptions:
-    """Return the options of pruning: criterion and target."""
     name, values = _named(config.pruner)
     budget = config.budget
     options = pruning_options(name, values, params=budget.params, macs=budget.macs, seed=config.seed)

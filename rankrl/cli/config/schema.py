@@ -131,7 +131,6 @@ class AppConfig:
 
 
 def check_known(option: str, noun: str, names: Collection[str], known: Collection[str]) -> None:
-    """Refuse names that are not known."""
     for name in names:
         if name not in known:
             raise ConfigError(
@@ -163,7 +162,6 @@ def plain(value: Any) -> Any:
 
 
 def built(section: type[Options], values: Mapping[str, Any]) -> Options:
-    """Build a section from plain values, which it checks."""
     hints = typing.get_type_hints(section)
     return section(**{name: _value(hints[name], value) for name, value in values.items()})
 
@@ -256,19 +254,16 @@ class Group:
         return any(map(takes_any_option, self.owners(choice)))
 
     def node(self, choice: str) -> dict[str, Any]:
-        """Return the configuration node of a choice: its options with their defaults."""
         table = {} if self.added else self._table(choice)
         options = {name: plain(default) for name, (_, default) in table.items()}
         return {self.key: choice, **({"options": options} if self.nested else options)}
 
 
 def heuristics() -> frozenset[str]:
-    """Return the names of the selectors that are rules."""
     return frozenset((*HEURISTICS, *registered("heuristic")))
 
 
 def formats() -> list[str]:
-    """List the names of the tensor formats."""
     return sorted({*FORMATS, *registered("format")})
 
 
@@ -306,7 +301,6 @@ def group_names() -> list[str]:
 
 
 def group_choices(group: str) -> list[str]:
-    """Return the choices of a group, registered ones and files."""
     stored = GROUPS[group].known() if group in GROUPS else ["default"] if group == _UNTYPED else []
     return sorted({*_files(group), *stored})
 

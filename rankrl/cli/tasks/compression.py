@@ -410,7 +410,6 @@ def file_inputs(config: AppConfig) -> tuple[Path, Path, dict[str, Any]]:
 
 
 def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folder: RunFolder) -> FileModule:
-    """Return the dense network as searches and reports see it, with its calibration images."""
     return image_classifier(dense, data, options.request(config), folder.state)
 
 
@@ -457,7 +456,6 @@ def searched(config: AppConfig) -> dict[str, Any]:
 
 
 def finish_compressed(config: AppConfig, result: MeasuredModule | Compression, folder: RunFolder) -> None:
-    """Report a compressed network."""
     searched = {} if result.search is None else search_numbers(result.search)
     metrics = {**folder.notes.about, **run_numbers(result), **searched}
     if isinstance(result, MeasuredModule):
@@ -481,7 +479,6 @@ def finish_compressed(config: AppConfig, result: MeasuredModule | Compression, f
 
 
 def _outputs(result: Compression) -> Table:
-    """Return the table of a file's outputs."""
     table = Table(title=f"Agreement with the original on {counted(result.heldout, 'held-out input')}")
     table.add_column("output", overflow="fold")
     table.add_column("agreement", justify="right")

@@ -94,7 +94,6 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
 
 
 def _show_nodes(source: FileSource, request: Request) -> None:
-    """Print one row for each node of an ONNX file."""
     given = source.read(request)
     params, macs = given.totals["params"], given.totals["macs"]
     rows = [
@@ -155,7 +154,6 @@ def _fitted(
 
 
 def _ranks(spec: LayerSpec, formats: Sequence[str], *, tensorised: bool) -> str:
-    """Format the feasible ranks, for each format if there are several."""
     known = [(name, get_format(name)) for name in formats]
     most = {name: each.max_rank(each.modes(spec, tensorised=tensorised)) for name, each in known}
     return "\n".join(f"{name if len(most) > 1 else ''} 1-{rank}".strip() for name, rank in most.items())

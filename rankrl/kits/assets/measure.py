@@ -156,7 +156,6 @@ def opened(model: bytes, threads: int) -> onnxruntime.InferenceSession:
 
 
 def read_array(entry: dict[str, Any]) -> np.ndarray:
-    """Read an input."""
     data = gzip.decompress((HERE / entry["file"]).read_bytes())
     return np.frombuffer(data, entry["dtype"]).reshape(entry["shape"])
 
@@ -174,7 +173,6 @@ def clock(threads: int) -> Any:
 
 
 def processor() -> str:
-    """Return the processor's name."""
     for path, key in (("/proc/device-tree/model", ""), ("/proc/cpuinfo", "model name")):
         try:
             for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():

@@ -233,7 +233,6 @@ def as_in_file(
 
 
 def integer_bits(network: nn.Module) -> set[int]:
-    """Return the bits of the weights that compute in integers."""
     bits = rounded_parameters(network)
     return {bits[f"{name}.weight"] for name in integer_layers(network)}
 
@@ -338,7 +337,6 @@ def _cut_before_rounding(model: ir.Model, nodes: Sequence[ir.Node]) -> tuple[ir.
 
 
 def _channel_means(node: ir.Node, output: Array) -> Array:
-    """Return the mean of every output channel."""
     channels = 1 if node.op_type == "Conv" else -1
     rows = np.moveaxis(output, channels, 0)
     means: Array = rows.reshape(len(rows), -1).mean(1, dtype=np.float64)
@@ -404,7 +402,6 @@ class StaticQuantiser:
         return replace(choices[best], corrected=True, moves=moves) if error < errors[best] else choices[best]
 
     def quantised(self, choice: RangeChoice) -> ir.Model:
-        """Return the network in integers."""
         ranges, moves, known = choice.ranges, choice.moves, choice.reduced == self._reduced
         if not ranges.keys() >= set(self._activations):
             counted = 0 if choice.way == ENDS else _RANGE_INPUTS
@@ -432,7 +429,6 @@ class StaticQuantiser:
             return np.inf
 
     def _written(self, ranges: Mapping[str, Range]) -> ir.Model:
-        """Return the network in integers with some ranges."""
         arrays = {name: tuple(map(np.asarray, ranges[name])) for name in self._activations}
         model = onnx.ModelProto()
         model.CopyFrom(self._model)

@@ -96,7 +96,6 @@ def inference_copy(model: nn.Module) -> nn.Module:
 def trace(
     model: nn.Module, sample: Inputs, axes: Sequence[Mapping[int, str]]
 ) -> torch.export.ExportedProgram:
-    """Capture the graph of a model."""
     try:
         with _silence(), _in_order(model, sample) as (args, keywords):
             free = dict(zip(map(id, tensors_of(sample)), map(_free, axes), strict=True))
@@ -222,7 +221,6 @@ def _translations(translate: Callable[..., Any], cls: type, *args: Any, **option
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute for the time of the block."""
     own = vars(owner)[name]
     setattr(owner, name, value)
     try:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """An input of a network."""
-
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int | None, ...]
@@ -31,8 +29,6 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class BatchAxes:
-    """The axes that count the inputs of a batch."""
-
     inputs: Mapping[str, int | None]
     outputs: Mapping[str, int | None] = field(default_factory=dict)
     fixed: int | None = None
@@ -57,7 +53,6 @@ class BatchAxes:
             )
 
     def rows(self, feed: Feed, index: slice | Array) -> dict[str, Array]:
-        """Return some inputs of a batch."""
         arrays = {}
         for name, value in feed.items():
             axis = self.inputs.get(name)
@@ -130,7 +125,6 @@ def axes_in_file(inputs: Sequence[GraphInput]) -> BatchAxes:
 
 
 def declared_batch(inputs: Sequence[GraphInput], axes: Axes) -> int | None:
-    """Return the batch size that a file declares."""
     counted = [(entry, axis) for entry in inputs if (axis := axes[entry.name]) is not None]
     return next((size for entry, axis in counted if (size := entry.shape[axis]) is not None), None)
 

@@ -101,7 +101,6 @@ class ImagePreprocessing:
         return entry
 
     def _sides(self, entry: GraphInput, sides: Sequence[int | None]) -> tuple[int, int]:
-        """Return height and width of the inputs."""
         for name, value in (("size", self.size), ("resize", self.resize)):
             if value is not None and value < 1:
                 raise OnnxGraphError(f"{name} is a number of pixels, at least 1, got {value}")
@@ -150,8 +149,6 @@ Batches = Mapping[str, Array] | Array | Iterable[Feed | Array | Sequence[Feed | 
 
 @dataclass(frozen=True)
 class SplitInputs:
-    """Batches of inputs."""
-
     axes: BatchAxes
     calibration: list[Feed]
     heldout: list[Feed]
@@ -161,7 +158,6 @@ class SplitInputs:
 def read_inputs(
     path: str | Path, network: OnnxNetwork, images: ImagePreprocessing | None = None
 ) -> dict[str, Array]:
-    """Read inputs from a file or from a folder of images."""
     path = Path(path)
     if path.is_dir():
         return (images or ImagePreprocessing()).read(path, network)
@@ -207,7 +203,6 @@ def split_inputs(
     batch: int = BATCH,
     seed: int = 0,
 ) -> SplitInputs:
-    """Check inputs and split them."""
     if not (0 < heldout < 1 or is_number_of_inputs(heldout)):
         raise OnnxGraphError(
             f"heldout is {heldout}; it is a share of the inputs, between 0 and 1, or a number of inputs"
@@ -414,7 +409,6 @@ class _Trial:
 
     @property
     def tried(self) -> list[int]:
-        """The batch sizes that were tried."""
         return list(self._outputs)
 
     @property

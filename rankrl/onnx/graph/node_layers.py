@@ -22,8 +22,6 @@ Absorber = Literal["bias", "add", "batch_norm"]
 
 @dataclass(frozen=True)
 class Site:
-    """A node and its weight."""
-
     spec: LayerSpec
     op_type: str
     input_name: str
@@ -48,17 +46,14 @@ class Site:
 
     @property
     def name(self) -> str:
-        """Name of the node."""
         return self.spec.name
 
     @property
     def channel_axis(self) -> int:
-        """The axis of the output that counts its channels."""
         return -1 if self.spec.kind == "linear" else 1
 
     @property
     def channels(self) -> int:
-        """Channels of the node's output."""
         return self.spec.out_channels // math.prod(self.spread)
 
     def spread_weight(self, weight: torch.Tensor) -> torch.Tensor:
@@ -112,7 +107,6 @@ class Site:
         return grown.index(True) if any(grown) else 0
 
     def padded(self, x: Array) -> torch.Tensor:
-        """Return an input of the node, padded as the node does it."""
         tensor = torch.from_numpy(np.ascontiguousarray(x))
         if self.spec.kind == "linear":
             return tensor
@@ -129,7 +123,6 @@ class SiteModules(nn.Module):
         self.sites = nn.ModuleList(modules.values())
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Yield the sites by the names of their nodes."""
         return zip(self._names, self.sites, strict=True)
 
 
@@ -167,7 +160,6 @@ _GATES = 4
 
 
 def is_recurrent(node: ir.Node) -> bool:
-    """Tell whether a node is a recurrent layer."""
     return is_standard(node, *RECURRENT) or _is_dynamic(node)
 
 
@@ -277,7 +269,6 @@ def weight_matrix(node: ir.Node, weight: Array) -> Array:
 
 
 def refusal_of(node: ir.Node, weight: Array) -> str | None:
-    """Return why a node with a constant weight has to stay as it is."""
     if weight.dtype != np.float32:
         return f"its weight is {weight.dtype}; only float32 is taken"
     if node.op_type in ("Conv", "ConvTranspose"):

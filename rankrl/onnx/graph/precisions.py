@@ -57,7 +57,6 @@ Specifications: ai.onnx, and onnxruntime's ContribOperators.md for those of com.
 
 
 def computes_integers(node: ir.Node) -> bool:
-    """Tell whether a node is a convolution or product of integers."""
     return node.op_type in _OPERANDS and node.domain in (*STANDARD, MICROSOFT)
 
 
@@ -150,7 +149,6 @@ class HalfValues:
 
 
 def half_values(model: ir.Model) -> HalfValues:
-    """Find the values of a model that are in half precision."""
     model = model.clone()
     passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
     attributes: dict[tuple[str, str], int] = {}

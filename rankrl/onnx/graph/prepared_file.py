@@ -314,7 +314,6 @@ class PreparedFile:
         look_ups: bool = True,
         seed: int = 0,
     ) -> PreparedFile:
-        """Read the file, and the inputs where they are in a file, too."""
         original = OnnxNetwork.load(path).in_float32()
         held = read_inputs(inputs, original, images) if isinstance(inputs, str | Path) else inputs
         split = split_inputs(held, original, batch_axes=batch_axes, heldout=heldout, scored=scored, seed=seed)
@@ -395,13 +394,11 @@ class PreparedFile:
 
     @property
     def looked_up(self) -> list[Site]:
-        """The nodes that became look-ups."""
         left = {site.name for site in self.sites}
         return [site for site in self.original_sites if site.name not in left]
 
     @property
     def rewritten(self) -> dict[str, str]:
-        """Descriptions of nodes that were rewritten before compression, by their names."""
         changes = {site.name: "a look-up" for site in self.looked_up}
         return changes | {name: f"{way.positions} positions at once" for name, way in self.several.items()}
 

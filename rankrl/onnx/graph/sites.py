@@ -98,7 +98,6 @@ def use_counts(graph: ir.Graph) -> Counter[str]:
 
 
 def constant_name(value: ir.Value) -> str:
-    """Return the name of the constant behind a value, or of the value itself."""
     return str((constant_root(value) or value).name)
 
 
@@ -271,7 +270,6 @@ def _refusal(node: ir.Node, weight: Array, seen: _Seen) -> str | None:
 
 
 def _dense(node: ir.Node, spec: LayerSpec, weight: Array, seen: _Seen) -> Site:
-    """Return a convolution or a matrix product."""
     x, value, bias_value = (*node.inputs, None)[:3]
     assert x is not None
     assert value is not None

@@ -20,8 +20,6 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class OnnxRuntimeSession(Session):
-    """An ONNX file in onnxruntime."""
-
     def __init__(self, session: onnxruntime.InferenceSession) -> None:
         entry = session.get_inputs()[0]
         shape = [size if isinstance(size, int) else None for size in entry.shape]
@@ -29,7 +27,6 @@ class OnnxRuntimeSession(Session):
         self._session = session
 
     def outputs(self, feed: dict[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
-        """Return the outputs for contiguous arrays."""
         outputs: Sequence[np.ndarray[Any, Any]] = self._session.run(None, feed)
         return outputs
 
@@ -42,12 +39,10 @@ class OnnxRuntime(Runtime):
     description: ClassVar[str] = "onnxruntime on the CPU"
 
     def obstacle(self) -> str | None:
-        """Return None: onnxruntime is installed with rankrl."""
         return None
 
     @property
     def version(self) -> str:
-        """The version of onnxruntime."""
         return str(onnxruntime.__version__)
 
     def load(self, path: str, threads: int | None) -> Session:
@@ -67,7 +62,6 @@ def inference_session(
 
 
 def session_options(threads: int | None) -> onnxruntime.SessionOptions:
-    """Return the options of a session with a number of threads, None for all cores."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
     if threads is not None:

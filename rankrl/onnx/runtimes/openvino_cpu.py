@@ -22,7 +22,6 @@ class OpenVinoSession(Session):
         self._request = compiled.create_infer_request()
 
     def outputs(self, feed: dict[str, np.ndarray[Any, Any]]) -> Sequence[np.ndarray[Any, Any]]:
-        """Return the outputs for contiguous arrays."""
         if feed[self.input_name].dtype != self.input_dtype:
             raise TypeError("the types differ, and OpenVINO would convert without a word")
         return list(self._request.infer(feed, share_inputs=True).values())
@@ -52,7 +51,6 @@ class OpenVino(Runtime):
 
     @property
     def version(self) -> str:
-        """The version of OpenVINO."""
         return str(importlib.import_module("openvino").__version__).partition("-")[0]
 
     def load(self, path: str, threads: int | None) -> Session:

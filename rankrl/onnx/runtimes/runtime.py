@@ -145,7 +145,6 @@ def list_runtimes() -> list[str]:
 
 
 def get_runtime(name: str) -> Runtime:
-    """Return a runtime."""
     return _RUNTIMES[name]
 
 

@@ -58,7 +58,6 @@ class ImportanceMap(ActionMap):
         self._dense = [float(site.cost(problem.measure)[-1]) for site in self.sites]
 
     def choices_of(self, actions: np.ndarray) -> Choices:
-        """Allocate the budget under the actions."""
         actions = actions.astype(float)
         weights = self._scale * (actions - actions.mean())
         return tuple(allocate(self.sites, self.budget, weights).tolist())
@@ -108,7 +107,6 @@ class RankMap(ActionMap):
         return max(0.0, 1 - spent / budget)
 
     def loss_roots(self, actions: np.ndarray) -> np.ndarray:
-        """Return the roots of the losses of the candidates that the actions choose."""
         return _loss_roots(self.sites, np.array([self.choices_of(episode) for episode in actions]))
 
     def _choose(self, layer: int, action: float, allowed: float) -> int:

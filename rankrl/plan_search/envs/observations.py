@@ -56,7 +56,6 @@ _FORMAT = "format_"
 
 
 def descriptor_names() -> tuple[str, ...]:
-    """List the names of the descriptors, in order."""
     return (
         *_OF_A_LAYER,
         *(f"previous_{name}" for name in _OF_NEIGHBOURS),

@@ -24,8 +24,6 @@ from rankrl.plan_search.space.problem import Choices, SearchProblem
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Score and costs of one plan."""
-
     score: float
     accuracy: float
     params: int
@@ -89,11 +87,9 @@ class RememberingEvaluator(ABC):
         return self.record(choices, value, time.perf_counter() - start)
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
-        """Score plans one after the other."""
         return [self(choices) for choices in plans]
 
     def restore(self, known: Mapping[Choices, Evaluation]) -> None:
-        """Replace the known evaluations; their plans are not scored again."""
         self._known = dict(known)
 
     def known(self, choices: Choices) -> Evaluation | None:
@@ -102,7 +98,6 @@ class RememberingEvaluator(ABC):
         return None if known is None else replace(known, seconds=0.0, cached=True)
 
     def record(self, choices: Choices, value: Any, seconds: float) -> Evaluation:
-        """Return and remember the evaluation of a plan."""
         score, accuracy = self.scores(choices, value)
         cost = self.problem.cost(choices)
         evaluation = Evaluation(
@@ -204,7 +199,6 @@ def best_rows(rows: Sequence[EpisodeRow], count: int) -> list[EpisodeRow]:
 
 
 def known_evaluations(problem: SearchProblem, rows: Sequence[EpisodeRow]) -> dict[Choices, Evaluation]:
-    """Return the evaluations that the rows record, by choices."""
     return {
         row.key: Evaluation(
             score=row.score,
@@ -246,7 +240,6 @@ class EpisodesFile:
         write_atomically(path, ",".join(EPISODE_COLUMNS) + _END + _lines(rows))
 
     def append(self, rows: Sequence[EpisodeRow]) -> None:
-        """Add rows."""
         try:
             with self.path.open("a", encoding="utf-8", newline="") as file:
                 file.write(_lines(rows))

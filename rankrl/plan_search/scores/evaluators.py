@@ -112,15 +112,12 @@ def batch_size(device: str) -> int:
 
 @dataclass(frozen=True)
 class EvaluatorOptions(ScoringOptions):
-    """The options of scoring, with a seed."""
-
     metric: ScoreMetric = "accuracy"
     statistics: Statistics = "corrected"
     seed: int = 0
 
     @classmethod
     def of(cls, options: SearchOptions, seed: int) -> EvaluatorOptions:
-        """Return the options of a search with the seed of the augmented copy."""
         scores = options.scores()
         images = {field.name: getattr(options, field.name) for field in fields(ScoringOptions)}
         return cls(**images, metric=scores.metric, statistics=scores.statistics, seed=seed)
@@ -352,7 +349,6 @@ def check_score(score: Score, model: nn.Module) -> None:
 
 
 def scored(score: Score, network: nn.Module, what: str) -> float:
-    """Return a network's score as one number."""
     return checked_score(answer(score, network), what)
 
 

@@ -18,8 +18,6 @@ RewardFunction = Callable[[Evaluation], float]
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward with its options bound."""
-
     name: str
     options: Mapping[str, Any]
     function: RewardFunction = field(repr=False, compare=False)
@@ -29,7 +27,6 @@ class Reward:
         return f"{self.name}({options})" if options else self.name
 
     def __call__(self, evaluation: Evaluation) -> float:
-        """Return the reward of a scored plan."""
         value = float(self.function(evaluation))
         if not math.isfinite(value):
             raise NonFiniteError(f"reward {self.name!r} is {value} for {evaluation}; check the reward")
@@ -38,8 +35,6 @@ class Reward:
 
 @dataclass(frozen=True)
 class RewardSource:
-    """A registered reward."""
-
     name: str
     description: str
     needs_budget: bool
@@ -66,12 +61,10 @@ def register_reward(
 
 
 def list_rewards() -> list[str]:
-    """Return the names of all registered rewards."""
     return _REWARDS.names()
 
 
 def reward_source(name: str) -> RewardSource:
-    """Return the registered reward `name`."""
     return _REWARDS[name]
 
 
@@ -83,7 +76,6 @@ def check_reward(name: str, options: Mapping[str, Any]) -> None:
 
 
 def create_reward(name: str, *, budgeted: bool, **options: Any) -> Reward:
-    """Make a reward."""
     source = reward_source(name)
     if source.needs_budget and not budgeted:
         raise ConfigError(

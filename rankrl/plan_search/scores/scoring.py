@@ -65,7 +65,6 @@ class FixedFits(FitLibrary):
         self.cache = library.cached(problem.sites)
 
     def fit(self, name: str, operation: Factorise) -> Fit:
-        """Return a fit of the library."""
         return self.cache.fits[name, operation]
 
 
@@ -125,7 +124,6 @@ class _Parallel(ABC, Generic[_Local]):
         return self._local.fingerprint
 
     def evaluate(self, plans: Sequence[Choices]) -> list[Evaluation]:
-        """Score plans, in order."""
         fresh = list(dict.fromkeys(plan for plan in plans if self._local.known(plan) is None))
         values = self._values(fresh) if fresh else {}
         return [self._local.known(plan) or self._local.record(plan, *values[plan]) for plan in plans]
@@ -135,11 +133,9 @@ class _Parallel(ABC, Generic[_Local]):
         """Compute the values of distinct plans in the workers; return them and their seconds, by plan."""
 
     def restore(self, known: Mapping[Choices, Evaluation]) -> None:
-        """Replace the known evaluations; their plans are not scored again."""
         self._local.restore(known)
 
     def close(self) -> None:
-        """End the worker processes."""
         self._pool.close()
 
 
@@ -238,8 +234,6 @@ _FEWEST_IMAGES = 16
 
 
 class Scoring(Protocol):
-    """Scores plans, and whole networks."""
-
     @property
     def metric_name(self) -> str:
         """Name of what plans are scored by: a `ScoreMetric`, or `score` for a user's own function."""
@@ -276,7 +270,6 @@ class ImageScoring:
 
     @property
     def metric_name(self) -> str:
-        """The metric of the options."""
         return self.options.metric
 
     def check(self) -> None:
@@ -303,7 +296,6 @@ class ImageScoring:
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
     ) -> AbstractContextManager[Evaluator]:
-        """Return the evaluator of a search's plans, in this process or in the workers of a cluster."""
         if cluster is None:
             return nullcontext(self.plan_evaluator(library, problem))
         images = self._scored_images()
@@ -352,15 +344,12 @@ class ImageScoring:
 
 @dataclass(frozen=True)
 class FunctionScoring:
-    """Scores by a user's own function."""
-
     model: nn.Module
     score: Score
     inputs: Sequence[Inputs]
     metric_name: str = "score"
 
     def check(self) -> None:
-        """Call the function on the dense network."""
         check_score(self.score, self.model)
 
     def weighed(self, library: FitLibrary, problem: SearchProblem) -> Sequence[CandidateSet]:
@@ -370,7 +359,6 @@ class FunctionScoring:
     def evaluator(
         self, library: FitLibrary, problem: SearchProblem, *, cluster: WorkerCluster | None
     ) -> AbstractContextManager[Evaluator]:
-        """Return the evaluator of a search's plans, in this process or in the workers of a cluster."""
         example = joined([rows(batch, slice(2)) for batch in self.inputs[:4]])
         if cluster is None:
             return nullcontext(ScoreEvaluator(self.model, library, problem, self.score, example))
@@ -381,7 +369,6 @@ class FunctionScoring:
         return lambda network: scored(self.score, network, "a finalist")
 
     def of_original(self) -> float:
-        """Return the dense network's score."""
         return scored(self.score, self.model, "the dense network")
 
     def losses(self) -> Callable[[nn.Module], float]:

@@ -184,7 +184,6 @@ class BayesSelector(Selector):
         return proposals
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Add the plans and their rewards to the process."""
         super().observe(proposals, rewards)
         for proposal, reward in zip(proposals, rewards, strict=True):
             actions = np.array(proposal.actions)

@@ -39,7 +39,6 @@ class LocalSelector(Selector):
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
-        """Refuse a search without a budget."""
         check_action("importance", setting=setting)
 
     def propose(self) -> list[Proposal]:

@@ -80,7 +80,6 @@ class RandomSelector(Selector):
         self.plans_per_step = StepOptions(**options).plans_per_step
 
     def propose(self) -> list[Proposal]:
-        """Draw plans."""
         generator = self.generator()
         return [
             Proposal(tuple(random_choices(self.problem, generator).tolist()), "random")

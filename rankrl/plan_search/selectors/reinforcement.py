@@ -62,8 +62,6 @@ def noise_at(options: AgentOptions, episode: int, episodes: int) -> float:
 
 @dataclass(frozen=True)
 class PlayedPlan(Proposal):
-    """A plan with the episode that chose it."""
-
     episode: Episode = field(kw_only=True, compare=False, repr=False)
 
 
@@ -103,7 +101,6 @@ class ReinforcementSelector(Selector):
         check_action(options["action"], setting=setting)
 
     def propose(self) -> list[Proposal]:
-        """Play episodes."""
         options = self.agent_options
         if self.env.map.knows_greedy and not self.observed:
             return self._play([("preset", repeat(np.zeros(self.env.layers, dtype=np.float32)))])
@@ -163,7 +160,6 @@ class ReinforcementSelector(Selector):
         return act
 
     def _play(self, policies: Sequence[tuple[str, Act]]) -> list[Proposal]:
-        """Play an episode with each of the policies, in its phase."""
         with seeded(self.seed, self.observed, _ACTING):
             episodes = [rollout(self.env, act, last_reward=self._last_reward) for _, act in policies]
         return [

@@ -101,12 +101,10 @@ class Selector(ABC):
 
     @classmethod
     def default_options(cls) -> dict[str, Any]:
-        """Return the selector's own options, by name, with their defaults."""
         return parameter_defaults(cls.option_owner(), without=_GIVEN)
 
     @classmethod
     def option_types(cls) -> dict[str, Any]:
-        """Return the types of the selector's own options, by name."""
         return parameter_types(cls.option_owner(), without=_GIVEN)
 
     @classmethod
@@ -153,7 +151,6 @@ class Selector(ABC):
 
 
 def heuristic_choices(problem: SearchProblem, heuristic: str) -> Choices:
-    """Return the plan that a heuristic chooses."""
     if problem.budget is None:
         raise ConfigError(
             f"selector {heuristic!r} spends a budget and there is none; set budget.params or budget.macs"
@@ -176,13 +173,11 @@ class OneShot(Selector):
         self._choices = heuristic_choices(problem, self.name)
 
     def propose(self) -> list[Proposal]:
-        """Return the plan, once."""
         return [] if self.observed else [Proposal(self._choices, "one-shot")]
 
 
 @cache
 def heuristic_selector(name: str) -> type[Selector]:
-    """Return the selector that proposes the plan of a registered heuristic."""
     heuristic = get_heuristic(name)
     attributes = {"__doc__": heuristic.description, "name": name, "description": heuristic.description}
     return type(f"{name.title()}Selector", (OneShot,), attributes)
@@ -240,7 +235,6 @@ def check_selector(name: str, options: Mapping[str, Any], setting: SearchSetting
 def create_selector(
     name: str, problem: SearchProblem, *, seed: int = 0, episodes: int = 50, **options: Any
 ) -> Selector:
-    """Create a selector by name, for a problem."""
     check_selector(name, options)
     if episodes < 1:
         raise ConfigError(f"search.episodes must be at least 1, got {episodes}")
@@ -255,7 +249,6 @@ def create_selector(
 
 
 def selector_class(name: str) -> type[Selector]:
-    """Return the class of a selector."""
     if name in list_heuristics():
         return heuristic_selector(name)
     if name not in _SELECTORS:
@@ -279,13 +272,10 @@ def import_package(module: str, selector: str, called: str) -> Any:
 
 @dataclass(frozen=True)
 class SelectorEntry:
-    """A selector with its options, as an entry of a comparison."""
-
     text: str
     selector: str
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def folder_name(self) -> str:
-        """The text as the name of a folder."""
         return re.sub(r"[^A-Za-z0-9_.]+", "-", self.text)

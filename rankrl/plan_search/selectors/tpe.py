@@ -54,7 +54,6 @@ class TPESelector(Selector):
         self._folder = folder
 
     def propose(self) -> list[Proposal]:
-        """Ask for trials."""
         proposals = []
         for number in range(self.observed, self.observed + (self.plans_per_step if self.observed else 1)):
             actions = np.zeros(len(self._ranges))
@@ -69,7 +68,6 @@ class TPESelector(Selector):
         return proposals
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Add the trials with their rewards."""
         super().observe(proposals, rewards)
         if self._mirror is None and self._folder is not None:
             self._mirror = self._make_mirror(self._folder / STUDY_FILE)
@@ -100,7 +98,6 @@ class TPESelector(Selector):
         return study
 
     def _finished(self, actions: Sequence[float], reward: float) -> Any:
-        """Return a finished trial."""
         uniform = self._optuna.distributions.FloatDistribution
         return self._optuna.trial.create_trial(
             params=dict(zip(self._ranges, actions, strict=True)),

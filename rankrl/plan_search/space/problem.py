@@ -101,7 +101,6 @@ class SearchProblem:
         latencies: LatencyTable | None = None,
         library: FitLibrary | None = None,
     ) -> SearchProblem:
-        """Describe the search over a model."""
         parameters = count_parameters(model)
         totals = {
             "params": parameters,
@@ -132,7 +131,6 @@ class SearchProblem:
         library: FitLibrary | None = None,
         preparation: tuple[Rewrite, ...] = (),
     ) -> SearchProblem:
-        """Describe the search over a network by its layers and costs."""
         check_number_of_budgets(fractions)
         latency = fractions.get("latency")
         if latency is not None and latencies is None:
@@ -179,7 +177,6 @@ class SearchProblem:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the sites in forward order."""
         return tuple(site.name for site in self.sites)
 
     @cached_property

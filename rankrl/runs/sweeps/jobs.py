@@ -35,8 +35,6 @@ SWEEP_FILE = "sweep.json"
 
 @dataclass(frozen=True)
 class Failure:
-    """A job that ended with an error."""
-
     folder: Path
     error: str
 
@@ -44,7 +42,6 @@ class Failure:
 def write_failure(
     folder: Path, error: BaseException, paragraph: str, overrides: Sequence[str], sweep: str | None
 ) -> None:
-    """Write `error.json`."""
     content = {
         "error": paragraph,
         "type": type(error).__name__,
@@ -98,15 +95,12 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class SweepState:
-    """The progress of a sweep."""
-
     finished: int
     failed: int
     running: Sequence[str]
 
     @classmethod
     def of(cls, sweep_folder: Path) -> SweepState:
-        """Read the state from the folders of the jobs."""
         failed = {failure.folder for failure in failures(sweep_folder)}
         finished, running = 0, []
         for folder in RunFolder.below(sweep_folder):
@@ -122,11 +116,9 @@ class SweepState:
 
     @property
     def ended(self) -> int:
-        """Jobs that are finished or have failed."""
         return self.finished + self.failed
 
     def line(self, total: int | None, left: float | None) -> str:
-        """Format the state in one line."""
         if total is None:
             done = counted(self.finished, "job")
         else:
@@ -165,7 +157,6 @@ class SweepWatch:
         self._thread.join()
 
     def line(self) -> str:
-        """Return the current progress in one line."""
         state = SweepState.of(self._folder)
         done, left = state.ended - self._before, None
         rest = 0 if self._total is None else self._total - state.ended

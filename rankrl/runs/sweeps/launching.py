@@ -52,7 +52,6 @@ class SweepJobs:
         return len(self._overrides)
 
     def run(self, number: int, threads: int | None) -> JobReturn:
-        """Run a job in the process that it was sent to."""
         os.chdir(self._current)
         sys.path.insert(0, str(self._current))  # finds users' own networks, as the command itself does
         if threads is not None:
