@@ -238,10 +238,9 @@ def _wide_class(base: type[nn.Module], types: Sequence[torch.dtype]) -> type[nn.
     return type(base.__name__, (base,), {"forward": forward, _OWN_CLASS: base})
 
 
-def as_float32(inputs: Inputs, *, keep_double: bool = False) -> Inputs:
-    """Return a batch of inputs as `in_float32`'s networks take them."""
-    types = _NARROW if keep_double else (*_NARROW, torch.float64)
-    return mapped(lambda x: x.float() if x.dtype in types else x, inputs)
+def as_float32(inputs: Inputs) -> Inputs:
+    """Convert half-precision inputs to what the networks of `in_float32` take; float64 stays."""
+    return mapped(lambda x: x.float() if x.dtype in _NARROW else x, inputs)
 
 
 def back_in(model: nn.Module, types: Mapping[str, torch.dtype]) -> nn.Module:

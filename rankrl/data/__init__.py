@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rankrl.data import arrays, imagefolder, published
 from rankrl.data.datasets import (
-    DatasetSource,
     SourceFiles,
     dataset_source,
     list_datasets,
@@ -16,7 +15,6 @@ from rankrl.data.sample import augmented_copy, batches
 
 __all__ = [
     "Augmentation",
-    "DatasetSource",
     "ImageData",
     "Images",
     "Preprocessing",

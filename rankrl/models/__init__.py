@@ -10,7 +10,6 @@ from rankrl.models.checkpoint import (
     save_checkpoint,
 )
 from rankrl.models.classifiers import (
-    ModelSource,
     build_model,
     check_classifier,
     create_model,
@@ -21,7 +20,6 @@ from rankrl.models.classifiers import (
 )
 
 __all__ = [
-    "ModelSource",
     "build_model",
     "check_classifier",
     "checkpoint_heldout",

@@ -169,7 +169,7 @@ class FineTuner:
             trained = in_float32(network, keep_double=True)
             result = train_on(
                 trained,
-                as_float32(fitted.inputs, keep_double=True),
+                as_float32(fitted.inputs),
                 fitted.labels,
                 recipe,
                 score=judge

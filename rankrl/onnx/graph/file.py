@@ -9,7 +9,7 @@ RNN, which onnxruntime's own dynamic quantiser leaves alone, too.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +86,6 @@ def write_graph(
     graph: CompressedGraph,
     path: Path,
     calibration: Sequence[Feed],
-    metadata: Mapping[str, str] | None = None,
     *,
     reduce_range: bool | None = None,
     fitted: bool = True,
@@ -96,7 +95,6 @@ def write_graph(
     model = in_half(graph.model, graph.half, "the compressed network") if graph.half else graph.model.clone()
     if 4 in graph.stored.values():
         model = _with_int4(model)
-    model.metadata_props.update(metadata or {})
     store_integers(model, graph.stored)
     with tempfile.TemporaryDirectory() as folder:
         if graph.computing:

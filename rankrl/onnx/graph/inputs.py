@@ -212,8 +212,6 @@ def split_inputs(
             f"heldout is {heldout}, and as many inputs are to score plans on, which leaves none to fit to; "
             "give a share below 0.5"
         )
-    if batch < 1:
-        raise OnnxGraphError(f"batch is {batch}; it must be at least 1")
     if isinstance(inputs, np.ndarray):
         inputs = {_only(network).name: inputs}
     entries = [inputs] if isinstance(inputs, Mapping) else list(inputs)

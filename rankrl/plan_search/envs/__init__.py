@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rankrl.plan_search.envs.actions import ActionKind, ActionMap, create_action_map
+from rankrl.plan_search.envs.actions import create_action_map
 from rankrl.plan_search.envs.rank_selection import RankSelectionEnv
 from rankrl.registration import ENVIRONMENT_ID
 
-__all__ = ["ENVIRONMENT_ID", "ActionKind", "ActionMap", "RankSelectionEnv", "create_action_map"]
+__all__ = ["ENVIRONMENT_ID", "RankSelectionEnv", "create_action_map"]
