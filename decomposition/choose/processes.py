@@ -48,10 +48,7 @@ class _Worker(Generic[_Job]):
 
 
 class Processes(Generic[_Job, _Result]):
-    """Processes that apply a function to jobs; jobs of those that die are done again.
-
-    They start with the first jobs, ignore Ctrl-C, and end with this process.
-    """
+    """Processes that apply a function to jobs; jobs of those that die are done again."""
 
     def __init__(
         self, function: Callable[[_Job], _Result], size: int, work: str, *, threads: int = 1

@@ -284,11 +284,7 @@ class ScoredModule(ModuleNetwork):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FileModule(ModuleNetwork):
-    """A module that is compressed to a file; a `rankrl.networks.network.Network`.
-
-    A classifier of a data set and a user's own network differ in `scoring` (of plans), `measure` (of finished
-    networks) and `files` (the inputs of files) alone.
-    """
+    """A module compressed to a file; classifiers and users' networks differ in scoring, measure and files."""
 
     scoring: Scoring
     measure: Measure

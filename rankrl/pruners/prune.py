@@ -393,11 +393,7 @@ THEN = ", then "
 
 @dataclass(frozen=True)
 class PruningSteps:
-    """Steps after channels or blocks were removed.
-
-    With `decompose`, the pruned network is fine-tuned (`before`) and then decomposed; `finetune` comes last.
-    None leaves a step out.
-    """
+    """Steps after a removal: fine-tuning `before` the decomposition where there is one, `finetune` last."""
 
     finetune: TrainingRecipe | None
     decompose: Request | None = None

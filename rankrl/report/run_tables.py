@@ -160,10 +160,7 @@ def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
 
 
 def heldout_note(metrics: Mapping[str, Any]) -> str:
-    """Return a sentence for readers of held-out accuracies; empty where the network has not seen the images.
-
-    A checkpoint trained by rankrl records its held-out images; for others the training images are unknown.
-    """
+    """Return a note for held-out accuracies; empty where the network is known not to have seen the images."""
     if not metrics.get("checkpoint") or metrics.get("heldout_is_new"):
         return ""
     return (

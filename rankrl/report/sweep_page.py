@@ -154,10 +154,7 @@ def _varied(name: str, runs: Sequence[GatheredRun]) -> Column:
 
 
 def shown_columns(runs: Sequence[GatheredRun]) -> list[Column]:
-    """Return the columns with a value in some run, optional ones only if runs differ in them.
-
-    Options in which runs differ follow the words; budgets have one column together.
-    """
+    """Return the columns with a value in some run, optional and varied ones only if runs differ in them."""
     shown = []
     for column in COLUMNS:
         if column.key == SCORE:

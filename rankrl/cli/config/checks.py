@@ -54,10 +54,7 @@ Config = Mapping[str, Any]
 
 
 def check_command(flags: Namespace, composed: Composed) -> list[dict[str, Any]]:
-    """Compose a command's configuration, check it, and return its values; a sweep has them of several jobs.
-
-    Each value of a sweep is tried, together with the first value of the other sweeps.
-    """
+    """Compose and check a command's configuration; return its values, of a sweep those of several jobs."""
     parsed = parsed_overrides(flags.overrides)
     for name in (each.key_or_group for each in parsed):
         if any(part.startswith("__") for part in name.split(".")):  # OmegaConf would set a Python attribute

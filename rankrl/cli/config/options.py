@@ -27,10 +27,7 @@ from rankrl.training import TrainingRecipe
 
 
 def selector_entry(text: str) -> SelectorEntry:
-    """Parse an entry of the compared selectors, as `bayes` or `ddpg:noise=0.1`, and check its options.
-
-    Values are read as on the command line; one with commas stands in brackets: `features=[macs,curve]`.
-    """
+    """Parse an entry of the compared selectors, as `bayes` or `ddpg:noise=0.1`, and check its options."""
     selector, _, rest = text.partition(":")
     pairs = re.split(r",(?=\w+=)", rest) if rest else []
     if not all("=" in pair for pair in pairs):

@@ -252,10 +252,7 @@ def check_resumed(folder: Path, overrides: Sequence[str], composed: Composed, no
 
 
 def write_record(config: DictConfig, folder: Path) -> None:
-    """Write the files in `.hydra`, which Hydra itself would write before the folder is checked.
-
-    `hydra.output_subdir` is null so that Hydra does not.
-    """
+    """Write the files in `.hydra`, which Hydra would write before the folder is checked."""
     hydra = HydraConfig.get()
     contents = {"config": config, "hydra": {"hydra": hydra}, "overrides": hydra.overrides.task}
     for name, content in contents.items():

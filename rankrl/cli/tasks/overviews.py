@@ -171,10 +171,7 @@ def _examples(site: CandidateSet) -> str:
 
 
 def compare(config: AppConfig, folder: RunFolder) -> None:
-    """Search with every selector and seed, fine-tune their plans with one recipe, and write one table.
-
-    Every search keeps its state in `searches/NAME-SEED`; `plan.json` is the plan with the best reward.
-    """
+    """Search with every selector and seed, fine-tune their plans with one recipe, and write one table."""
     applied = config.compare.apply
     options.check(config, finetuning=applied and config.finetune.epochs > 0)
     entered = compared_searches(options.compared_selectors(config), config.compare.seeds)

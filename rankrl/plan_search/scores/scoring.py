@@ -200,11 +200,7 @@ class ParallelEvaluator(_Parallel[PlanEvaluator]):
 
 
 class ParallelScoreEvaluator(_Parallel[ScoreEvaluator]):
-    """Scores plans like `ScoreEvaluator`, by the user's own function, in worker processes.
-
-    The function and the network must be importable by name (no lambda, no local class), and a script that
-    starts workers must do so under `if __name__ == "__main__":`, as always with Python's processes.
-    """
+    """Scores plans like `ScoreEvaluator`, by the user's own importable function, in worker processes."""
 
     def __init__(
         self,
@@ -313,10 +309,7 @@ class ImageScoring:
         return ScoredImages(images, data.mean, data.std, data.augmentation, calibration)
 
     def of_networks(self) -> Callable[[nn.Module], float]:
-        """Return the function that gives the search's metric on all held-out images.
-
-        A search uses part of them, for speed; comparing nearly equal networks needs all.
-        """
+        """Return the metric on all held-out images, which a comparison of nearly equal networks needs."""
         return self._of_networks(self.options.metric)
 
     def of_original(self) -> float:

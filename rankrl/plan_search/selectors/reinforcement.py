@@ -32,10 +32,7 @@ DETERMINISTIC_EVERY = 10
 
 @contextmanager
 def seeded(*seeds: int) -> Iterator[None]:
-    """Seed the global generators from which stable-baselines3 draws, on one thread; restore both.
-
-    For networks this small, several threads cost more than they gain.
-    """
+    """Seed the global generators that stable-baselines3 draws from, on one thread; restore both."""
     seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
     outside, threads = np.random.get_state(legacy=True), torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
