@@ -315,7 +315,6 @@ def test_only_some_layers_change(small_net: nn.Module) -> None:
 
 @st.composite
 def transposed(draw: st.DrawFn) -> tuple[nn.ConvTranspose1d | nn.ConvTranspose2d, torch.Tensor]:
-    """A transposed convolution and inputs to it."""
     spatial = draw(st.integers(1, 2))
 
     def axis(low: int, high: int) -> tuple[int, ...]:

@@ -30,8 +30,6 @@ CLASSES = list(OPTIONS)
 
 
 class Network(nn.Module):
-    """A small network with its own data and loss."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)

@@ -326,13 +326,11 @@ def network_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def network(network_name: str) -> nn.Module:
-    """Every network in turn."""
     return built(network_name)
 
 
 @pytest.fixture
 def groups(network_name: str) -> Sequence[ChannelGroup]:
-    """The groups of `network` that can be pruned."""
     return groups_of(network_name)
 
 

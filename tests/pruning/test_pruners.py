@@ -55,8 +55,6 @@ def test_unknown_and_taken_names_are_refused() -> None:
 
 
 class TestMasks(MaskContract):
-    """Every registered mask keeps the contract."""
-
     names = MASKS
 
 

@@ -33,7 +33,6 @@ QUICK: dict[str, Any] = {
 
 
 def classifier(*first: nn.Module) -> nn.Sequential:
-    """A network of four classes."""
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 24, 3), nn.ReLU()
     return nn.Sequential(

@@ -74,7 +74,6 @@ def library(inputs: torch.Tensor) -> Library:
 def operations(
     fits: FitLibrary, rank: int = 4, layers: tuple[str, ...] = ("twice", "last")
 ) -> dict[str, tuple[LayerOperation, ...]]:
-    """Factorise some layers; the others stay."""
     found: dict[str, tuple[LayerOperation, ...]] = {}
     for name in layers:
         (each,) = fits.formats

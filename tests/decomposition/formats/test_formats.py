@@ -158,8 +158,6 @@ CASES = [
 
 
 class TestFormats(FormatContract):
-    """Every registered format keeps the contract."""
-
     names = list_formats()
 
 

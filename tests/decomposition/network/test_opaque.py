@@ -309,8 +309,6 @@ def test_projections_of_frozen_attention_and_transposed_layers_are_frozen() -> N
 
 
 class Tagged(nn.Conv2d):
-    """A subclass with an attribute of its own."""
-
     def __init__(self) -> None:
         super().__init__(16, 16, 3)
         self.purpose = "mixing"

@@ -267,8 +267,6 @@ class Residual(nn.Module):
 
 
 class Sum(nn.Module):
-    """The shortest network with a sum of integers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)

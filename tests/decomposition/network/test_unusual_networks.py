@@ -95,8 +95,6 @@ def test_the_old_weight_norm_is_not_read_before_it_is_computed() -> None:
 
 
 class Text(nn.Module):
-    """A network on words."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(20, 8)

@@ -93,7 +93,6 @@ def layer(**values: Any) -> Change:
 
 
 def operation(**values: Any) -> Change:
-    """Set values of the first operation of the first layer."""
     return first(lambda operation: operation.update(values))
 
 

@@ -79,7 +79,6 @@ def training(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def shown_by_whole_run(whole_run: Path) -> str:
-    """What it printed."""
     return (whole_run.parent / "shown.txt").read_text()
 
 

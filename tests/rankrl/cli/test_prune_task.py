@@ -24,7 +24,6 @@ PRUNED_THEN_TUCKER = (
 
 @pytest.fixture
 def small(tmp_path: Path) -> tuple[str, ...]:
-    """The options that name a small network."""
     return small_network(tmp_path)
 
 

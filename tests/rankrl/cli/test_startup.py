@@ -52,7 +52,6 @@ ANSWERED = {
 
 
 def run(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own."""
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 

@@ -16,8 +16,6 @@ from rankrl.onnx.runtimes import open_session
 
 
 class Two(nn.Module):
-    """A network with two outputs."""
-
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"twice": 2 * x, "half": x / 2}
 

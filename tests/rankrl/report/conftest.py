@@ -146,7 +146,6 @@ def fill_run_folder(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def whole_run() -> RunReport:
-    """A run with every part."""
     return RunReport(make_metrics(), make_layers(), make_episodes(), make_epochs(), SETUP)
 
 
@@ -158,29 +157,24 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """A run folder with metrics and episodes."""
     return fill_run_folder(tmp_path)
 
 
 @pytest.fixture
 def layers() -> list[LayerRow]:
-    """Layers of a compressed ResNet-20."""
     return make_layers()
 
 
 @pytest.fixture
 def episodes() -> list[EpisodeRow]:
-    """A search of 120 episodes."""
     return make_episodes()
 
 
 @pytest.fixture
 def epochs() -> list[EpochRow]:
-    """Twelve epochs of fine-tuning."""
     return make_epochs()
 
 
 @pytest.fixture
 def metrics() -> dict[str, Any]:
-    """The metrics of a whole pipeline run."""
     return make_metrics()

@@ -147,5 +147,4 @@ def fixed_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make() -> Callable[[str], nn.Module]:
-    """Build one of the small networks by name."""
     return make_network

@@ -60,7 +60,6 @@ def residual(width: int, inside: int, head: int | None = None) -> nn.Module:
 
 
 def decomposed(model: nn.Module, name: str, ranks: dict[str, int]) -> nn.Module:
-    """Decompose some convolutions."""
     small = apply_plan(model, make_plan(model, SHAPE, name, ranks), options=FitOptions(iterations=1)).eval()
     assert factorised_layers(small).keys() == ranks.keys()
     return small

@@ -36,7 +36,6 @@ def make_network() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def float_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of the network, for all tests to read."""
     return export_onnx(make_network(), tmp_path_factory.mktemp("float") / "float.onnx", SHAPE).path
 
 
@@ -56,7 +55,6 @@ def outputs(path: Path, batch: np.ndarray, *, integers: bool = True) -> np.ndarr
 
 
 def old_model() -> onnx.ModelProto:
-    """A graph of opset 12."""
     entry, end = (
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", *SHAPE])
         for name in ("input", "output")

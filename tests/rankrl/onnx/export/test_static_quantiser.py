@@ -56,7 +56,6 @@ class Batches(CalibrationDataReader):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The network's file."""
     torch.manual_seed(0)
     return export_onnx(Summed().eval(), tmp_path_factory.mktemp("ranges") / "float.onnx", SHAPE).path
 

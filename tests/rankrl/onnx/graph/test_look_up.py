@@ -211,8 +211,6 @@ def test_axes_stay(model: onnx.ModelProto, found: list[str], tmp_path: Path) -> 
 
 
 class Embedding(torch.nn.Module):
-    """What PyTorch exports."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.inner = torch.nn.Linear(CLASSES, 16), torch.nn.Linear(16, 32)

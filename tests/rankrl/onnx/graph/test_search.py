@@ -54,7 +54,6 @@ def searched(tmp_path: Path) -> Callable[..., Compression]:
 
 @pytest.fixture(scope="module")
 def at_random(tmp_path_factory: pytest.TempPathFactory) -> Compression:
-    """A search by `random`."""
     return run(tmp_path_factory.mktemp("random"))
 
 

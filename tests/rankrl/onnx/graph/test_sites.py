@@ -163,8 +163,6 @@ def test_a_double_weight_is_refused_by_its_type(tmp_path: Path) -> None:
 
 
 class Shared(nn.Module):
-    """The same in PyTorch."""
-
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__()
         values = {

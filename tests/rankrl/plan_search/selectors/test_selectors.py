@@ -44,8 +44,6 @@ def make(name: str, problem: SearchProblem, seed: int = 0, **options) -> Selecto
 
 
 class TestSelectors(SelectorContract):
-    """Every registered selector keeps the contract."""
-
     names = list_selectors()
     options = FAST
     episodes = EPISODES
@@ -54,10 +52,6 @@ class TestSelectors(SelectorContract):
 def test_the_names_of_the_contract_are_there() -> None:
     searches = {*REINFORCEMENT, *BAYES, "tpe", "cmaes", "local", "random"}
     assert {*searches, "uniform", "energy", "vbmf", "greedy"} <= set(list_selectors())
-
-
-def takes_steps(name: str) -> bool:
-    return "plans_per_step" in selector_class(name).default_options()
 
 
 @pytest.mark.parametrize("name", list_heuristics())

@@ -23,7 +23,6 @@ Command = Callable[[Sequence[str]], int]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sweep's folder."""
     path = tmp_path / "sweep"
     write_json(path / "sweep.json", {"id": str(tmp_path)})
     return path
