@@ -125,12 +125,7 @@ class FileSearch:
 
 
 def compress_file(
-    source: FileSource,
-    target: Path,
-    request: Request,
-    *,
-    folder: Path | None = None,
-    **told: Any,
+    source: FileSource, target: Path, request: Request, *, folder: Path | None = None, **told: Any
 ) -> Compression:
     """Compress a network in an ONNX file; see `rankrl.compress`."""
     _check_target(target, source.path)
@@ -146,11 +141,7 @@ def compress_file(
 
 
 def compress_file_in(
-    source: FileSource,
-    folder: Path | None,
-    request: Request,
-    target: Path,
-    claimed: RunFolder | None = None,
+    source: FileSource, folder: Path | None, request: Request, target: Path, claimed: RunFolder | None = None
 ) -> Compression:
     """Compress a file; if the target is a folder, write plan, metrics and report there, too."""
     request = request.timed_in(request.cache, folder)

@@ -123,12 +123,7 @@ class KeepChannels(GroupOperation):
             present = _of_kept_channels(kept_inputs, model, operations, input_shape)
             norms = _of_kept_channels(kept_norms, model, operations, input_shape)
             model = compensate(
-                model,
-                present,
-                images,
-                substitutes=norms,
-                correct_batch_norm=correct_mean,
-                seed=options.seed,
+                model, present, images, substitutes=norms, correct_batch_norm=correct_mean, seed=options.seed
             )
         pruned = cls.group_structure(model, operations, input_shape)
         if options.batch_norm == "reestimate" or (correct_mean and not options.sequential):

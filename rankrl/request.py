@@ -132,10 +132,5 @@ def opened_session(
     library = network.library(candidates, cache=request.fits, seed=request.seed)
     limit = candidates.candidates
     return SearchSession(
-        network,
-        library,
-        request.goal,
-        candidates=limit,
-        progress=request.progress,
-        deadline=request.deadline,
+        network, library, request.goal, candidates=limit, progress=request.progress, deadline=request.deadline
     )

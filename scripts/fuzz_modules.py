@@ -43,10 +43,7 @@ STATEMENTS = (
         "F.hardtanh_(y, 0.1, 0.4)",
     ),
     *("F.relu6(y, inplace=True)", "F.silu(y, inplace=True)", "F.hardswish(y, inplace=True)"),
-    *(
-        "y.masked_fill_(y > 0.5, 0.0)",
-        "y.index_fill_(1, torch.zeros(1, dtype=torch.long), 0.0)",
-    ),
+    *("y.masked_fill_(y > 0.5, 0.0)", "y.index_fill_(1, torch.zeros(1, dtype=torch.long), 0.0)"),
     *("y.relu_().mul_(2)", "y.clamp_(min=0.3).neg_()", "y.clamp_(min=-1)", "z = y\n    z.mul_(2)"),
 )
 """Statements that change an output y (0 to 1 mostly) in place, beside the functions of torch."""

@@ -260,9 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=1, help="cells side by side, for a GPU")
     parser.add_argument(
-        "--records",
-        type=Path,
-        help="CSV file of what finished cells came to (results.csv in --folder)",
+        "--records", type=Path, help="CSV file of what finished cells came to (results.csv in --folder)"
     )
     parser.add_argument("--table-only", action="store_true", help="run nothing")
     options = parser.parse_args(arguments)

@@ -11,7 +11,7 @@ from rankrl import DecompositionOptions, SearchOptions
 """The formats that an ONNX file's layers choose from by default."""
 _LAYERS = {field.name for field in fields(DecompositionOptions)} - {"format", "formats"}
 _SEARCH = {"episodes", "plans", "seconds", "patience", "finalists", "metric"} | {
-    *("workers", "cluster", "worker_cpus", "worker_gpus"),
+    *("workers", "cluster", "worker_cpus", "worker_gpus")
 }
 
 

@@ -59,11 +59,7 @@ _SUM_TOLERANCE, _LEAST_PROBABILITY = 1e-2, 1e-12
 
 @public_call()
 def collect_sensitivities(
-    model: nn.Module,
-    specs: Sequence[LayerSpec],
-    calibration: CalibrationInputs,
-    *,
-    seed: int = 0,
+    model: nn.Module, specs: Sequence[LayerSpec], calibration: CalibrationInputs, *, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """Estimate the sensitivity matrix of every layer in one forward and backward pass.
 

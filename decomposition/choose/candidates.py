@@ -349,9 +349,5 @@ def plan_from_choices(
         for spec in all_specs
     )
     return CompressionPlan(
-        layers,
-        fingerprint(all_specs),
-        input_shape_of(input_shape),
-        chosen_by,
-        preparation=tuple(preparation),
+        layers, fingerprint(all_specs), input_shape_of(input_shape), chosen_by, preparation=tuple(preparation)
     )

@@ -469,11 +469,7 @@ class FitLibrary:
 
     @public_call()
     def all_candidates(
-        self,
-        *,
-        limit: int = 16,
-        progress: Callable[[str], None] | None = None,
-        workers: int | None = None,
+        self, *, limit: int = 16, progress: Callable[[str], None] | None = None, workers: int | None = None
     ) -> list[CandidateSet]:
         """Return every layer's candidates in forward order.
 
@@ -553,9 +549,7 @@ class FitLibrary:
         ]
         fitted = [replace(candidate, error=self._error(name, candidate)) for candidate in selected]
         return replace(
-            unfitted,
-            candidates=(*fitted, unfitted.candidates[-1]),
-            importance=self._importance(name),
+            unfitted, candidates=(*fitted, unfitted.candidates[-1]), importance=self._importance(name)
         )
 
     def unfitted(self, name: str, *, limit: int = 16) -> CandidateSet:

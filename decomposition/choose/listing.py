@@ -86,11 +86,7 @@ def candidate_ranks(
 
 
 def _efficient_ranks(
-    tensor_format: TensorFormat,
-    modes: WeightModes,
-    spectra: Sequence[np.ndarray],
-    dense: int,
-    multiple: int,
+    tensor_format: TensorFormat, modes: WeightModes, spectra: Sequence[np.ndarray], dense: int, multiple: int
 ) -> list[Ranks]:
     """Return all combinations of ranks below `dense` parameters that no smaller one beats, ascending."""
     lost = [

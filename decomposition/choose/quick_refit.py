@@ -55,12 +55,7 @@ class QuickRefit:
     """Applies one plan after the other to a dense network, every layer fitted to the inputs that reach it."""
 
     def __init__(
-        self,
-        network: nn.Module,
-        library: FitLibrary,
-        inputs: Inputs,
-        *,
-        options: FitOptions = QUICK,
+        self, network: nn.Module, library: FitLibrary, inputs: Inputs, *, options: FitOptions = QUICK
     ) -> None:
         if count_inputs(inputs) == 0:
             raise DecompositionError("a network cannot be refitted to no inputs; pass some")

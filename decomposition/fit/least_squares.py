@@ -250,13 +250,7 @@ class LeastSquares:
             least, full = _LEAST_COARSE_SHARE, _FULL_COARSE_STEP
         return math.ceil(iterations * min(1.0, max(least, full / step)))
 
-    def minimise(
-        self,
-        cores: Cores,
-        iterations: int,
-        stop: Stop,
-        penalty: float = LEAST_PENALTY,
-    ) -> Cores:
+    def minimise(self, cores: Cores, iterations: int, stop: Stop, penalty: float = LEAST_PENALTY) -> Cores:
         """Run L-BFGS from `cores`; the output factor is eliminated where it is free."""
         fixed = 1 if self.free_output else 0
         if iterations == 0 or sum(core.numel() for core in cores[fixed:]) > _SEARCHED:

@@ -220,11 +220,7 @@ class TensorFormat(ABC):
         return tensorised_modes(spec) if tensorised else plain_modes(spec)
 
     def spectra(
-        self,
-        weight: torch.Tensor,
-        modes: WeightModes,
-        metric: Metric | None,
-        root: torch.Tensor | None,
+        self, weight: torch.Tensor, modes: WeightModes, metric: Metric | None, root: torch.Tensor | None
     ) -> list[np.ndarray]:
         """Return, for each bond, the energy that each further rank adds; none where bonds share one rank.
 

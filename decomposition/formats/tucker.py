@@ -133,11 +133,7 @@ class Tucker(TensorFormat):
         return [output, features.T]
 
     def spectra(
-        self,
-        weight: torch.Tensor,
-        modes: WeightModes,
-        metric: Metric | None,
-        root: torch.Tensor | None,
+        self, weight: torch.Tensor, modes: WeightModes, metric: Metric | None, root: torch.Tensor | None
     ) -> list[np.ndarray]:
         """Return the energies along the output's and the input's leading channel directions."""
         if modes.kernel == 1:

@@ -239,11 +239,7 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
 
 
 def _apply_to_layers(
-    model: nn.Module,
-    entries: Entries,
-    images: Inputs | None,
-    options: ApplyOptions,
-    bar: ProgressBar,
+    model: nn.Module, entries: Entries, images: Inputs | None, options: ApplyOptions, bar: ProgressBar
 ) -> nn.Module:
     """Return a copy of `model` with the operations of single layers applied."""
     changed = {name: pair for name, pair in entries.items() if pair[0].layer_operations}

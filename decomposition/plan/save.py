@@ -43,11 +43,7 @@ _PLAN_KEY = "rankrl.plan"
 
 @public_call()
 def save_compressed(
-    model: nn.Module,
-    plan: CompressionPlan,
-    path: str | Path,
-    *,
-    dense: nn.Module | None = None,
+    model: nn.Module, plan: CompressionPlan, path: str | Path, *, dense: nn.Module | None = None
 ) -> None:
     """Write a compressed model and its plan to one safetensors file, atomically.
 

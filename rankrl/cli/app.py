@@ -82,11 +82,7 @@ def _run(config: DictConfig) -> None:
 
 
 def _run_alone(
-    config: DictConfig,
-    plain: dict[str, Any],
-    overrides: list[str],
-    choices: list[str],
-    folder: RunFolder,
+    config: DictConfig, plain: dict[str, Any], overrides: list[str], choices: list[str], folder: RunFolder
 ) -> RunNotes:
     """Run the task with its folder locked; return the notes of its steps."""
     try:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from rankrl.data import arrays, imagefolder, published
-from rankrl.data.datasets import (
-    SourceFiles,
-    dataset_source,
-    list_datasets,
-    load_dataset,
-    register_dataset,
-)
+from rankrl.data.datasets import SourceFiles, dataset_source, list_datasets, load_dataset, register_dataset
 from rankrl.data.images import Augmentation, ImageData, Images, Preprocessing, TestImages
 from rankrl.data.sample import augmented_copy, batches
 

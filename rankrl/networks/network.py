@@ -42,11 +42,7 @@ class CandidateOptions(FittingOptions):
 
     @classmethod
     def of(
-        cls,
-        options: DecompositionOptions,
-        budget: BudgetOptions,
-        *,
-        reduce_range: bool | None = None,
+        cls, options: DecompositionOptions, budget: BudgetOptions, *, reduce_range: bool | None = None
     ) -> CandidateOptions:
         return cls(
             _differing(options.choices, budget),

@@ -60,9 +60,7 @@ def compare_selectors(
 
 
 def search_all(
-    session: SearchSession,
-    searches: Sequence[ComparedSearch],
-    folder: Path,
+    session: SearchSession, searches: Sequence[ComparedSearch], folder: Path
 ) -> dict[ComparedSearch, SearchResult]:
     """Run every search; read finished ones, resume an interrupted one."""
     for compared in searches:

@@ -58,10 +58,7 @@ class FinishOnInterrupt:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]
@@ -441,11 +438,7 @@ def _affordable(proposals: list[Proposal], rows: Sequence[EpisodeRow], plans: in
 
 
 def _limit(
-    rows: Sequence[EpisodeRow],
-    episodes: int,
-    deadline: Deadline,
-    patience: int | None,
-    plans: int | None,
+    rows: Sequence[EpisodeRow], episodes: int, deadline: Deadline, patience: int | None, plans: int | None
 ) -> StoppedBy | None:
     if len(rows) >= episodes:
         return "episodes"

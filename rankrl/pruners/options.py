@@ -54,12 +54,7 @@ def options_class(name: str) -> type[BlockOptions]:
 
 
 def pruning_options(
-    name: str,
-    options: Mapping[str, Any],
-    *,
-    params: float | None,
-    macs: float | None,
-    seed: int = 0,
+    name: str, options: Mapping[str, Any], *, params: float | None, macs: float | None, seed: int = 0
 ) -> PruningOptions:
     """Check a pruner's options and the target, a fraction to keep (`DEFAULT_KEPT_MACS` with neither)."""
     pruner, of_class = _pruner(name), options_class(name)

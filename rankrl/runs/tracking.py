@@ -361,12 +361,7 @@ class WandbTracker(Tracker):
         wandb = import_optional("wandb", "wandb")
         identifier = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
         self._run: Any = wandb.init(
-            project=project,
-            mode=mode,
-            dir=str(folder),
-            id=identifier,
-            name=folder.name,
-            resume="allow",
+            project=project, mode=mode, dir=str(folder), id=identifier, name=folder.name, resume="allow"
         )
 
     def configuration(self, values: Mapping[str, str]) -> None:

@@ -155,11 +155,7 @@ def share(correct: Tensor) -> float:
 
 
 def correct_test_images(
-    model: nn.Module,
-    test: TestImages,
-    *,
-    mean: Sequence[float],
-    std: Sequence[float],
+    model: nn.Module, test: TestImages, *, mean: Sequence[float], std: Sequence[float]
 ) -> Tensor:
     """Return, for every test image, whether it is classified correctly in full float32, for a report."""
     precision = Precision(model_device(model), torch.float32)
@@ -168,10 +164,6 @@ def correct_test_images(
 
 
 def report_accuracy(
-    model: nn.Module,
-    test: TestImages,
-    *,
-    mean: Sequence[float],
-    std: Sequence[float],
+    model: nn.Module, test: TestImages, *, mean: Sequence[float], std: Sequence[float]
 ) -> float:
     return share(correct_test_images(model, test, mean=mean, std=std))

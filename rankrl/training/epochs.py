@@ -173,12 +173,7 @@ class TrainingResult:
     @property
     def numbers(self) -> dict[str, float]:
         """The entry of metrics.json: highest rate, epochs, and the one whose weights were taken, from 0."""
-        return {
-            "lr": self.lr,
-            "halvings": self.halvings,
-            "epochs": len(self.history),
-            "epoch": self.epoch,
-        }
+        return {"lr": self.lr, "halvings": self.halvings, "epochs": len(self.history), "epoch": self.epoch}
 
 
 class DivergedError(Exception):

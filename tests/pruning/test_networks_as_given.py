@@ -63,12 +63,7 @@ def twice_wrapped(network: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize(
     "wrap",
-    [
-        nn.DataParallel,
-        AveragedModel,
-        lambda network: torch.compile(network, backend="eager"),
-        twice_wrapped,
-    ],
+    [nn.DataParallel, AveragedModel, lambda network: torch.compile(network, backend="eager"), twice_wrapped],
 )
 def test_wrapped_networks_are_unwrapped_with_a_word(
     wrap: Callable[[nn.Module], nn.Module], images: torch.Tensor, caplog: pytest.LogCaptureFixture

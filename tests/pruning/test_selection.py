@@ -149,10 +149,7 @@ def test_the_model_is_left_as_it_is(build: Build, images: torch.Tensor) -> None:
     ],
 )  # fmt: skip
 def test_layers_that_cannot_be_pruned_are_named_with_the_reason(
-    function: Callable[[Forward, torch.Tensor], torch.Tensor],
-    layer: str,
-    reason: str,
-    images: torch.Tensor,
+    function: Callable[[Forward, torch.Tensor], torch.Tensor], layer: str, reason: str, images: torch.Tensor
 ) -> None:
     assert reason in obstacle(Forward(function).eval(), layer, images)
 

@@ -395,11 +395,7 @@ def test_short_trainings_move_the_masks_faster() -> None:
         masked = masked_network("hard_concrete")
         states = list[MaskTrainingState]()
         train_masks(
-            masked,
-            FirstOf(count),
-            F.cross_entropy,
-            MaskTrainingOptions(epochs=1),
-            on_state=states.append,
+            masked, FirstOf(count), F.cross_entropy, MaskTrainingOptions(epochs=1), on_state=states.append
         )
         speeds[count] = states[0].values["mask_optimizer"]["groups"][0]["lr"]
     assert speeds[FULL_PHASE] == speeds[2 * FULL_PHASE] == HardConcreteMask(1).learning_rate

@@ -110,9 +110,7 @@ def three_convolutions() -> nn.Module:
 
 
 @pytest.fixture(scope="session")
-def with_each_choice(
-    made_once: Callable[[str, Callable[[Path], None]], Path],
-) -> dict[str, dict[str, Any]]:
+def with_each_choice(made_once: Callable[[str, Callable[[Path], None]], Path]) -> dict[str, dict[str, Any]]:
     """A configuration with every choice of every group, by `GROUP=CHOICE`; one has choices of several."""
 
     def fill(folder: Path) -> None:

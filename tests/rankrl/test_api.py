@@ -74,13 +74,7 @@ def test_layers_choose_among_several_formats_within_bytes(model: nn.Module, imag
     score = fidelity(copy.deepcopy(model), images)
     formats = layer_options(("tucker", "cp"), candidates=4)
     search = partial(
-        rankrl.search,
-        model,
-        score=score,
-        inputs=images,
-        bytes=0.5,
-        selector="random",
-        decomposition=formats,
+        rankrl.search, model, score=score, inputs=images, bytes=0.5, selector="random", decomposition=formats
     )
     found = search(search=rankrl.SearchOptions(episodes=6, finalists=2))
     assert {each.format for each in found.plan.chosen(decomposition.Factorise).values()} <= {"tucker", "cp"}
@@ -156,13 +150,7 @@ def test_killed_search_goes_on(
 def test_an_edited_score_begins_anew_and_says_so(
     model: nn.Module, images: torch.Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options: Any = {
-        "inputs": images,
-        "params": 0.5,
-        "selector": "random",
-        "episodes": 4,
-        "candidates": 4,
-    }
+    options: Any = {"inputs": images, "params": 0.5, "selector": "random", "episodes": 4, "candidates": 4}
     calls = []
 
     def scored(factor: float) -> Any:

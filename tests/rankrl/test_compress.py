@@ -39,11 +39,7 @@ LOADER = [
     for image, number, label in zip(IMAGES.split(20), NUMBERS.split(20), CLASSES.split(20), strict=True)
 ]
 TARGETS = [((image, number), torch.zeros(20, 3)) for (image, number), _ in LOADER]
-QUICK: dict[str, Any] = {
-    "timing": rankrl.LatencyOptions(batch=4, runs=2),
-    "candidates": 4,
-    "progress": False,
-}
+QUICK: dict[str, Any] = {"timing": rankrl.LatencyOptions(batch=4, runs=2), "candidates": 4, "progress": False}
 
 
 def two() -> TwoInputs:

@@ -25,11 +25,7 @@ from rankrl.verify.measure import HeldoutScore
 pytestmark = pytest.mark.usefixtures("staged_files", "no_report")
 
 IMAGES = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-QUICK: dict[str, Any] = {
-    "timing": rankrl.LatencyOptions(batch=4, runs=2),
-    "candidates": 4,
-    "progress": False,
-}
+QUICK: dict[str, Any] = {"timing": rankrl.LatencyOptions(batch=4, runs=2), "candidates": 4, "progress": False}
 
 
 def classifier(*first: nn.Module) -> nn.Sequential:

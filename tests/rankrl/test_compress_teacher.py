@@ -19,11 +19,7 @@ pytestmark = pytest.mark.usefixtures("staged_files", "no_report")
 IMAGES = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 CLASSES = (IMAGES.mean((1, 2, 3)) > 0).long()
 PAIRS = list(zip(IMAGES.split(20), CLASSES.split(20), strict=True))
-QUICK: dict[str, Any] = {
-    "timing": rankrl.LatencyOptions(batch=4, runs=2),
-    "candidates": 4,
-    "progress": False,
-}
+QUICK: dict[str, Any] = {"timing": rankrl.LatencyOptions(batch=4, runs=2), "candidates": 4, "progress": False}
 
 
 def network(classes: int = 2, seed: int = 0) -> nn.Module:

@@ -91,11 +91,7 @@ def test_a_search_and_its_plan_are_the_halves(
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (
-            "module",
-            {"images": rankrl.ImagePreprocessing(size=8)},
-            "images= means nothing for PyTorch",
-        ),
+        ("module", {"images": rankrl.ImagePreprocessing(size=8)}, "images= means nothing for PyTorch"),
         ("file", {"finetune": 1}, "finetune= means nothing for ONNX files"),
         ("file", {"test": IMAGES}, "test= means nothing for ONNX files"),
         ("file", {"heldout": IMAGES}, "heldout is the share of a file's inputs"),
@@ -103,11 +99,7 @@ def test_a_search_and_its_plan_are_the_halves(
     ],
 )
 def test_what_means_nothing_is_refused(
-    kind: str,
-    options: dict[str, Any],
-    message: str,
-    kinds: dict[str, tuple[Any, Any]],
-    tmp_path: Path,
+    kind: str, options: dict[str, Any], message: str, kinds: dict[str, tuple[Any, Any]], tmp_path: Path
 ) -> None:
     given, inputs = kinds[kind]
     with pytest.raises(ConfigError, match=message):
@@ -140,10 +132,7 @@ def test_what_may_be_lost_takes_the_place_of_a_budget(
 
 @pytest.mark.parametrize(
     ("kind", "formats"),
-    [
-        ("module", {"cp", "tucker", "tensor_ring", "pifa"}),
-        ("file", {"cp", "tucker", "spatial_svd", "pifa"}),
-    ],
+    [("module", {"cp", "tucker", "tensor_ring", "pifa"}), ("file", {"cp", "tucker", "spatial_svd", "pifa"})],
 )
 def test_auto_chooses_among_formats_that_nobody_has_to_list(
     kind: str, formats: set[str], kinds: dict[str, tuple[Any, Any]], tmp_path: Path

@@ -255,12 +255,7 @@ def _steps(batch: Any) -> Sequence[Any]:
 
 
 def _shares(
-    count: int,
-    unit: int,
-    heldout: float,
-    scored: float,
-    network: OnnxNetwork,
-    generator: np.random.Generator,
+    count: int, unit: int, heldout: float, scored: float, network: OnnxNetwork, generator: np.random.Generator
 ) -> tuple[Array, Array, Array]:
     """Draw the indices of inputs that are fitted to, held out and scored on, `unit` of each at least."""
     least = (2 + bool(scored)) * unit

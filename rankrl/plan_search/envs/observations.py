@@ -45,13 +45,7 @@ _OF_A_LAYER = (
     *(f"error_at_{point}" for point in range(CURVE_POINTS)),
 )
 _OF_NEIGHBOURS = ("place_in_block", "cost_share", "importance", "loss_share", "preset_kept", "preset_error")
-_OF_THE_TASK = (
-    "rounded",
-    *(f"budget_{measure}" for measure in MEASURES),
-    "layers",
-    "params",
-    "mean_error",
-)
+_OF_THE_TASK = ("rounded", *(f"budget_{measure}" for measure in MEASURES), "layers", "params", "mean_error")
 _FORMAT = "format_"
 
 

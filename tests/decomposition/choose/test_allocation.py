@@ -167,9 +167,7 @@ def test_a_common_shift_of_the_importance_changes_nothing(sites: list[CandidateS
 
 
 @given(
-    sites=site_lists(),
-    share=st.floats(0, 1),
-    weights=st.lists(st.floats(-20, 20), min_size=12, max_size=12),
+    sites=site_lists(), share=st.floats(0, 1), weights=st.lists(st.floats(-20, 20), min_size=12, max_size=12)
 )
 def test_many_allocations_at_once_are_those_one_by_one_but_for_the_rest(
     sites: list[CandidateSet], share: float, weights: list[float]

@@ -334,10 +334,7 @@ def _attribute(model: nn.Sequential) -> nn.Module:
     ],
 )
 def test_hooks_and_attributes_are_named_once(
-    mark: Callable[[nn.Sequential], nn.Module],
-    named: str,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+    mark: Callable[[nn.Sequential], nn.Module], named: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     model = mark(network())
     plan = make_plan(model, X, "tucker", {"0": 2})

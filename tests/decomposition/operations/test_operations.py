@@ -340,10 +340,7 @@ def test_a_plan_holds_group_operations_and_ranks_of_what_is_left(small_net: nn.M
 
 MISFITS: dict[str, tuple[LayerPlan, str]] = {
     "group operation": (LayerPlan("0", (KeepFirst(9),)), "layer '0' keeps 9 channels; choose 1 to 8"),
-    "layer operation": (
-        LayerPlan("3", (Scale(-1.0),)),
-        r"layer '3': the factor must be positive, got -1\.0",
-    ),
+    "layer operation": (LayerPlan("3", (Scale(-1.0),)), r"layer '3': the factor must be positive, got -1\.0"),
     "ranks of the layer before its group lost channels": (
         LayerPlan("3", (Factorise("tucker", (3, 5)), SCALED)),
         r"layer '3': tucker ranks \(3, 5\) are outside 1\.\.\(12, 4\)",

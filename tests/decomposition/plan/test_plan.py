@@ -35,10 +35,7 @@ factorised = st.builds(
     st.none() | st.builds(ChannelFactors, sizes, sizes),
 )
 entries = st.builds(
-    LayerPlan,
-    layer_names,
-    st.just(()) | st.tuples(factorised),
-    st.none() | st.text(max_size=30),
+    LayerPlan, layer_names, st.just(()) | st.tuples(factorised), st.none() | st.text(max_size=30)
 )
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

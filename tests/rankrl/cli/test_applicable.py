@@ -33,11 +33,7 @@ CASES = [
     ("optim", ("task=search", "optim=sgd"), r"optim=sgd .* task=search does not read it"),
     ("train", ("task=evaluate", "train.epochs=3"), r"epochs=3 .* does not read it"),
     ("export", ("task=evaluate", "export.preprocess=true"), r"preprocess=true .* does not read it"),
-    (
-        "export.runtimes",
-        ("task=search", "export.runtimes=[openvino]"),
-        r"\['openvino'\] .* task=search does",
-    ),
+    ("export.runtimes", ("task=search", "export.runtimes=[openvino]"), r"\['openvino'\] .* task=search does"),
     ("export.skip", ("task=export", "export.skip=true"), r"skip=true .* choose task=pipeline or prune$"),
     ("pruner", ("task=search", "pruner=magnitude"), r"pruner=magnitude has no effect: task=search"),
     ("prune", ("prune.decompose_macs=0.5",), r"prune\.decompose_macs=0\.5 .* choose task=prune$"),
@@ -221,10 +217,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "task", [pytest.param("pipeline", marks=pytest.mark.slow), "search", "prune", "compare"]
 )
 def test_compressing_a_network_that_has_learned_nothing_is_warned_of_everywhere(
-    rankrl: Command,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    task: str,
+    rankrl: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     folder = tmp_path / "run"
     arguments = (*small_network(tmp_path), f"task={task}", *OF_TASK.get(task, ()))

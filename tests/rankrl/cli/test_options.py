@@ -156,12 +156,7 @@ def test_weighed_outputs_can_be_switched_off() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "after_removal", "lr"),
-    [
-        ((), False, 1e-4),
-        ((), True, 1e-3),
-        (("optim.lr=2e-4",), True, 2e-4),
-        (("optim=sgd",), True, 1e-2),
-    ],
+    [((), False, 1e-4), ((), True, 1e-3), (("optim.lr=2e-4",), True, 2e-4), (("optim=sgd",), True, 1e-2)],
 )
 def test_fine_tuning_takes_larger_steps_after_a_removal(overrides, after_removal, lr) -> None:
     assert options.finetuning_recipe(settings(*overrides), after_removal=after_removal).lr == lr
@@ -191,10 +186,7 @@ def test_training_from_scratch_takes_the_networks_own_rate(overrides, shape, lr)
     ("overrides", "expected"),
     [
         ((), {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}),
-        (
-            ("+train.optim.options.momentum=0.8",),
-            {"momentum": 0.8, "nesterov": True, "weight_decay": 5e-4},
-        ),
+        (("+train.optim.options.momentum=0.8",), {"momentum": 0.8, "nesterov": True, "weight_decay": 5e-4}),
         (
             ("+train.optim.options.weight_decay=0.0",),
             {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0},

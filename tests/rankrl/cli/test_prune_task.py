@@ -99,10 +99,7 @@ def test_prune_then_decompose_is_one_plan_whose_network_goes_on(
 @pytest.mark.usefixtures("staged")
 @pytest.mark.parametrize(
     ("between", "stages"),
-    [
-        pytest.param(2, {"finetune-pruned": 2, "finetune": 1}, marks=pytest.mark.slow),
-        (0, {"finetune": 1}),
-    ],
+    [pytest.param(2, {"finetune-pruned": 2, "finetune": 1}, marks=pytest.mark.slow), (0, {"finetune": 1})],
 )
 def test_epochs_before_the_decomposition_are_counted_apart(
     prune: Callable[..., Path], between: int, stages: dict[str, int]
@@ -118,11 +115,7 @@ def test_applying_the_plan_gives_what_a_criterion_gave(
 ) -> None:
     folder = prune("run", "pruner=first_k", "budget.params=0.5", "export.int8=false", "finetune.epochs=0")
     rankrl(
-        *QUICK,
-        *small,
-        "task=apply",
-        f"plan={folder / 'plan.json'}",
-        f"hydra.run.dir={tmp_path / 'apply'}",
+        *QUICK, *small, "task=apply", f"plan={folder / 'plan.json'}", f"hydra.run.dir={tmp_path / 'apply'}"
     )
     expected = read_json(folder / "metrics.json")["compressed"]
     assert read_json(tmp_path / "apply" / "metrics.json")["compressed"].items() <= expected.items()

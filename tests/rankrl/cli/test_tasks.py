@@ -249,8 +249,7 @@ def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path], 
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "cp" else pytest.mark.slow) for name in list_formats()],
+    "name", [pytest.param(name, marks=[] if name == "cp" else pytest.mark.slow) for name in list_formats()]
 )
 def test_every_format_goes_through_search_and_apply(
     run: Callable[..., Path], tmp_path: Path, name: str

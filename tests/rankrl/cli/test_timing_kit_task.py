@@ -32,9 +32,7 @@ def test_finished_runs_are_needed(refused: Callable[..., str]) -> None:
     assert "give runs=FOLDER with" in refused("task=verify_kit", *net)
 
 
-def test_a_kit_holds_the_finished_networks_and_what_they_were_made_from(
-    rankrl: Callable[..., None],
-) -> None:
+def test_a_kit_holds_the_finished_networks_and_what_they_were_made_from(rankrl: Callable[..., None]) -> None:
     onnx.save(convolutions(), "net.onnx")
     np.save("inputs.npy", images())
     finished = Path("sweep/half")

@@ -195,12 +195,7 @@ def test_a_plan_without_a_block_is_applied_with_ranks_and_integers(
 
 def test_blocks_that_cannot_be_chosen_for_as_a_whole_stay(network: nn.Module, images: torch.Tensor) -> None:
     library = FitLibrary.calibrated(
-        network,
-        SHAPE,
-        "spatial_svd",
-        None,
-        skip=["layer1.0.conv2"],
-        removals=block_removals(network, SHAPE),
+        network, SHAPE, "spatial_svd", None, skip=["layer1.0.conv2"], removals=block_removals(network, SHAPE)
     )
     assert {name.rpartition(".")[0] for name in library.lister.removals} == set(REMOVABLE[1:])
 

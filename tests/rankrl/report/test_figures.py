@@ -167,10 +167,7 @@ def gathered(accuracies: Sequence[float], metrics: dict[str, Any]) -> list[Gathe
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 12])
 def test_every_figure_of_a_run_has_true_labels(
-    count: int,
-    epochs: Sequence[EpochRow],
-    episodes: Sequence[EpisodeRow],
-    layers: Sequence[LayerRow],
+    count: int, epochs: Sequence[EpochRow], episodes: Sequence[EpisodeRow], layers: Sequence[LayerRow]
 ) -> None:
     perfect = [dataclasses.replace(row, accuracy=min(1.0, row.accuracy + 0.1)) for row in epochs]
     for rows in (epochs, perfect):

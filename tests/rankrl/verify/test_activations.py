@@ -82,11 +82,7 @@ def test_the_peak_of_a_body_is_added_where_its_node_stands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs"),
-    [
-        (convolutions(), {"x": np.zeros((1, 3, 12, 10), np.float32)}),
-        (tokens(), None),
-    ],
+    ("model", "inputs"), [(convolutions(), {"x": np.zeros((1, 3, 12, 10), np.float32)}), (tokens(), None)]
 )
 def test_a_brute_force_walk_finds_the_same(model: onnx.ModelProto, inputs) -> None:
     if inputs is None:

@@ -103,12 +103,7 @@ def weights(model: onnx.ModelProto) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("name", "rank", "filled"),
-    [
-        ("cp", 6, {8: 8, 16: 16}),
-        ("cp", 18, {16: 20}),
-        ("tucker", 11, {16: 16}),
-        ("spatial_svd", 6, {16: 6}),
-    ],
+    [("cp", 6, {8: 8, 16: 16}), ("cp", 18, {16: 20}), ("tucker", 11, {16: 16}), ("spatial_svd", 6, {16: 6})],
 )
 def test_a_decomposed_network_computes_the_same(
     name: str, rank: int, filled: dict[int, int], tmp_path: Path
