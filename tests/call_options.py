@@ -1,7 +1,5 @@
 """Options of calls from Python, grouped as the calls take them from the single settings that tests vary."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any

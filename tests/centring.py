@@ -1,7 +1,5 @@
 """A layer that changes what it is given, for tests."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Chains of small nodes whose values are outputs too, or are read in bodies of control flow."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

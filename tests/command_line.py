@@ -1,7 +1,5 @@
 """What tests of the command line share: calls of it, options of a quick run, a small network."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

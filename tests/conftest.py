@@ -1,7 +1,5 @@
 """Settings that hold for the whole test suite."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

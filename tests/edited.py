@@ -1,7 +1,5 @@
 """Edits of onnx_ir's models, carried out on models in protobuf, which onnx's own tools judge."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """The parts of a page that tests look at."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "path", "use", "rect"}

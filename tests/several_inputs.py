@@ -1,7 +1,5 @@
 """Networks whose inputs are no images, for tests."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Small graphs made by onnx.helper."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

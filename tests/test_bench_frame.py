@@ -1,7 +1,5 @@
 """Sections, CSV files, command and machine that measuring scripts publish."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import bench_frame

@@ -1,7 +1,5 @@
 """Copies of networks that keep what they computed, by every library that copies networks."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ a small network and few episodes, sweeps over the first of their values; what ne
 package that is not here is only composed.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Which folder may import which, and what packages export: documented and complete; extras are optional."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

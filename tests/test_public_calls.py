@@ -1,7 +1,5 @@
 """Public calls compute the same in whatever modes of torch, and thread, they are called."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Callable, Iterator

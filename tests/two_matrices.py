@@ -1,7 +1,5 @@
 """A tensor format of a user: two matrices in a layer that contracts its cores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Untrained networks that behave like trained ones, for tests."""
 
-from __future__ import annotations
-
 from torch import nn
 
 

@@ -1,7 +1,5 @@
 """Small networks and random tensors that the decomposition tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What is kept between runs: keys tell apart what values depend on, and only whole values are read."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What is free is what the system and its limits leave; more than half of it is not asked for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

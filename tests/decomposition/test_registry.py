@@ -1,7 +1,5 @@
 """A registry finds what was registered, says what there is, and forgets what a test added."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 import pytest

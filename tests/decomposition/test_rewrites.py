@@ -1,7 +1,5 @@
 """Attention, own layers, transposed convolutions and Transformers in layers that compress."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

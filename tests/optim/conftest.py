@@ -1,7 +1,5 @@
 """Oracles and helpers of the optimizer tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

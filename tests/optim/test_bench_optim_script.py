@@ -1,7 +1,5 @@
 """The benchmark script measures what it says and writes only its own section."""
 
-from __future__ import annotations
-
 import bench_optim as bench
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The updates compute what the operators of ai.onnx.preview.training define."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

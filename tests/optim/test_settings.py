@@ -1,7 +1,5 @@
 """Bad input is refused with an error that names the argument."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The ONNX model of a step continues a PyTorch run, and is read back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

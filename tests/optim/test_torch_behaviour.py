@@ -1,7 +1,5 @@
 """Every registered optimizer behaves as torch's own do."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

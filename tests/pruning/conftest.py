@@ -1,7 +1,5 @@
 """Small networks of every shape that channel pruning must understand."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache

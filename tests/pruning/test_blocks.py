@@ -1,7 +1,5 @@
 """Residual blocks: which there are, what a network computes without them, and which go first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Where channels are followed to, and what is said where they are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

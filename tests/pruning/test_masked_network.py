@@ -1,7 +1,5 @@
 """A network under masks: where gates act, how they close, and the way back to a plain network."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

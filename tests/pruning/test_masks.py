@@ -1,7 +1,5 @@
 """Masks learn which channels stay: group LASSO and hard-concrete gates."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

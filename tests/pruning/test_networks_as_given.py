@@ -1,7 +1,5 @@
 """Networks that are wrapped, scripted, or change what they are given."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Everything that the registry holds, and the criteria one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The scripts behind the pruning figures compare like with like, and go on where they stopped."""
 
-from __future__ import annotations
-
 import csv
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The criterion that asks what the other channels make up for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The surgery: removed networks equal masked ones, and are plain networks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Masks that learn: on data in which few channels say anything, the others close."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

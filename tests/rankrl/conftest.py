@@ -1,7 +1,5 @@
 """A small network with fits, and a synthetic search problem, for everything that chooses ranks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

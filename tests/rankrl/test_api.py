@@ -1,7 +1,5 @@
 """`rankrl.search`: any network, any score."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

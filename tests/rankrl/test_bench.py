@@ -1,7 +1,5 @@
 """RankBench: tables of plans answer as the search that made them would, and say so where they cannot."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from dataclasses import replace

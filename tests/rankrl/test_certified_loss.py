@@ -1,7 +1,5 @@
 """What a compressed network loses has an interval wherever single inputs have scores."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`rankrl.compress`: the whole way in one call, for networks of any kind."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rankrl.compress` in a folder that it worked in before, or works in now."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

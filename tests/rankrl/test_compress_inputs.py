@@ -1,7 +1,5 @@
 """What `rankrl.compress` and `rankrl.search` make of the data that they are given."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """`rankrl.compress(..., teacher=)`: another network than the dense one to learn from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Precision is bfloat16 only where it is native, and parameters never change type."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A file is whole or absent, whatever goes wrong while it is written."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

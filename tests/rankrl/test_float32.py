@@ -1,7 +1,5 @@
 """Networks of other types and of several, in float32 and back."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Freed memory that stays with the process."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

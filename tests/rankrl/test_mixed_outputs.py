@@ -1,7 +1,5 @@
 """One output of several quantities: none of them is lost unseen, in modules and files alike."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

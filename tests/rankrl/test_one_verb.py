@@ -1,7 +1,5 @@
 """`rankrl.compress`, `search` and `apply_plan`: modules and files by the same calls."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Registered operations go to JSON and back, in plans too, and refuse what they did not write."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import MISSING, FrozenInstanceError, fields, is_dataclass
 from typing import Any

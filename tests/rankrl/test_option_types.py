@@ -1,7 +1,5 @@
 """What an option may be is read from annotations, and said in words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal

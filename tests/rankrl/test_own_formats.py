@@ -1,7 +1,5 @@
 """A tensor format in one file of a user's own: what it cannot do is left out by name, the rest works."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator

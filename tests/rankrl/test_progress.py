@@ -1,7 +1,5 @@
 """The bar shows what it should on a terminal and nothing elsewhere."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

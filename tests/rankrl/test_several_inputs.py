@@ -1,7 +1,5 @@
 """`rankrl.search` and `rankrl.export_onnx` for networks whose inputs are no images."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

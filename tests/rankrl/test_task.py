@@ -1,7 +1,5 @@
 """A task of `rankrl.make_task` is what searches of the command line and of Python search."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

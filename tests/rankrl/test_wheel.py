@@ -1,7 +1,5 @@
 """The wheel is complete: it works in an empty folder, away from the checkout."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A user's own files among those of a run: one that overwrites removes what runs wrote, and nothing else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Inputs that a model does not take are refused with the layer, what it takes and what to do."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Sensitivities: the Gauss-Newton matrix of the network's output, and what fits and budgets make of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Quantities of different units in one output are found from its answers; feature maps stay whole."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

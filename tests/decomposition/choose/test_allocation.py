@@ -1,7 +1,5 @@
 """Spending a budget: it always holds, and the choice is the best one where that can be checked."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

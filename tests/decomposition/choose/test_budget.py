@@ -1,10 +1,8 @@
 """Budgets: two at once, borders between integers and floats, and tables of measured times."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -180,7 +178,7 @@ def chains(draw: st.DrawFn) -> tuple[list[CandidateSet], tuple[float, ...]]:
     return sites, tuple(borders)
 
 
-def everything(sites: list[CandidateSet]) -> itertools.product[tuple[int, ...]]:
+def everything(sites: list[CandidateSet]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(len(each)) for each in sites))
 
 

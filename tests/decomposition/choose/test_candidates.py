@@ -1,7 +1,5 @@
 """Candidates of layers: ranks, costs, and input channels that are not read."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle
@@ -258,7 +256,7 @@ def chains(draw: st.DrawFn) -> tuple[list[CandidateSet], tuple[float, ...]]:
     return sites, borders
 
 
-def everything(sites: list[CandidateSet]) -> itertools.product[tuple[int, ...]]:
+def everything(sites: list[CandidateSet]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*(range(len(each)) for each in sites))
 
 

@@ -1,7 +1,5 @@
 """Rank heuristics: each one within the budget, each one true to its rule."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Fits are computed once, in memory and on disk, and candidates describe what was fitted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """Jobs in processes of their own: all results, errors as they were, and no process left behind."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Quick refits become what applying the plan becomes, and depend on nothing but the plan."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Fits: exact where that is possible, never worse than known algorithms, stable where CP is not."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

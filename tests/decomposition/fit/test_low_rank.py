@@ -1,7 +1,5 @@
 """All ranks of a matrix come from one decomposition, each as good as the one that Eckart and Young know."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The products of a minimiser's step, against the squared error written out and differentiated by torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

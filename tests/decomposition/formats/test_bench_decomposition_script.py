@@ -1,7 +1,5 @@
 """The benchmark script compares like with like."""
 
-from __future__ import annotations
-
 import bench_decomposition as bench
 import pytest
 import torch

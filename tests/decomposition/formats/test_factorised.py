@@ -1,7 +1,5 @@
 """A factorised layer equals the dense layer with its reconstructed weight."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Every registered format: ranks, reconstruction and cost, against oracles of their own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

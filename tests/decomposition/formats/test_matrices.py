@@ -1,7 +1,5 @@
 """Kronecker products and pivoting factorisations of weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

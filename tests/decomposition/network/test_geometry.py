@@ -1,7 +1,5 @@
 """Patches times the weight are the layer's output; channel counts split into small factors."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

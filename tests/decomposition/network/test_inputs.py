@@ -1,7 +1,5 @@
 """Models that take integers, several tensors, or tensors by name."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which layers are found, what they cost, and which are refused for what reason."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace

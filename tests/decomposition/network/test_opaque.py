@@ -1,7 +1,5 @@
 """Recurrent layers and attention: listed, counted, refused with the reason, or made of linear layers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import replace

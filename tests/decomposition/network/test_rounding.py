@@ -1,7 +1,5 @@
 """Rounded layers compute what a runtime's integers do, where it rounds, and gradients pass."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

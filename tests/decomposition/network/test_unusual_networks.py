@@ -1,7 +1,5 @@
 """What is unusual in a network changes no result: types, frozen and shared parameters, subclasses."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path

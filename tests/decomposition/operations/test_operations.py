@@ -1,7 +1,5 @@
 """A new operation is a class and a decorator: plans, files and functions then carry it like the others."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Quantised layers: what they cost, what becomes of them in a plan, on disk and in a refit."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

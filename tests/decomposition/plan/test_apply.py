@@ -1,7 +1,5 @@
 """Plans are carried out on any model, or refused with the model untouched."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import replace

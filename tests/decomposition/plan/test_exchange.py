@@ -1,7 +1,5 @@
 """Factors from tensorly and for it: what they stand for is what tensorly says."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

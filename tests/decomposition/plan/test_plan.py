@@ -1,7 +1,5 @@
 """The plan's JSON: it comes back as it went, and nothing else is accepted."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Runs the command line inside the test process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout

@@ -1,7 +1,5 @@
 """What a command sets and would not be looked at is refused, with the reason and what to do."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The benchmark of budgets in time takes finished runs as rows, and times their files in turns."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bad input gets one paragraph and exit code 2, and leaves no run that looks finished."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable

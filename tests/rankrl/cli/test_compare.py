@@ -1,7 +1,5 @@
 """`task=compare`: the same terms for all selectors, one table, and an exact continuation after a kill."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Groups offer what is registered, files hold what differs; a command is checked with what Hydra runs."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path

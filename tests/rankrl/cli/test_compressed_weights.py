@@ -1,7 +1,5 @@
 """What is said of a compressed network is read from its file, never from options' defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

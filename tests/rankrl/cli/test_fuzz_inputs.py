@@ -1,7 +1,5 @@
 """A seeded sample of `scripts/fuzz_inputs.py`: damaged and hostile input is refused, and that is all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`model=onnx` on the command line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

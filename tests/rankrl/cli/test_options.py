@@ -1,7 +1,5 @@
 """What the command line says arrives in the workflow."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Values of the wrong kind are refused before anything is made, and the message names the option in full."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

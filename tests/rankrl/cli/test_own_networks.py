@@ -1,7 +1,5 @@
 """Networks that no one here wrote, from the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

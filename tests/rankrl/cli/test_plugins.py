@@ -1,7 +1,5 @@
 """What other packages register is offered, checked and explained like ours."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator

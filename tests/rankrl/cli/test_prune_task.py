@@ -1,7 +1,5 @@
 """`task=prune` on digits with a small network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

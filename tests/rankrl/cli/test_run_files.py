@@ -1,7 +1,5 @@
 """What the run of a compressed network had for its network and its data need not be given again."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The command line answers what needs no computing before torch is imported, and imports are light."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

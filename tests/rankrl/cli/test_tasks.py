@@ -1,7 +1,5 @@
 """The tasks of the command line, on digits with a small network."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Teachers other than the dense network: they are checked, and their accuracy is logged first."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

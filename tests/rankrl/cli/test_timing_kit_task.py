@@ -1,7 +1,5 @@
 """`task=timing_kit` and `timing.table=`: a kit's table in place of this machine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

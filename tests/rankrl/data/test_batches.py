@@ -1,7 +1,5 @@
 """A walk meets every image once, normalised, and follows from its generator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What holds for every dataset, and what is refused."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

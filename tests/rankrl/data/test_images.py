@@ -1,7 +1,5 @@
 """Images are checked once, and test images cannot be taken for others."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import struct

@@ -1,7 +1,5 @@
 """A kit is measured by programs that know nothing of rankrl, and its table stands in for this machine."""
 
-from __future__ import annotations
-
 import ast
 import gzip
 import json

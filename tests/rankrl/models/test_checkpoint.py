@@ -1,7 +1,5 @@
 """A checkpoint is loaded whole or refused with the reason; the network is untouched when it is refused."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Plans with kept channels: applied, saved, loaded, exported, and decomposed in the same plan."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole residual blocks as candidates of a search: where they are, what they cost, the plans they become."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Channels as candidates of a search: where they are found, what they cost, and the plans they become."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

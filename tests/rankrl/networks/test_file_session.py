@@ -1,7 +1,5 @@
 """A file in any runtime answers as an `onnxruntime.InferenceSession` does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

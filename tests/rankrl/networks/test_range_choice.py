@@ -1,7 +1,5 @@
 """Integers of a network's files: chosen once, the same in whatever order plans are carried out."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Names, constants and parts of graphs; onnx's checker and its reference evaluator are the judges."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx_ir as ir

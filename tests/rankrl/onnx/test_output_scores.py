@@ -1,7 +1,5 @@
 """Scores of outputs move with what is lost, where the place of the largest number does not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sparse constants are read as the tensors that they stand for, as onnxruntime reads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -3,8 +3,6 @@
 Usage: resume_worker.py FOLDER SELECTOR EPISODES; prints a line for every episode, then the best plan.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from itertools import pairwise

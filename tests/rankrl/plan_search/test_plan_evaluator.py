@@ -1,7 +1,5 @@
 """Scores equal those of the network that really has the plan's weights; test images are refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import replace

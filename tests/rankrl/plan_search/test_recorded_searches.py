@@ -9,8 +9,6 @@ processor, when greedy came to exchange cost between layers, and when each step 
 of its own. The learning selectors are not among them.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

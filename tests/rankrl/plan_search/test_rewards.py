@@ -1,7 +1,5 @@
 """Rewards are found by name and mean what their formulas say."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A score is known by its source text, or by the `identity` that it is given."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import linecache

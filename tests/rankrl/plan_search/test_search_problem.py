@@ -1,7 +1,5 @@
 """What selectors know of a network, and what a plan costs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

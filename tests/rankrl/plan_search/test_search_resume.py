@@ -1,7 +1,5 @@
 """A search that was stopped at any moment goes on to the same result, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The search loop stops when it should and returns the best plan."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Losses of layers are weighed by one measured divergence each, where a network has a data set."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

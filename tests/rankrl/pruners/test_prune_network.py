@@ -1,7 +1,5 @@
 """Pruning to a target: every pruner meets it, repeats itself, and goes on where it was interrupted."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

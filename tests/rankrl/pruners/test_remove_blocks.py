@@ -1,7 +1,5 @@
 """Residual blocks removed by a plan: chosen to a target, made up for, saved, decomposed in the same plan."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

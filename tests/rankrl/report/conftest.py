@@ -1,7 +1,5 @@
 """A run folder of plausible numbers that were made up for these tests."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

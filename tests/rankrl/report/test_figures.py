@@ -1,7 +1,5 @@
 """What axes say: no two labels alike, no accuracy beyond 100 %, a point alone in the middle."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

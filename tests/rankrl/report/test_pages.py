@@ -1,7 +1,5 @@
 """Test all pages alike: whole, self-contained, in the theme's colours, text never markup."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """One page for many runs: all of them listed, the front right, nothing from outside."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """The page of a run: complete, self-contained, and only of what the run has."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """When a folder counts as that of a run."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Every tracker keeps what it is told, and none of them can disturb a run."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import logging

@@ -1,7 +1,5 @@
 """A small network's ONNX files, which tests of time run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

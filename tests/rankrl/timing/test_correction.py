@@ -1,7 +1,5 @@
 """A few whole networks correct a table of layers, kind by kind."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which form of a compressed network is exported, by times that are made up here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Latency: what is reported, not how long it took."""
 
-from __future__ import annotations
-
 import itertools
 import types
 from collections.abc import Callable

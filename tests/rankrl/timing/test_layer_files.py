@@ -1,7 +1,5 @@
 """Files of layers side by side: written directly they are what torch's exporter writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The step in which a processor's time falls with a rank is found from a few times."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A dataset and a network that train in a fraction of a second."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

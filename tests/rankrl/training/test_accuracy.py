@@ -1,7 +1,5 @@
 """Accuracy counts right, in either precision, and never on test images by mistake."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of the training loop measures both sides on the same work."""
 
-from __future__ import annotations
-
 import bench_training as bench
 import pytest
 

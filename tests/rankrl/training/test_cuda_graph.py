@@ -1,7 +1,5 @@
 """On a GPU, training from a CUDA graph gives the weights that training without one gives."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A training that diverges starts again with half the rate, exactly as if it had begun with that one."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

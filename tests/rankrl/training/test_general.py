@@ -1,7 +1,5 @@
 """Training any network on tensors in memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Training learns, repeats from its seed, resumes bit for bit, and stops where it must."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A recipe refuses what cannot be meant."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The table of results runs what is missing, stops in time, goes on, and says what is not finished."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The peak memory of activations, by hand, by brute force and against onnxruntime; limits of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

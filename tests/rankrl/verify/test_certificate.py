@@ -1,7 +1,5 @@
 """Intervals of a loss cover what they say, and say how many inputs would certify more."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Callable

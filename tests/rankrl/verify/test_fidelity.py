@@ -1,7 +1,5 @@
 """A file that would be compressed as another network than it is, is refused before the search."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Iterator

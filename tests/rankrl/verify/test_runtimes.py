@@ -1,7 +1,5 @@
 """Files of one network in several runtimes, and budgets in the time of another one than onnxruntime."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workers on a local Ray cluster: their resources, what happens when one is killed, and a whole search."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

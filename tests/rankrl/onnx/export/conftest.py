@@ -1,7 +1,5 @@
 """Networks that the export tests write to ONNX, all with batch-norm statistics that are not trivial."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

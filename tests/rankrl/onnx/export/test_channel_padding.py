@@ -1,7 +1,5 @@
 """Channels filled up to what a processor computes at a time: the same outputs, less time."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

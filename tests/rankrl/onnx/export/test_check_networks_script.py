@@ -1,7 +1,5 @@
 """Networks of others are right from the plan to the ONNX file, or refused; the whole list is the script's."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Networks that nobody here wrote go through surgery, forward, save, load and ONNX."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

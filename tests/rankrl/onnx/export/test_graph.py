@@ -1,7 +1,5 @@
 """What is done to exported graphs, where values are read by outputs and by bodies of control flow too."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnxruntime

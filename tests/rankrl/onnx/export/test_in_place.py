@@ -1,7 +1,5 @@
 """What a network changes in place around its layers is the same in PyTorch's integers and in the file's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files in 8-bit integers: onnxruntime's own quantiser on our exports, and what it cannot take."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which operators compute in integers, as onnxruntime itself tells by the graph that it loads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

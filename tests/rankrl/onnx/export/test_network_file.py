@@ -1,7 +1,5 @@
 """Networks with integers in their ONNX files: the nodes that were chosen, and what PyTorch computes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """What `export_onnx` writes: one checked file that computes what the model computes, and nothing else."""
 
-from __future__ import annotations
-
 import copy
 import json
 import threading

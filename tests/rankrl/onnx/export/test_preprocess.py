@@ -1,7 +1,5 @@
 """Files that take the bytes of images: what is done to them stands in the graph and in the metadata."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What holds for every runtime; one that cannot be used here is skipped, with its own words for why."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranges of tensors, beside those of onnxruntime's calibrators."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

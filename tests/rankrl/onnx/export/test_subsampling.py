@@ -1,7 +1,5 @@
 """Shortcuts without parameters as convolutions: the same numbers, in fewer and faster nodes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`verify_onnx` accepts the right file and refuses every other; `onnx_accuracy` counts right answers."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which axes count the inputs of a batch: constants beside it, states, sequences, files of one batch size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark of files in pip packages: every method has its row, made by a process of its own."""
 
-from __future__ import annotations
-
 import csv
 import subprocess
 import sys

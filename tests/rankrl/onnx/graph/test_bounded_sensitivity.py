@@ -1,7 +1,5 @@
 """What bounds the cost of sensitivities: random directions, sketches, a share for every node."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Moments of inputs and sensitivities of outputs, beside those of the same network in PyTorch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

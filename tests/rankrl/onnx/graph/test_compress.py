@@ -1,7 +1,5 @@
 """From file to file."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from pathlib import Path

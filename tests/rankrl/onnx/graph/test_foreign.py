@@ -1,7 +1,5 @@
 """Operators of other domains than ONNX's own, and functions that a file brings along."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every registered format in an ONNX file: as nodes, or refused by its name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

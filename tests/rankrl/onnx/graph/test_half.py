@@ -1,7 +1,5 @@
 """Files in half precision become smaller files in half precision."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

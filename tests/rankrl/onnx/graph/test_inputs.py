@@ -1,7 +1,5 @@
 """Inputs: reading, checking, splitting."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products with one-hot codes become look-ups, and no output changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses of single nodes are those of the whole graph with that node compressed, and scale its candidates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

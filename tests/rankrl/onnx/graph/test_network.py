@@ -1,7 +1,5 @@
 """Reading ONNX files, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Outputs that are no tensors: the network is compressed up to the tensors in front, and they stay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Convolutions that compute several positions at once, and outputs that stay the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files that onnxruntime quantised, wholly or in part: what is in integers stays, the rest is compressed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recurrent layers in files are listed and counted as they are in modules; LSTMs compute in integers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The refit runs each part of both graphs once; nodes receive what they do when all before them is run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Plans are scored on one graph, whose answers are those of the file with the plan's weights in it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

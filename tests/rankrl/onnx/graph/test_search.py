@@ -1,7 +1,5 @@
 """Searching selectors on ONNX files, and plans of an earlier run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Which nodes can be compressed, and what is known of them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Budgets and reports count the bytes that the file stores, whatever its constants are stored as."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

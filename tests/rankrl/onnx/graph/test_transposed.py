@@ -1,7 +1,5 @@
 """Transposed convolutions of ONNX files: fitted as what they multiply, written as two nodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

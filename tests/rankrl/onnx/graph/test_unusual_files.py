@@ -1,7 +1,5 @@
 """Files that are written in other ways than exporters write them: shared, listed, computed, unnamed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Problems in every format, for environments."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The environment keeps Gymnasium's contract, and every plan keeps the budget."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The agents are stable-baselines3's: they learn, from whole episodes, and leave their surroundings alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import stable_baselines3

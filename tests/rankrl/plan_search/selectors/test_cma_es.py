@@ -1,7 +1,5 @@
 """CMA-ES as the library has it: generations from greedy's plan."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

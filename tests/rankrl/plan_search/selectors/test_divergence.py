@@ -1,7 +1,5 @@
 """Divergences are those of networks in which one layer alone is compressed, and the plan's sum is least."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

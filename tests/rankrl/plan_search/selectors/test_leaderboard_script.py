@@ -1,7 +1,5 @@
 """The leaderboard judges plans on inputs that no search saw, and counts regrets to the best plan of all."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model of rewards: Gaussian-process regression on what layers lose, checked against scikit-learn's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.stats import spearmanr

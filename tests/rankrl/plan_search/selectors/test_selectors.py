@@ -1,7 +1,5 @@
 """Whatever is registered proposes plans that keep the budget, and the same ones for the same seed."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs sweeps inside the test process: the accuracy of a small network on digits, by default."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A sweep that grows takes up the jobs that are there, whatever varied when they ran."""
 
-from __future__ import annotations
-
 import csv
 import shlex
 from collections.abc import Callable, Sequence

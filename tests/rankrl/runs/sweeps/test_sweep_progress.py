@@ -1,7 +1,5 @@
 """How far a sweep is: told by its jobs in their folders, shown as one line."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

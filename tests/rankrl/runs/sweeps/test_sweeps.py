@@ -1,7 +1,5 @@
 """Sweeps: named folders, finished jobs skipped, failed ones listed and never the end of the others."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
