@@ -150,6 +150,14 @@ def task_refusal(*arguments: str) -> str:
     return " ".join(str(refused.value).split())
 
 
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def kill(*_: object, **__: object) -> None:
+    raise Killed
+
+
 class SmallNetwork(nn.Module):
     """Two convolutions and two dense layers for the digits: a fraction of the work that conv4 is."""
 

@@ -1,7 +1,6 @@
 """Bad input gets one paragraph and exit code 2, and leaves no run that looks finished."""
 
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,6 @@ def test_a_refusal_is_one_paragraph(refused: Refused, arguments: tuple[str, ...]
         (("search.metric=acuracy",), "metric must be one of"),
         (("export.batch=0",), "export.batch must be at least 1"),
         (("search.statistics=corected",), "Did you mean 'corrected'"),
-        (("calibration.images=0",), "calibration.images must be at least 1"),
         (("dataset.heldout=100000",), "held"),
         (("model.checkpoint=missing.th",), "there is no file missing.th"),
         (("task=apply",), "needs plan="),
@@ -125,7 +123,8 @@ def _no_network(*_: object, **__: object) -> None:
         (lambda path: torch.save({"state_dict": {"x": 1}}, path), "state_dict"),
         (lambda path: torch.save(torch.nn.Linear(2, 2), path), "refused"),
         (lambda path: torch.save(_state("resnet32", 10), path), "another architecture"),
-        (lambda path: torch.save(_sparse(), path), "linear.bias is sparse"),
+        (lambda path: torch.save(_with_bias(torch.Tensor.to_sparse), path), "linear.bias is sparse"),
+        (lambda path: torch.save(_with_bias(lambda bias: bias / 0), path), "linear.bias holds NaN"),
         (lambda path: torch.save(_state("resnet20", 7), path), "7 classes"),
     ],
 )
@@ -139,9 +138,9 @@ def _state(name: str, classes: int) -> dict[str, torch.Tensor]:
     return create_model(name, input_shape=(1, 8, 8), num_classes=classes).state_dict()
 
 
-def _sparse() -> dict[str, torch.Tensor]:
+def _with_bias(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
     state = _state("resnet20", 10)
-    return {**state, "linear.bias": state["linear.bias"].to_sparse()}
+    return {**state, "linear.bias": change(state["linear.bias"])}
 
 
 def test_damaged_dataset_is_refused(tmp_path: Path) -> None:
@@ -150,14 +149,6 @@ def test_damaged_dataset_is_refused(tmp_path: Path) -> None:
     assert "broken.npz" in task_refusal("dataset=npz", f"dataset.path={path}")
     np.savez(path, x_train=np.zeros((8, 8, 8, 1), np.uint8), y_train=np.zeros(8, np.int64))
     assert "x_test" in task_refusal("dataset=npz", f"dataset.path={path}")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_unwritable_run_folder_is_refused(refused: Refused, tmp_path: Path) -> None:
-    locked = tmp_path / "locked"
-    (locked / "run").mkdir(parents=True)
-    (locked / "run").chmod(stat.S_IRUSR | stat.S_IXUSR)
-    assert "cannot be written" in refused("task=evaluate", f"hydra.run.dir={locked / 'run'}")
 
 
 def test_full_disk_is_reported(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -171,14 +162,6 @@ def test_full_disk_is_reported(refused: Refused, monkeypatch: pytest.MonkeyPatch
     message = refused("task=evaluate", "model=conv4", f"model.checkpoint={tmp_path / 'w.safetensors'}")
     assert "No space left on device" in message
     assert not list(tmp_path.rglob("metrics.json"))
-
-
-def test_nan_in_a_checkpoint_is_named(tmp_path: Path) -> None:
-    state = _state("resnet20", 10)
-    state["layer1.0.conv1.weight"][0, 0, 0, 0] = float("nan")
-    torch.save(state, tmp_path / "nan.th")
-    message = task_refusal("task=evaluate", f"model.checkpoint={tmp_path / 'nan.th'}")
-    assert "layer1.0.conv1.weight" in message
 
 
 def test_diverging_training_is_named(refused: Refused, tmp_path: Path) -> None:

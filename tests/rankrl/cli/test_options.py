@@ -133,18 +133,17 @@ def test_layers_choose_precisions_that_lower_what_the_budget_counts(
     assert options.request(settings(*overrides)).timed_candidates().precisions == precisions
 
 
-def test_precisions_that_are_none_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"decomposition\.precisions: there is no 'int9'; choose from float32"
-    ):
-        options.request(settings("decomposition.precisions=[int9]")).timed_candidates()
-    with pytest.raises(ConfigError, match=r"decomposition\.precisions is empty; choose from float32"):
-        options.request(settings("decomposition.precisions=[]")).timed_candidates()
-
-
-def test_ranks_cannot_be_multiples_of_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"decomposition\.rank_multiple must be at least 1, got 0"):
-        options.request(settings("decomposition.rank_multiple=0")).timed_candidates()
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("precisions=[int9]", r"decomposition\.precisions: there is no 'int9'; choose from float32"),
+        ("precisions=[]", r"decomposition\.precisions is empty; choose from float32"),
+        ("rank_multiple=0", r"decomposition\.rank_multiple must be at least 1, got 0"),
+    ],
+)
+def test_precisions_and_multiples_that_are_none_are_refused(option: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options.request(settings(f"decomposition.{option}")).timed_candidates()
 
 
 def test_weighed_outputs_can_be_switched_off() -> None:

@@ -194,11 +194,12 @@ def test_folders_that_cannot_be_made_are_refused(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_refused(refused: Refused, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [".", "run"])
+def test_a_folder_without_permission_is_refused(refused: Refused, tmp_path: Path, run: str) -> None:
     locked = tmp_path / "locked"
     locked.mkdir()
     locked.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    assert "Permission denied" in refused("task=evaluate", f"hydra.run.dir={locked / 'run'}")
+    assert "Permission denied" in refused("task=evaluate", f"hydra.run.dir={locked / run}")
 
 
 @pytest.mark.parametrize("option", ["model.checkpoint", "plan", "weights", "resume", "runs"])

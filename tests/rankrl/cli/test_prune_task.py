@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from command_line import QUICK, read_json, refusal, small_network, task_refusal
+from command_line import QUICK, Killed, kill, read_json, refusal, small_network, task_refusal
 from torch import Tensor, nn
 
 from decomposition import CompressionPlan, Factorise
@@ -125,12 +124,6 @@ def test_an_interrupted_run_goes_on_to_the_same_result(
 ) -> None:
     arguments = ("pruner=hard_concrete", *MASKS, "budget.macs=0.7")
     whole = prune("whole", *arguments)
-
-    class Killed(BaseException):
-        pass
-
-    def kill(*_: Any, **__: Any) -> None:
-        raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr("rankrl.module_compression.save_compressed", kill)

@@ -15,7 +15,7 @@ import make_config_reference
 import numpy as np
 import onnx
 import pytest
-from command_line import BUDGET, QUICK, SmallNetwork, read_json, small_network
+from command_line import BUDGET, QUICK, Killed, SmallNetwork, kill, read_json, small_network
 from onnxruntime import InferenceSession
 from safetensors import safe_open
 
@@ -237,15 +237,6 @@ def test_weights_made_with_other_images_are_warned_of(
     assert "those of dataset=digits have [0.5]; dataset.mean sets it" in shown
 
 
-@pytest.mark.slow
-def test_same_seed_gives_the_same_plan_and_accuracies(run: Callable[..., Path], whole_run: Path) -> None:
-    first, second = whole_run, run("second", *BUDGET)
-    assert (first / "plan.json").read_bytes() == (second / "plan.json").read_bytes()
-    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
-    for key in ("baseline", "compressed", "finetuned"):
-        assert read_json(first / "metrics.json")[key] == read_json(second / "metrics.json")[key]
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "cp" else pytest.mark.slow) for name in list_formats()]
 )
@@ -331,12 +322,6 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill(*_: Any, **__: Any) -> None:
-        raise Killed
-
     with monkeypatch.context() as patch:
         patch.setattr("rankrl.networks.module.apply_plan", kill)
         with pytest.raises(Killed):
@@ -355,12 +340,6 @@ def test_interrupted_pipeline_goes_on_to_the_same_result(
 def test_run_that_dies_while_reporting_does_not_look_finished(
     run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill(*_: Any, **__: Any) -> None:
-        raise Killed
-
     monkeypatch.setattr("rankrl.result.write_report", kill)
     with pytest.raises(Killed):
         run("broken", "task=train", *small_network(tmp_path)[:2], "dataset.train_images=64")
@@ -421,21 +400,13 @@ def test_a_resumed_run_stays_in_its_folder(refused: Callable[..., str], tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_a_resumed_runs_own_folder_may_be_named_too(
-    rankrl: Command, training: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "named"), [("train", True), ("a=1,b='x y'", False)])
+def test_a_resumed_runs_folder_may_be_named_too_and_have_unusual_characters(
+    rankrl: Command, training: Path, tmp_path: Path, name: str, named: bool
 ) -> None:
-    folder = shutil.copytree(training, tmp_path / "train")
+    folder = shutil.copytree(training, tmp_path / name)
     (folder / "metrics.json").unlink()
-    rankrl("resume=train", f"hydra.run.dir={folder}")
-    assert (folder / "metrics.json").exists()
-
-
-def test_a_run_in_a_folder_with_unusual_characters_can_be_resumed(
-    rankrl: Command, training: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(training, tmp_path / "a=1,b='x y'")
-    (folder / "metrics.json").unlink()
-    rankrl(f"resume={folder}")
+    rankrl(f"resume={folder}", *([f"hydra.run.dir={folder}"] if named else []))
     assert (folder / "metrics.json").exists()
 
 

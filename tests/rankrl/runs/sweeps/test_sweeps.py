@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import Killed, kill
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.torch import load_file
 
@@ -106,12 +107,6 @@ def test_a_job_that_fails_leaves_the_others_alone_and_is_listed(
 
 
 def test_an_interrupted_job_goes_on_from_its_state(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill(*_: object, **__: object) -> None:
-        raise Killed
-
     training = (
         "task=train",
         "model.checkpoint=null",
