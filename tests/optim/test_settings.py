@@ -63,29 +63,23 @@ def test_what_float32_cannot_hold_is_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (0.5, TypeError), (True, TypeError)])
-def test_an_update_count_is_an_integer_from_zero(
-    cls: type[OnnxOptimizer], value: object, error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=r"^first_update_count is "):
-        cls(one_param(), first_update_count=value)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize(
-    ("value", "error"),
+    ("name", "value", "error"),
     [
-        (torch.tensor([0.1, 0.2]), ValueError),
-        (torch.tensor(1), TypeError),
-        (torch.tensor(-0.1), ValueError),
-        (torch.tensor(math.nan), ValueError),
+        ("first_update_count", -1, ValueError),
+        ("first_update_count", 0.5, TypeError),
+        ("first_update_count", True, TypeError),
+        ("lr", torch.tensor([0.1, 0.2]), ValueError),
+        ("lr", torch.tensor(1), TypeError),
+        ("lr", torch.tensor(-0.1), ValueError),
+        ("lr", torch.tensor(math.nan), ValueError),
     ],
 )
-def test_a_learning_rate_tensor_holds_one_good_number(
-    cls: type[OnnxOptimizer], value: torch.Tensor, error: type[Exception]
+def test_an_update_count_is_an_integer_from_zero_and_a_learning_rate_tensor_one_good_number(
+    cls: type[OnnxOptimizer], name: str, value: object, error: type[Exception]
 ) -> None:
-    with pytest.raises(error, match=r"^lr is "):
-        cls(one_param(), lr=value)
+    with pytest.raises(error, match=f"^{name} is "):
+        cls(one_param(), **{name: value})
 
 
 @pytest.mark.parametrize("cls", CLASSES)

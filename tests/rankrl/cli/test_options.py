@@ -103,34 +103,24 @@ def test_layers_choose_among_the_formats_that_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "multiple"),
+    ("overrides", "multiple", "precisions"),
     [
-        ((), 1),
-        (("budget.latency=0.6",), 32),
-        (("budget.latency=0.6", "decomposition.rank_multiple=4"), 4),
-        (("decomposition.rank_multiple=16",), 16),
+        ((), 1, ("float32",)),
+        (("budget.latency=0.6",), 32, ("float32", "int8")),
+        (("budget.latency=0.6", "decomposition.rank_multiple=4"), 4, ("float32", "int8")),
+        (("decomposition.rank_multiple=16",), 16, ("float32",)),
+        (("budget.bytes=0.2",), 1, ("float32", "int8")),
+        (("decomposition.precisions=[int8,int4_weights]",), 1, ("int8", "int4_weights")),
+        (("budget.latency=0.6", "export.reduce_range=true"), 32, ("float32", "int7")),
     ],
 )
-def test_ranks_for_a_budget_in_time_fill_the_processor_s_lanes(overrides, multiple, monkeypatch) -> None:
-    monkeypatch.setattr("rankrl.request.suited_multiple", lambda timing: 32)
-    assert options.request(settings(*overrides)).timed_candidates().multiple == multiple
-
-
-@pytest.mark.parametrize(
-    ("overrides", "precisions"),
-    [
-        ((), ("float32",)),
-        (("budget.latency=0.6", "decomposition.rank_multiple=8"), ("float32", "int8")),
-        (("budget.bytes=0.2",), ("float32", "int8")),
-        (("decomposition.precisions=[int8,int4_weights]",), ("int8", "int4_weights")),
-        (("budget.latency=0.6", "export.reduce_range=true"), ("float32", "int7")),
-    ],
-)
-def test_layers_choose_precisions_that_lower_what_the_budget_counts(
-    overrides, precisions, monkeypatch
+def test_ranks_fill_the_processor_s_lanes_and_precisions_lower_what_the_budget_counts(
+    overrides, multiple, precisions, monkeypatch
 ) -> None:
+    monkeypatch.setattr("rankrl.request.suited_multiple", lambda timing: 32)
     monkeypatch.setattr("rankrl.onnx.export.static_quantiser.sums_overflow", lambda: False)
-    assert options.request(settings(*overrides)).timed_candidates().precisions == precisions
+    found = options.request(settings(*overrides)).timed_candidates()
+    assert (found.multiple, found.precisions) == (multiple, precisions)
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,8 @@ from rankrl.plan_search.envs.observations import descriptor_names, layer_descrip
 from rankrl.plan_search.envs.rank_selection import repeat, rollout
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 
-MAPS = {
-    "importance": {},
-    "rank": {"action": "rank"},
-    "ratio": {"action": "ratio"},
-}
+MAPS = {"importance": {}, "rank": {"action": "rank"}, "ratio": {"action": "ratio"}}
+DESCRIBING: tuple[Feature, ...] = ("macs", "curve", "descriptors")  # as many for every network
 
 
 def reward(choices: Choices) -> float:
@@ -47,7 +44,7 @@ def play(env: gymnasium.Env, actions: np.ndarray, **options):
     return np.stack(trail), value, terminated, truncated, info
 
 
-@pytest.mark.parametrize("options", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("options", [*MAPS.values(), {"features": DESCRIBING}])
 def test_both_checkers_pass_for_every_format_and_kind_of_action(format_problem, options) -> None:
     env = gymnasium.make(ENVIRONMENT_ID, problem=format_problem, reward=reward, **options)
     with warnings.catch_warnings():
@@ -318,7 +315,6 @@ def test_known_losses_are_those_of_the_plans(small_problem, options, seed) -> No
 
 
 SHAPE = (1, 8, 8)
-DESCRIBING: tuple[Feature, ...] = ("macs", "curve", "descriptors")  # as many for every network
 
 
 def column(problem: SearchProblem, name: str) -> np.ndarray:
@@ -362,16 +358,6 @@ def test_one_agent_learns_in_the_environments_of_several_networks(small_problem,
     assert all(len(choices) == len(small_problem.sites) for choices in plans[0])
     buffer = agent.replay_buffer
     assert buffer.rewards[: buffer.pos].sum() == 0.5 * (3 + 4)
-
-
-def test_both_checkers_pass_for_every_format(format_problem) -> None:
-    env = gymnasium.make(
-        ENVIRONMENT_ID, problem=format_problem, reward=lambda choices: 0.5, features=DESCRIBING
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        check_env(env.unwrapped, skip_render_check=True)
-        check_env_for_sb3(env.unwrapped)
 
 
 def test_names_tell_nothing_but_the_place_in_a_block(small_problem) -> None:
