@@ -29,7 +29,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
 
 
-def compressed(count: int, folder: Path, **options: Any) -> rankrl.Compression:
+def certified(count: int, folder: Path, **options: Any) -> rankrl.Compression:
     """Compress the network on inputs without labels."""
     how = {"selector": "greedy", "progress": False, **options}
     return rankrl.compress(network(), torch.randn(count, 12), folder, **how, **grouped(**QUICK))
@@ -63,11 +63,11 @@ def test_test_inputs_say_what_a_module_loses(tmp_path: Path) -> None:
 
 
 def test_inputs_that_chose_certify_nothing(tmp_path: Path) -> None:
-    assert compressed(200, tmp_path, params=0.4).certificate is None
+    assert certified(200, tmp_path, params=0.4).certificate is None
 
 
 def test_half_of_what_is_held_out_certifies_a_loss_that_is_accepted(tmp_path: Path) -> None:
-    result = compressed(400, tmp_path, drop=0.2, minimise="params")
+    result = certified(400, tmp_path, drop=0.2, minimise="params")
     found = result.certificate
     assert found is not None
     assert (found.inputs, found.drop, found.basis.independent) == (40, 0.2, True)
@@ -84,7 +84,7 @@ def test_half_of_what_is_held_out_certifies_a_loss_that_is_accepted(tmp_path: Pa
 
 
 def test_one_number_is_no_certificate(tmp_path: Path) -> None:
-    result = compressed(100, tmp_path, drop=0.5, minimise="params", score=lambda _: 1.0)
+    result = certified(100, tmp_path, drop=0.5, minimise="params", score=lambda _: 1.0)
     assert result.certificate is None
     assert "Nothing certifies its loss: your score is one number" in (tmp_path / "report.html").read_text()
 
