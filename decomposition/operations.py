@@ -263,7 +263,6 @@ def operation_kind(kind: str) -> type[Operation]:
 
 
 def operation_from_dict(content: Any, where: str) -> Operation:
-    """Read an operation from plain JSON values; strict."""
     if not isinstance(content, dict) or not isinstance(content.get("operation"), str):
         raise PlanError(
             f"{where}: an operation must be an object with its kind as `operation`, got {content!r}"

@@ -137,7 +137,6 @@ def rewritten(network: nn.Module, kind: str, layers: Mapping[str, nn.Module]) ->
 
 
 def rewrites_of(model: nn.Module) -> tuple[Rewrite, ...]:
-    """Return the recorded rewrites of a network and of its parts, in order."""
     return tuple(
         Rewrite(rewrite.kind, tuple(".".join(filter(None, (name, layer))) for layer in rewrite.layers))
         for name, module in model.named_modules()

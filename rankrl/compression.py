@@ -526,7 +526,6 @@ def timing_kit(
 def _module_session(
     model: nn.Module, inputs: Any, score: Score | SessionScore | None, request: Request, scratch: Path
 ) -> SearchSession:
-    """Open the search of a module, scored by a function or by its data set."""
     if isinstance(inputs, ImageData):
         _refuse("a data set, which has its own", score=score)
         return dataset_session(model, inputs, request, scratch)
@@ -624,7 +623,6 @@ def _scratch(folder: Path | None) -> Iterator[Path]:
 
 
 def _copied(result: ModuleCompression, target: Path, folder: Path | None) -> ModuleCompression:
-    """Copy the result's file to the requested path."""
     if target.suffix != ".onnx":
         return result
     write_atomically(target, result.path.read_bytes())

@@ -48,7 +48,6 @@ def select_device() -> torch.device:
 
 
 def device_note() -> str:
-    """Describe in a sentence the device, its precision and the reason for it."""
     precision = inference_precision()
     width = str(precision.dtype).removeprefix("torch.")
     if precision.device.type == "cuda":

@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileSource:
-    """A network in an ONNX file, its inputs and its score."""
-
     path: Path
     inputs: FileInputs = field(repr=False)
     images: ImagePreprocessing | None = None
@@ -68,8 +66,6 @@ class FileSource:
 
 @dataclass(frozen=True)
 class FileSearch:
-    """A prepared ONNX file with the candidates and the request of its search."""
-
     request: Request
     network: GraphNetwork
     candidates: CandidateOptions

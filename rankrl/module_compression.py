@@ -256,7 +256,6 @@ def _on_inputs(
 def _on_images(
     model: nn.Module, data: ImageData, run: RunFolder, request: Request, tuner: FineTuner
 ) -> tuple[FileModule, Tune | None, dict[str, Any]]:
-    """Prepare a data set's classifier."""
     network = image_classifier(model, data, request, run.state)
 
     def tune(network: nn.Module) -> tuple[nn.Module, Sequence[EpochRow]]:
@@ -298,7 +297,6 @@ def image_classifier(model: nn.Module, data: ImageData, request: Request, folder
 
 
 def scored_session(model: nn.Module, inputs: Any, score: Score, request: Request) -> SearchSession:
-    """Open the search of a module whose plans a function scores."""
     batches = [part for batch in checked_batches(inputs, model) for part in split(batch, CALIBRATION_BATCH)]
     network = ScoredModule(
         model,
@@ -314,7 +312,6 @@ def scored_session(model: nn.Module, inputs: Any, score: Score, request: Request
 
 
 def dataset_session(model: nn.Module, data: ImageData, request: Request, folder: Path) -> SearchSession:
-    """Open the search of a data set's classifier."""
     request = request.refitting()
     network, candidates = image_classifier(model, data, request, folder), request.timed_candidates()
     check_reachable(network, candidates, request.goal)

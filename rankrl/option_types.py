@@ -274,7 +274,6 @@ def _described(wanted: Any) -> str:
 
 
 def _remedy(name: str, value: Any, wanted: Collection[Any]) -> str:
-    """Suggest a value of the wanted type, if one follows from the value given."""
     for each in wanted:
         if is_dataclass(each) and isinstance(value, Mapping):
             fields = ", ".join(f"{key}={entry!r}" for key, entry in value.items())

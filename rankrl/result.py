@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Costs and score of a compressed network."""
-
     before: Mapping[str, int]
     after: Mapping[str, int]
     baseline_score: float
@@ -134,7 +132,6 @@ def shallow(known: Any) -> dict[str, Any]:
 
 
 def missed_latency(budget: float | None, times: LatencyComparison) -> str | None:
-    """Return the message that a finished file misses its latency budget, else None."""
     kept = 1 / times.ratio
     if budget is None or 1 / times.ratio_high <= budget:  # within the interval of the timing
         return None
@@ -158,7 +155,6 @@ def missed_memory(budget: float | None, before: Mapping[str, int], after: Mappin
 
 
 def run_numbers(result: MeasuredNetwork) -> dict[str, Any]:
-    """Return the entries of metrics.json for a compressed network."""
     numbers: dict[str, Any] = result.stages()
     shared = [name for name in result.before if name in result.after]
     numbers["ratios"] = {name: result.before[name] / max(1, result.after[name]) for name in shared}

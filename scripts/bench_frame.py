@@ -130,7 +130,6 @@ def _line(cells: Sequence[object]) -> str:
 
 
 def say(text: str) -> None:
-    """Report progress on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

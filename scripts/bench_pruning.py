@@ -51,8 +51,6 @@ Prune = Callable[[nn.Module], nn.Module]
 
 
 class Bench:
-    """Measure and keep the results of one dataset."""
-
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.device = select_device()

@@ -85,7 +85,6 @@ class KeepsFeatures(Star):
         inner.register_forward_hook(lambda module, inputs, output: self.seen.update(last=output))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Compute class scores (N, 10)."""
         outputs: torch.Tensor = self.inner(x)
         self.features = [outputs]
         return outputs
@@ -289,7 +288,6 @@ def uniform_plan(model: nn.Module, network_entry: Network) -> CompressionPlan:
 
 
 def check(name: str, folder: Path) -> Outcome:
-    """Take a network through all steps."""
     network_entry = NETWORKS[name]
     torch.manual_seed(0)
     model = plain_weights(network_entry.build()).eval()

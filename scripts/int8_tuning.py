@@ -171,7 +171,6 @@ class Tuning:
         return float(np.mean(errors))
 
     def score(self, path: Path) -> float:
-        """Score a file on the inputs that methods see."""
         answers = outputs_of(open_session(path, threads=1), self.judged.feeds)
         return self.file.tuned(answers, self.judged.known, self.originals)
 
@@ -243,7 +242,6 @@ def _quantiser(file: RealFile) -> Iterator[Quantiser]:
 
 
 def original(file: RealFile, target: Path) -> str:
-    """Copy the file, and say what its score is."""
     target.write_bytes(file.path.read_bytes())
     return file.meaning
 

@@ -30,7 +30,6 @@ class MissingFileError(Exception):
 
 @cache
 def photographs() -> list[Image.Image]:
-    """Load the sample photographs of scikit-image and scikit-learn."""
     folders = []
     for module, inside in (("skimage", "data"), ("sklearn", "datasets/images")):
         spec = importlib.util.find_spec(module)

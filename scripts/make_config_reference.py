@@ -80,7 +80,6 @@ def summary(owner: object) -> str:
 
 
 def _documentation(owner: object) -> Iterator[str]:
-    """Yield the docstrings of a function, or of a class and its bases."""
     for each in inspect.getmro(owner) if isinstance(owner, type) else (owner,):
         if each is not object and each.__doc__:
             yield inspect.cleandoc(each.__doc__)
@@ -221,7 +220,6 @@ def table(options: list[Option]) -> str:
 
 
 def about(section: type) -> str:
-    """Return what the docstring of a section says of it as a whole."""
     text = inspect.cleandoc(section.__doc__ or "").split("Attributes:")[0]
     return " ".join(text.split())
 

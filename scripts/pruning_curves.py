@@ -116,7 +116,6 @@ class Curves:
         self.rows = ResultRows(arguments.output_folder / f"{name}.csv", key, VALUES)
 
     def run(self) -> None:
-        """Measure what is missing and draw."""
         arguments = self.arguments
         longer = arguments.mask_epochs + arguments.finetune_epochs
         for seed in range(arguments.seed, arguments.seed + arguments.dense_seeds):
@@ -287,7 +286,6 @@ def _add_penalty_gradients(weights: Sequence[Tensor], l1: float, l2: float) -> N
 
 
 def _epoch(data: ImageData, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """Walk once through the training images."""
     return batches(
         data.train, size, mean=data.mean, std=data.std, generator=generator, shuffle=True, drop_last=True
     )

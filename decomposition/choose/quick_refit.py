@@ -70,7 +70,6 @@ class QuickRefit:
         self._pass(self._observe, self._remember_mean)
 
     def take(self, operations: Mapping[str, Sequence[Operation]]) -> None:
-        """Apply a plan, given as operations by layer name."""
         for name, layer_operations in operations.items():
             strange = [
                 operation.kind

@@ -311,12 +311,10 @@ def mapped(function: Callable[..., torch.Tensor], inputs: Inputs, *others: Input
 
 
 def count_inputs(inputs: Inputs) -> int:
-    """Return how many inputs a batch holds."""
     return len(tensors_of(inputs)[0])
 
 
 def numbers_in_one(inputs: Inputs) -> int:
-    """Return how many numbers one input of a batch holds."""
     return sum(math.prod(tensor.shape[1:]) for tensor in tensors_of(inputs))
 
 

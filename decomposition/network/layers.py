@@ -185,8 +185,6 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage of a layer's parameters in a file."""
-
     weight: int = FLOAT_BYTES
     bias: int = FLOAT_BYTES
     whole: int | None = None

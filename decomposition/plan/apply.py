@@ -96,7 +96,6 @@ Entries = dict[str, tuple[LayerPlan, LayerSpec]]
 
 
 def check_applied(model: nn.Module, compressed: nn.Module, entries: Entries) -> None:
-    """Raise an error if a compressed model deviates from its plan."""
     modules, factorised = dict(compressed.named_modules()), factorised_layers(compressed)
     expected = count_parameters(model)
     for name, (entry, spec) in entries.items():
@@ -241,7 +240,6 @@ def build_structure(model: nn.Module, plan: CompressionPlan) -> nn.Module:
 def _apply_to_layers(
     model: nn.Module, entries: Entries, images: Inputs | None, options: ApplyOptions, bar: ProgressBar
 ) -> nn.Module:
-    """Return a copy of `model` with the operations of single layers applied."""
     changed = {name: pair for name, pair in entries.items() if pair[0].layer_operations}
     modules = dict(model.named_modules())
     for name in changed:

@@ -157,7 +157,6 @@ def to_entry(layer: LayerPlan) -> dict[str, Any]:
 
 
 def from_entry(entry: Any, source: str) -> LayerPlan:
-    """Read one entry of a plan's JSON; strict."""
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         raise PlanError(f"{source}: every layer must be an object with a name, got {entry!r}")
     where = f"{source}, layer {entry['name']!r}"

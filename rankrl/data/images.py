@@ -103,7 +103,6 @@ class Preprocessing:
 
     @property
     def dtype(self) -> str:
-        """The type of the network's input."""
         return "uint8" if self.in_graph else "float32"
 
     @property
@@ -279,8 +278,6 @@ class TestImages:
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """A dataset, split and ready for training."""
-
     name: str
     train: Images
     heldout: Images

@@ -135,7 +135,6 @@ class Sample:
         return self.has_classes and classes_of(model, self.inputs) is not None
 
     def part(self, index: Tensor) -> Sample:
-        """Return the inputs and labels at these indices."""
         labels = None if self.labels is None else tree_map(lambda y: y[index], self.labels)
         return Sample(rows(self.inputs, index), labels)
 

@@ -117,7 +117,6 @@ class GraphNetwork:
 
     @property
     def specs(self) -> list[LayerSpec]:
-        """Every node with a weight in forward order."""
         return [site.spec for site in self.file.sites]
 
     @property

@@ -67,7 +67,6 @@ class ScoringGraph:
         self._written = [site.dense for site in self.sites]
 
     def session(self, choices: Sequence[int]) -> onnxruntime.InferenceSession:
-        """Return the network under a plan, open."""
         for index, choice in enumerate(choices):
             if self._written[index] != choice:
                 for name, content in self._values(index, int(choice)).items():

@@ -278,7 +278,6 @@ class ScoredModule(ModuleNetwork):
         return FunctionScoring(self.model, self.judge, self.inputs)
 
     def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
-        """Return the compressed module, its layers refitted one after the other."""
         return self.refitted(plan, self.options, self.seed, self.progress)
 
 
@@ -299,7 +298,6 @@ class FileModule(ModuleNetwork):
     progress: Progress = field(default=None, repr=False)
 
     def applied(self, plan: CompressionPlan, _library: FitLibrary | None = None, /) -> nn.Module:
-        """Return the compressed module, its layers refitted one after the other."""
         statistics = None if self.statistics is None else self.statistics()
         return self.refitted(plan, self.options, self.seed, self.progress, statistics)
 

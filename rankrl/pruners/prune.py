@@ -128,7 +128,6 @@ def target_cost(measure: Measure, input_shape: Sequence[int]) -> Cost:
 
 
 def _setup(data: ImageData, options: PruningOptions) -> dict[str, Any]:
-    """Return everything that must be equal for a pruning to be resumed."""
     return {"dataset": data.name, "training images": len(data.train), **asdict(options)}
 
 

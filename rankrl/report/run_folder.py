@@ -123,7 +123,6 @@ class GatheredRun:
 
     @cached_property
     def measures(self) -> Mapping[str, Measure]:
-        """The qualities and costs of its networks, by key."""
         return {each.key: each for each in (*qualities(self.metrics), *costs(self.metrics))}
 
     @cached_property
@@ -154,7 +153,6 @@ class GatheredRun:
 
     @property
     def method(self) -> str:
-        """The tensor format, the pruner, or both."""
         names = [str(self.metrics[key]) for key in ("pruner", "decomposition") if self.metrics.get(key)]
         if not self.metrics:  # an unfinished run has only its configuration
             pruned = self.config.get("task") == "prune"

@@ -568,7 +568,6 @@ def _choice(plans: Sequence[Mapping[str, Any]]) -> str:
 
 
 def device_table(metrics: Mapping[str, Any]) -> Table:
-    """Return the table of finished networks that another device measured."""
     found = estimate(metrics)
     rows = [
         [

@@ -309,7 +309,6 @@ class RunFolder:
                 break
 
     def prepare(self) -> None:
-        """Create the folder and check that it can be written."""
         try:
             self.state.mkdir(parents=True, exist_ok=True)
             _probe(self.state)

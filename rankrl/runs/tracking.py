@@ -124,7 +124,6 @@ class Tracking:
         self._point("search", row.episode, {name: getattr(row, name) for name in names})
 
     def update(self, episode: int, values: Mapping[str, float]) -> None:
-        """Track the numbers of an agent's update after an episode."""
         self._point("agent", episode, values)
 
     def epochs(self, stage: str) -> Callable[[EpochRow], None]:
@@ -214,7 +213,6 @@ class CsvTracker(Tracker):
     """Writes `tracking/*.csv`: a file a stage, a line a step; `result.csv` has a line a final number."""
 
     def point(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Add a line to the stage's file."""
         self._append(stage, ["step", *values], [[step, *values.values()]])
 
     def result(self, values: Mapping[str, float]) -> None:

@@ -98,7 +98,6 @@ def as_recorded(actions: Sequence[float]) -> tuple[float, ...]:
 
 @cache
 def small_network() -> nn.Module:
-    """Return a network of three convolutions and a linear layer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(
@@ -116,7 +115,6 @@ def small_network() -> nn.Module:
 
 @cache
 def small_library(formats: tuple[str, ...]) -> FitLibrary:
-    """Return fits of the small network's layers to their weights."""
     layers = compressible_layers(small_network(), INPUT_SHAPE)
     return FitLibrary(small_network(), layers, formats, options=FitOptions(iterations=3))
 
@@ -147,5 +145,4 @@ def plans_of(selector: Selector, steps: int) -> list[Choices]:
 
 
 def surroundings() -> list[Any]:
-    """Return the states of the global random generators."""
     return [torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()]

@@ -221,7 +221,6 @@ def _near(images: Images, device: torch.device) -> Images:
 
 
 def _setup(data: ImageData, recipe: TrainingRecipe, teacher: nn.Module | None = None) -> dict[str, object]:
-    """Return everything that must be equal for a training to be resumed."""
     return {
         "dataset": data.name,
         "training images": len(data.train),

@@ -80,8 +80,6 @@ another)."""
 
 @dataclass(frozen=True)
 class FineTuner:
-    """Settings of the fine-tuning of a compressed network."""
-
     strategy: FineTuning | None = None
     loss: Loss | None = None
     teacher: nn.Module | Sequence[nn.Module] | Teacher | None = None
@@ -246,7 +244,6 @@ _NAMING_OPTIONS = ("name", "model_name", "arch")
 
 
 def build_network(model: Mapping[str, Any], data: ImageData, *, seed: int) -> nn.Module:
-    """Build the network that a configuration describes and load its checkpoint, if it names one."""
     options = {key: value for key, value in model.items() if key not in ("architecture", "checkpoint")}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -298,7 +295,6 @@ def images_for_ranges(data: ImageData) -> Images:
 
 
 def range_images(data: ImageData) -> Iterator[torch.Tensor]:
-    """Yield the images that calibrate the ranges of quantised activations, normalised."""
     images = images_for_ranges(data)
     return (x for x, _ in batches(images, len(images), mean=data.mean, std=data.std))
 

@@ -48,7 +48,6 @@ def _lost(unit: UnitAgreement) -> str | None:
 
 
 def _no_better(output: OutputAgreement, guess: OutputAgreement, inputs: int) -> str | None:
-    """Return a message if an output is no better than a constant, else None."""
     useless = output.error >= guess.error
     if guess.error <= _HARDLY_VARIES:
         return None

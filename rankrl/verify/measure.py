@@ -243,7 +243,6 @@ class ImageInputs(FileInputs):
         self.preprocessing = data.preprocessing if options.preprocess else None
 
     def ranges(self) -> Iterator[Inputs]:
-        """Yield the held-out images that set ranges of activations."""
         return range_images(self.data)
 
     def feeds(self) -> Iterator[Batch]:
@@ -257,7 +256,6 @@ class ImageInputs(FileInputs):
         return [*images, self.options.preprocess]
 
     def scores(self, path: Path) -> dict[str, float]:
-        """Return the accuracy of a file on the test set."""
         walk = file_batches(self.data.test.for_report(), ONNX_TEST_BATCH, self.data, self.options)
         return {"accuracy": onnx_accuracy(path, walk)}
 
@@ -278,7 +276,6 @@ class ImageInputs(FileInputs):
     def verified(
         self, network: nn.Module, path: Path, scratch: Path, runtime: str = DEFAULT_RUNTIME
     ) -> tuple[float, float | None]:
-        """Compare a file with its network on held-out images."""
         data, options, inside = self.data, self.options, self.preprocessing
         images = data.heldout.first(_VERIFIED)
         (inputs, _), *_ = file_batches(images, len(images), data, options)
@@ -432,8 +429,6 @@ class OwnMeasure:
 
 
 class OwnInputs(FileInputs):
-    """A user's inputs, for the file of a network."""
-
     def __init__(
         self, model: nn.Module, calibration: Sample, heldout: Sample, options: LatencyOptions
     ) -> None:
@@ -448,7 +443,6 @@ class OwnInputs(FileInputs):
         return self._timed
 
     def ranges(self) -> Iterator[Inputs]:
-        """Yield the calibration inputs on the network's device."""
         device = model_device(self.model)
         return (mapped(lambda x: x.to(device), each) for each in split(self.calibration.inputs, BATCH))
 
@@ -456,7 +450,6 @@ class OwnInputs(FileInputs):
         return (feed_of(self.model, each) for each in split(self.calibration.inputs, BATCH))
 
     def agreement(self, baseline: Path, path: Path) -> list[OutputAgreement]:
-        """Return the agreement of the outputs of two files on the held-out inputs."""
         return self._agreement(self._answers(baseline), self._answers(path))
 
     def score(self, baseline: Path) -> Callable[[Session], float]:
@@ -484,7 +477,6 @@ class OwnInputs(FileInputs):
     def verified(
         self, network: nn.Module, path: Path, scratch: Path, runtime: str = DEFAULT_RUNTIME
     ) -> tuple[float, float | None]:
-        """Compare a file with its network on held-out inputs."""
         some = rows(self.heldout.inputs, slice(_VERIFIED))
         if not is_rounded(network):
             return verify_onnx(network, path, some, runtime=runtime), None

@@ -107,8 +107,6 @@ class WorkerCluster(Protocol):
 
 
 class LocalCluster:
-    """Processes on this machine, started for each work."""
-
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
 

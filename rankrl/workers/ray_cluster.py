@@ -168,8 +168,6 @@ class RayCluster:
 
 
 class _Pool:
-    """Workers of a cluster that apply one scorer."""
-
     def __init__(self, cluster: RayCluster, work: _Work, size: int) -> None:
         self.size = size
         self._cluster, self._work = cluster, work

@@ -83,7 +83,6 @@ def selector(config: AppConfig) -> tuple[str, dict[str, Any]]:
 
 
 def request(config: AppConfig) -> Request:
-    """Return the request of a run, the same as of a call from Python."""
     asked = Request(search_goal(config), config.decomposition, *selector(config), config.seed, cache_folder())
     asked = asked.fitted_to(config.calibration.images)
     return asked if config.model.get("architecture") == "onnx" else asked.refitting()

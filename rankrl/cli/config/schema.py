@@ -193,7 +193,6 @@ class Group:
     """Whether options are added to the configuration as they are set."""
 
     def known(self) -> list[str]:
-        """List the choices registered so far."""
         return sorted({*self.ours, *registered(self.noun), *self.others()})
 
     def owners(self, choice: str) -> dict[Any, Collection[str]]:

@@ -416,7 +416,6 @@ def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folde
 def run_head(
     config: AppConfig, data: ImageData, network: nn.Module, method: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the entries of metrics.json on the run itself."""
     checkpoint = config.model.get("checkpoint")
     return {
         "task": config.task,

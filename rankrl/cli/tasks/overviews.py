@@ -215,7 +215,6 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
 
 
 def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:
-    """Return the section `compare` of metrics.json."""
     return {
         summary.selector: {
             "runs": summary.runs,

@@ -110,7 +110,6 @@ def _from_json(value: object) -> SeveralPositions | None:
 
 
 def _sizes(site: Site) -> tuple[int, ...]:
-    """Return the spatial sizes of a convolution's output."""
     return site.spec.output_sizes[0][-len(site.spec.kernel_size) :]
 
 

@@ -319,7 +319,6 @@ def _computed_in(node: ir.Node, types: Mapping[str, ir.DataType]) -> ir.DataType
 
 
 def _type(value: ir.Value | None) -> ir.DataType | None:
-    """Return the element type of a tensor, None where it is unknown."""
     return value.dtype if value is not None and isinstance(value.type, ir.TensorType) else None
 
 

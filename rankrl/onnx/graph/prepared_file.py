@@ -329,7 +329,6 @@ class PreparedFile:
         return file
 
     def with_several_positions(self, several: PositionsByNode) -> PreparedFile:
-        """Return the same file with convolutions that compute several positions at once."""
         if not several:
             return self
         network = with_several_positions(self.network, self.sites, several)

@@ -12,8 +12,6 @@ from rankrl.onnx.runtimes.runtime import Runtime, Session, register_runtime
 
 
 class OpenVinoSession(Session):
-    """An ONNX file, compiled by OpenVINO."""
-
     def __init__(self, compiled: Any) -> None:
         entry = compiled.input(0)
         kind, shape = entry.get_element_type(), entry.get_partial_shape()

@@ -149,7 +149,6 @@ def get_runtime(name: str) -> Runtime:
 
 
 def check_runtimes(options: LatencyOptions) -> None:
-    """Refuse runtimes that cannot be used here."""
     for option, names in (("export.runtime", (options.runtime,)), ("export.runtimes", options.runtimes)):
         try:
             for name in names:

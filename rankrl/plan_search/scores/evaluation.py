@@ -93,7 +93,6 @@ class RememberingEvaluator(ABC):
         self._known = dict(known)
 
     def known(self, choices: Choices) -> Evaluation | None:
-        """Return the evaluation of a plan that was scored before, if it was."""
         known = self._known.get(tuple(choices))
         return None if known is None else replace(known, seconds=0.0, cached=True)
 

@@ -205,7 +205,6 @@ class PlanEvaluator(RememberingEvaluator):
 
     @property
     def batches(self) -> int:
-        """Number of batches of held-out images."""
         return len(self._x)
 
     def value(self, choices: Choices) -> Tensor:
@@ -213,7 +212,6 @@ class PlanEvaluator(RememberingEvaluator):
         return self.forward(choices, 0, self.batches)
 
     def scores(self, choices: Choices, value: Tensor) -> tuple[float, float]:
-        """Return the metric and the accuracy of a plan with these class scores."""
         self._check(value, choices)
         known = {"logits": value, "labels": self._y, "dense_logits": self._dense_logits}
         return accuracy_metric(self.options.metric, **known), accuracy_metric("accuracy", **known)

@@ -358,7 +358,6 @@ class FunctionScoring:
         return ParallelScoreEvaluator(self.model, library, problem, self.score, example, cluster=cluster)
 
     def of_networks(self) -> Callable[[nn.Module], float]:
-        """Return the user's function with its results checked."""
         return lambda network: scored(self.score, network, "a finalist")
 
     def of_original(self) -> float:

@@ -232,7 +232,6 @@ class RefittingNetwork:
             self._refit = QuickRefit(self.model, library, in_layout(images, self.layout))
 
     def write(self, choices: Sequence[int]) -> None:
-        """Write a plan's weights and refit them."""
         pairs = zip(self.sites, choices, strict=True)
         operations = {site.name: site.candidates[choice].operations for site, choice in pairs}
         with self.precision.autocast(), deterministic_kernels():

@@ -42,7 +42,6 @@ class CMAESSelector(Selector):
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
-        """Refuse a search without a budget, or without the library."""
         import_package("cmaes", "cmaes", "the package cmaes")
         check_action("importance", setting=setting)
 

@@ -36,7 +36,6 @@ class DivergenceSelector(Selector):
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
-        """Refuse a search without a budget, or with workers."""
         check_action("importance", setting=setting)
         if setting.in_workers:
             raise ConfigError(_ELSEWHERE)

@@ -50,7 +50,6 @@ class LocalSelector(Selector):
         return [Proposal(self._map.choices_of(actions), phase, tuple(actions.tolist())) for actions in tried]
 
     def observe(self, proposals: Sequence[Proposal], rewards: Sequence[float]) -> None:
-        """Move to the best of the plans if it is better."""
         super().observe(proposals, rewards)
         for proposal, reward in zip(proposals, rewards, strict=True):
             if reward > self._best_reward:

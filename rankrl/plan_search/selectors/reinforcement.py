@@ -170,7 +170,6 @@ class ReinforcementSelector(Selector):
         return rollout(self.env, repeat(np.array(proposal.actions)), last_reward=self._last_reward)
 
     def account(self, row: EpisodeRow, last_reward: float) -> list[dict[str, Any]]:
-        """List observation, action and candidate of every layer in an episode."""
         actions = np.array(json.loads(row.actions))
         episode = rollout(self.env, repeat(actions), last_reward=last_reward)
         names, sites = self.env.encoder.names, self.problem.sites

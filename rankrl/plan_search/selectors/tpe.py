@@ -45,7 +45,6 @@ class TPESelector(Selector):
 
     @classmethod
     def check_setting(cls, options: Mapping[str, Any], setting: SearchSetting) -> None:
-        """Refuse a search without a budget, or without Optuna."""
         import_package("optuna", cls.name, "Optuna")
         check_action("importance", setting=setting)
 
