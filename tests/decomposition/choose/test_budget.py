@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from decomposition import (
     list_heuristics,
     plan_by_heuristic,
 )
-from decomposition.choose.allocation import CostTable, cheapest_choices, check_reachable, least_fraction
+from decomposition.choose.allocation import cheapest_choices, check_reachable
 from decomposition.choose.candidates import Candidate
 from decomposition.network.layers import LayerSpec
 from decomposition.operations import Cost, Factorise
@@ -163,71 +163,6 @@ def site(name: str, floats: list[tuple[float, float]], integers: list[tuple[floa
         for j, (time, error) in enumerate(integers)
     ]
     return CandidateSet(spec, (*candidates, Candidate((), Cost(1, 1, 4, floats[-1][0]), 0.0)))
-
-
-times = st.floats(0.1, 10)
-errors = st.floats(0.01, 0.9)
-
-
-@st.composite
-def chains(draw: st.DrawFn) -> tuple[list[CandidateSet], tuple[float, ...]]:
-    pairs = st.lists(st.tuples(times, errors), min_size=1, max_size=2)
-    count = draw(st.integers(2, 5))
-    sites = [site(str(j), [*draw(pairs), (10.0, 0.0)], draw(pairs)) for j in range(count)]
-    borders = draw(st.lists(st.floats(0, 5), min_size=count - 1, max_size=count - 1))
-    return sites, tuple(borders)
-
-
-def everything(sites: list[CandidateSet]) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*(range(len(each)) for each in sites))
-
-
-@given(chain=chains(), multiplier=st.floats(0.001, 10))
-def test_the_way_of_least_cost_is_found_exactly(
-    chain: tuple[list[CandidateSet], tuple[float, ...]], multiplier: float
-) -> None:
-    sites, borders = chain
-    budget = Budget(1.0, "latency", 100.0, 0.0, borders)
-    table = CostTable(sites, budget)
-    price = np.array([[multiplier]])
-    chosen = table.least(table.losses + table.shares(price), price)[0]
-
-    def value(choices: tuple[int, ...] | np.ndarray) -> float:
-        losses = sum(each.losses[j] for each, j in zip(sites, choices, strict=True))
-        return float(losses) + multiplier * budget.spent(sites, choices) / 100.0
-
-    assert value(chosen) == pytest.approx(min(map(value, everything(sites))))
-
-
-@given(chain=chains(), share=st.floats(0, 1), seed=st.integers(0, 10))
-def test_the_budget_holds_with_its_borders(
-    chain: tuple[list[CandidateSet], tuple[float, ...]], share: float, seed: int
-) -> None:
-    sites, borders = chain
-    total = sum(float(each.cost("latency")[each.dense]) for each in sites)
-    budget = Budget(1.0, "latency", total, 0.0, borders)
-    least = min(budget.spent(sites, choices) for choices in everything(sites)) / total
-    assert least_fraction(sites, budget) == pytest.approx(least)
-    budget = replace(budget, fraction=min(1.0, least + share * max(0.0, 1 - least) + 1e-9))
-    assert budget.spent(sites, allocate(sites, budget)) <= budget.fraction * total * (1 + 1e-9)
-    weights = np.random.default_rng(seed).standard_normal((3, len(sites)))
-    for choices in allocate_many(sites, budget, weights):
-        assert budget.spent(sites, choices) <= budget.fraction * total * (1 + 1e-9)
-
-
-@given(chain=chains())
-def test_what_a_change_costs_is_the_difference_of_the_whole(
-    chain: tuple[list[CandidateSet], tuple[float, ...]],
-) -> None:
-    sites, borders = chain
-    budget = Budget(1.0, "latency", 100.0, 3.0, borders)
-    choices = np.array([len(each) // 2 for each in sites])
-    for position in range(len(sites)):
-        for candidate, extra in enumerate(budget.extra(sites, choices, position)[0]):
-            changed = choices.copy()
-            changed[position] = candidate
-            expected = budget.spent(sites, changed) - budget.spent(sites, choices)
-            assert extra == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_border_that_costs_too_much_keeps_neighbours_alike() -> None:
