@@ -12,8 +12,7 @@ from rankrl.errors import ConfigError, FolderInUseError
 from rankrl.files import write_json
 from rankrl.report import write_sweep_report
 from rankrl.runs.run_folder import RunFolder, locked
-from rankrl.runs.sweeps import run_sweep_job
-from rankrl.runs.sweeps.jobs import job_folder
+from rankrl.runs.sweeps.jobs import job_folder, run_sweep_job
 
 Sweep = Callable[..., int]
 Command = Callable[[Sequence[str]], int]

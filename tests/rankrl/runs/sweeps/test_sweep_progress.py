@@ -17,7 +17,7 @@ from decomposition.progress import listening, progress_bar
 from rankrl.cli.app import SweepCallback, number_of_jobs
 from rankrl.cli.config.schema import config_folder
 from rankrl.runs.run_folder import RunFolder
-from rankrl.runs.sweeps import progress
+from rankrl.runs.sweeps import jobs
 from rankrl.runs.sweeps.jobs import JobProgress, SweepState, SweepWatch
 
 
@@ -62,7 +62,7 @@ def test_a_job_that_has_been_silent_for_long_is_not_said_to_run(
     sweep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = time.time() + 3600
-    monkeypatch.setattr(progress.time, "time", lambda: later)
+    monkeypatch.setattr(jobs.time, "time", lambda: later)
     assert SweepState.of(sweep).running == []
 
 
@@ -78,7 +78,7 @@ def test_steps_in_quick_succession_are_written_once(tmp_path: Path) -> None:
 
 
 def test_the_watch_estimates_and_draws_on_a_terminal(sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_SHOWN_EVERY", 0.01)
+    monkeypatch.setattr(jobs, "_SHOWN_EVERY", 0.01)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=200)
     watch = SweepWatch(sweep, 4, live=True, console=console)
@@ -93,7 +93,7 @@ def test_the_watch_estimates_and_draws_on_a_terminal(sweep: Path, monkeypatch: p
 def test_without_a_terminal_the_log_is_told(
     sweep: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(progress, "_LOGGED_EVERY", 0.01)
+    monkeypatch.setattr(jobs, "_LOGGED_EVERY", 0.01)
     caplog.set_level("INFO")
     watch = SweepWatch(sweep, None, live=False)
     while "1 job finished" not in caplog.text:
