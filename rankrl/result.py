@@ -132,6 +132,7 @@ def shallow(known: Any) -> dict[str, Any]:
 
 
 def missed_latency(budget: float | None, times: LatencyComparison) -> str | None:
+    """Return the message that a finished file misses its latency budget, else None."""
     kept = 1 / times.ratio
     if budget is None or 1 / times.ratio_high <= budget:  # within the interval of the timing
         return None

@@ -29,11 +29,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ComparedSearch:
+    """One search of a comparison."""
+
     entry: SelectorEntry
     seed: int | None
 
     @property
     def folder_name(self) -> str:
+        """Name of the folder that its search is kept in."""
         name = self.entry.folder_name
         return name if self.seed is None else f"{name}-{self.seed}"
 
@@ -60,7 +63,9 @@ def compare_selectors(
 
 
 def search_all(
-    session: SearchSession, searches: Sequence[ComparedSearch], folder: Path
+    session: SearchSession,
+    searches: Sequence[ComparedSearch],
+    folder: Path,
 ) -> dict[ComparedSearch, SearchResult]:
     """Run every search; read finished ones, resume an interrupted one."""
     for compared in searches:

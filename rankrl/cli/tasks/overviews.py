@@ -70,7 +70,10 @@ _WIDTH = 160  # characters of a line in a file or a pipe
 
 
 def inspect(config: AppConfig, folder: RunFolder) -> None:
-    """Print a row for each layer: shape, cost, ranks or why it stays; with `inspect.errors` also errors."""
+    """Print one row for each layer: shape, cost, and feasible ranks or the reason that it stays.
+
+    `inspect.errors` adds relative output errors on training images.
+    """
     if in_file(config):
         _show_nodes(_source(config), options.request(config))
         return
@@ -94,6 +97,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
 
 
 def _show_nodes(source: FileSource, request: Request) -> None:
+    """Print one row for each node of an ONNX file."""
     given = source.read(request)
     params, macs = given.totals["params"], given.totals["macs"]
     rows = [
@@ -154,6 +158,7 @@ def _fitted(
 
 
 def _ranks(spec: LayerSpec, formats: Sequence[str], *, tensorised: bool) -> str:
+    """Format the feasible ranks, for each format if there are several."""
     known = [(name, get_format(name)) for name in formats]
     most = {name: each.max_rank(each.modes(spec, tensorised=tensorised)) for name, each in known}
     return "\n".join(f"{name if len(most) > 1 else ''} 1-{rank}".strip() for name, rank in most.items())
@@ -171,7 +176,10 @@ def _examples(site: CandidateSet) -> str:
 
 
 def compare(config: AppConfig, folder: RunFolder) -> None:
-    """Search with every selector and seed, fine-tune their plans with one recipe, and write one table."""
+    """Search with every selector and seed, fine-tune their plans with one recipe, and write one table.
+
+    Every search keeps its state in `searches/NAME-SEED`; `plan.json` is the plan with the best reward.
+    """
     applied = config.compare.apply
     options.check(config, finetuning=applied and config.finetune.epochs > 0)
     entered = compared_searches(options.compared_selectors(config), config.compare.seeds)
@@ -215,6 +223,7 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
 
 
 def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:
+    """Return the section `compare` of metrics.json."""
     return {
         summary.selector: {
             "runs": summary.runs,
