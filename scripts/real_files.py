@@ -1,8 +1,10 @@
 """Find ONNX files by name or path, make inputs for them, and score their outputs.
 
-Names are those of files in pip packages, and of networks trained on CIFAR-10. A path is a .onnx file: its
-inputs are made by a `prepare_inputs.py` next to it, if that knows the file, or lie in a .npz of its name, one
-array for each input, counted on the first axis; scores are then correlations with the original's outputs.
+Names are those of files in pip packages, of networks trained on CIFAR-10, and of networks with random weights
+that are made here (`MADE`): convolutions on large maps, an LSTM unrolled into 80 Gemm, a ResNet-50. A path is
+a .onnx file: its inputs are made by a `prepare_inputs.py` next to it, if that knows the file, or lie in a
+.npz of its name, one array for each input, counted on the first axis; scores are then correlations with the
+original's outputs.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +29,8 @@ import onnxruntime
 import torch
 from bench_frame import zoo_network
 from made_inputs import MissingFileError, line_of_text, photograph, text_page, turned_line, windows
+from torch import nn
+from torchvision.models import resnet50
 
 from rankrl.data import load_dataset
 from rankrl.onnx.export import export_onnx
@@ -148,6 +153,65 @@ def packaged(name: str, counts: tuple[int, int]) -> RealFile:
     return RealFile(name, path, *samples, correlation, logits, correlation)
 
 
+class _Unrolled(nn.Module):
+    """An LSTM with a node for every step's products, as old converters write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_input, self.of_state = nn.Linear(128, 2048), nn.Linear(512, 2048)
+        self.head = nn.Linear(512, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map sequences (B, 40, 128) to outputs (B, 40, 64)."""
+        state = memory = x.new_zeros(x.shape[0], 512)
+        states = []
+        for step in x.unbind(1):
+            gates = (self.of_input(step) + self.of_state(state)).chunk(4, 1)
+            begin, keep, show = (gate.sigmoid() for gate in gates[:3])
+            memory = keep * memory + begin * gates[3].tanh()
+            state = show * memory.tanh()
+            states.append(state)
+        return self.head(torch.stack(states, 1))
+
+
+def _maps() -> nn.Module:
+    widths, layers = (1, 32, 32, 64, 64, 128, 128, 64, 64, 32), list[nn.Module]()
+    for index, (inputs, outputs) in enumerate(pairwise(widths)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)] if index in (1, 3, 5) else []
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3))
+
+
+MADE = {
+    "maps": (_maps, (1, 900, 160)),
+    "unrolled": (_Unrolled, (40, 128)),
+    "resnet50": (partial(resnet50, weights=None), (3, 224, 224)),
+}
+"""Networks with random weights, and the shape of an input."""
+
+
+@cache
+def made(name: str, counts: tuple[int, int]) -> RealFile:
+    """Export a network of `MADE` with inputs of a coarse pattern in noise."""
+    build, shape = MADE[name]
+
+    def drawn(generator: np.random.Generator) -> tuple[Array, None]:
+        coarse = generator.standard_normal([-(-size // 20) for size in shape])
+        pattern = coarse[np.ix_(*(np.arange(size) // 20 for size in shape))]
+        noise = 0.5 * generator.standard_normal(shape)
+        return (pattern + noise).astype(np.float32), None
+
+    torch.manual_seed(0)
+    network = build()
+    with torch.no_grad():  # statistics of batch normalisation
+        network.train()(torch.from_numpy(np.stack([drawn(np.random.default_rng(9))[0] for _ in range(16)])))
+    path = _scratch() / f"{name}.onnx"
+    export_onnx(network.eval(), path, shape, progress=False)
+    entry = onnx.load(path, load_external_data=False).graph.input[0].name
+    fitted, tested = _drawn(entry, drawn, counts)
+    return RealFile(name, path, fitted, tested, correlation, "correlation", correlation)
+
+
 NETWORKS = ("resnet20", "resnet56", "resnet9")
 _TIMES = 10
 """Test images for each input that other files are judged by."""
@@ -156,7 +220,7 @@ _BATCH = 50
 
 def names_of_files() -> list[str]:
     """List the names of the files that need no path."""
-    return [*SOURCES, *NETWORKS]
+    return [*SOURCES, *NETWORKS, *MADE]
 
 
 def find_file(name: str, counts: tuple[int, int]) -> RealFile:
@@ -165,6 +229,8 @@ def find_file(name: str, counts: tuple[int, int]) -> RealFile:
         return packaged(name, counts)
     if name in NETWORKS:
         return _network(name, counts)
+    if name in MADE:
+        return made(name, counts)
     path = Path(name)
     if path.suffix != ".onnx" or not path.is_file():
         raise MissingFileError(f"there is no such .onnx file; names are {', '.join(names_of_files())}")
@@ -260,10 +326,15 @@ def _network(name: str, counts: tuple[int, int]) -> RealFile:
 
 
 @cache
-def _exported(name: str, checkpoint: Path) -> Path:
+def _scratch() -> Path:
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
-    path = Path(folder) / f"{name}.onnx"
+    return Path(folder)
+
+
+@cache
+def _exported(name: str, checkpoint: Path) -> Path:
+    path = _scratch() / f"{name}.onnx"
     network = zoo_network(name, load_dataset("cifar10", seed=0), checkpoint)
     export_onnx(network, path, (3, 32, 32), progress=False)
     return path

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import nn
 
 from decomposition.calibration.metric import (
-    WIDEST,
     Metric,
     RowFactor,
     channel_moments,
     cholesky,
+    converted,
     powers,
     times,
-    whole,
 )
 from decomposition.calibration.metric import columns as metric_columns
 from decomposition.fit.refit import RefitProblem
@@ -38,24 +39,30 @@ def compensated_weight(weight: torch.Tensor, moments: Metric | None, bits: int) 
     """
     weight = weight.double().cpu()  # where the moments are; a GPU would synchronise at every column
     used = weight.abs().sum(0) > 0
-    few_rows = isinstance(moments, RowFactor) and weight.shape[1] > WIDEST
-    if moments is None or few_rows or not bool(used.any()):
+    if moments is None or not bool(used.any()):
         return rounded_weight(weight, bits)
-    matrix = whole(moments).double()
+    metric = converted(moments, torch.double)
     if not bool(used.all()):
-        matrix = matrix[..., used, :][..., used]
+        metric = _of_columns(metric, used)
     rounded = torch.zeros_like(weight)
-    rounded[:, used] = _compensated(weight[:, used], matrix, bits)
+    rounded[:, used] = _compensated(weight[:, used], metric, bits)
     plain = rounded_weight(weight, bits)
     changes = [(weight - version)[:, used] for version in (rounded, plain)]
-    lost, lost_by_plain = ((_times(change, matrix) * change).sum(1) for change in changes)
+    lost, lost_by_plain = (_powers(change, metric) for change in changes)
     return torch.where((lost <= lost_by_plain)[:, None], rounded, plain)
 
 
-def _compensated(weight: torch.Tensor, moments: torch.Tensor, bits: int) -> torch.Tensor:
+def _of_columns(metric: Metric, chosen: torch.Tensor) -> Metric:
+    """Select and order columns of a metric, or of several."""
+    if isinstance(metric, RowFactor):
+        return RowFactor(metric.rows[:, chosen], metric.ridge)
+    return metric[..., chosen, :][..., chosen]
+
+
+def _compensated(weight: torch.Tensor, metric: Metric, bits: int) -> torch.Tensor:
     largest = largest_integer(bits)
     columns = weight.shape[1]
-    diagonal = moments.diagonal(dim1=-2, dim2=-1)
+    diagonal = _diagonal(metric)
     # Columns with the most power come first: all later ones can compensate for their errors.
     order = diagonal.reshape(-1, columns).mean(0).argsort(descending=True)
     weight = weight[:, order]
@@ -64,28 +71,78 @@ def _compensated(weight: torch.Tensor, moments: torch.Tensor, bits: int) -> torc
     fixed = weight.abs() == weight.abs().amax(1, keepdim=True)
     # The clamp keeps H invertible if all inputs are zero.
     damping = (_DAMPING * diagonal.mean(-1)).clamp_min(1e-30)
-    # U is the inverse of the upper triangular R with R R' = H, a lower one from the last column to the first.
-    backwards = order.flip(0)
-    damped = moments[..., backwards, :][..., backwards]  # of many columns, few copies fit into memory
-    damped.diagonal(dim1=-2, dim2=-1).add_(damping[..., None])
-    root = cholesky(damped).flip(-2, -1)
-    del damped
-    upper = torch.linalg.solve_triangular(root, torch.eye(columns, dtype=root.dtype), upper=True)
-    del root
+    blocks = _blocks_of_rows if isinstance(metric, RowFactor) else _blocks_of_matrix
     moved, rounded = weight.clone(), torch.empty_like(weight)
-    for start in range(0, columns, _BLOCK):
-        stop = min(start + _BLOCK, columns)
+    for start, (upper, passed_on) in zip(
+        range(0, columns, _BLOCK), blocks(metric, order, damping), strict=True
+    ):
+        stop = start + upper.shape[-1]
         errors = torch.empty_like(weight[:, start:stop])
-        for column in range(start, stop):
+        for index, column in enumerate(range(start, stop)):
             now = moved[:, column]
             integers = torch.round(now / scale).clamp(-largest, largest)
             rounded[:, column] = torch.where(fixed[:, column], weight[:, column], integers * scale)
-            error = (now - rounded[:, column]) / upper[..., column, column]
-            moved[:, column + 1 : stop] -= error[:, None] * upper[..., column, column + 1 : stop]
-            errors[:, column - start] = error
+            error = (now - rounded[:, column]) / upper[..., index, index]
+            moved[:, column + 1 : stop] -= error[:, None] * upper[..., index, index + 1 :]
+            errors[:, index] = error
         if stop < columns:
-            moved[:, stop:] -= _times(errors, upper[..., start:stop, stop:])
+            moved[:, stop:] -= passed_on(errors)
     return rounded[:, order.argsort()]
+
+
+_Blocks = Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]
+"""Of every block of columns the rows of U, upper triangular with U'U = H^-1, in the block itself, and what
+they make of errors in the columns behind it."""
+
+
+def _blocks_of_matrix(metric: torch.Tensor, order: torch.Tensor, damping: torch.Tensor) -> _Blocks:
+    # U is the inverse of the upper triangular R with R R' = H, a lower one from the last column to the first.
+    damped = _of_columns(metric, order.flip(0))  # of many columns, few copies fit into memory
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping[..., None])
+    root = cholesky(damped).flip(-2, -1)
+    del damped
+    upper = torch.linalg.solve_triangular(root, torch.eye(len(order), dtype=root.dtype), upper=True)
+    del root
+    for start in range(0, len(order), _BLOCK):
+        here, behind = slice(start, start + _BLOCK), slice(start + _BLOCK, None)
+        yield upper[..., here, here], partial(_times, matrix=upper[..., here, behind])
+
+
+def _blocks_of_rows(metric: RowFactor, order: torch.Tensor, damping: torch.Tensor) -> _Blocks:
+    """Compute U from H = F'F + d I of the columns that are left: (I - F'K^-1 F) / d with K = F F' + d I."""
+    rows, ridge = metric.rows[:, order], float(metric.ridge + damping)
+    gram = rows @ rows.T
+    gram.diagonal().add_(ridge)
+    inverse = torch.cholesky_inverse(cholesky(gram))
+    del gram
+    for start in range(0, len(order), _BLOCK):
+        here, rest = rows[:, start : start + _BLOCK], rows[:, start + _BLOCK :]
+        solved = inverse @ here
+        left = -(here.T @ solved)
+        left.diagonal().add_(1)
+        root = cholesky(left)
+        taken = torch.linalg.solve_triangular(root, solved.T, upper=False)
+        yield root.T * ridge**-0.5, partial(_through_rows, taken=taken, rows=rest, scale=-(ridge**-0.5))
+        inverse += taken.T @ taken
+
+
+def _through_rows(
+    errors: torch.Tensor, taken: torch.Tensor, rows: torch.Tensor, scale: float
+) -> torch.Tensor:
+    return errors @ taken @ rows * scale
+
+
+def _diagonal(metric: Metric) -> torch.Tensor:
+    if isinstance(metric, RowFactor):
+        return metric.rows.square().sum(0) + metric.ridge
+    return metric.diagonal(dim1=-2, dim2=-1)
+
+
+def _powers(rows: torch.Tensor, metric: Metric) -> torch.Tensor:
+    """Return each row's power, by its own matrix if there are several."""
+    if isinstance(metric, RowFactor):
+        return powers(rows, metric)
+    return (_times(rows, metric) * rows).sum(1)
 
 
 def _times(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

@@ -275,7 +275,7 @@ def test_moments_that_nothing_makes_positive_are_refused() -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of more than 20 inputs count as very wide ones."""
-    for module in ("calibration.metric", "calibration.sensitivity", "fit.rounding"):
+    for module in ("calibration.metric", "calibration.sensitivity"):
         monkeypatch.setattr(f"decomposition.{module}.WIDEST", 20)
 
 
