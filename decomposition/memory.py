@@ -1,8 +1,10 @@
-"""Read how much memory is free, and refuse requests for more than half of it."""
+"""Read how much memory is free, and keep stages within half of it and within `RANKRL_MEMORY`."""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,12 @@ from decomposition.errors import DecompositionError
 log = logging.getLogger(__name__)
 
 _KILOBYTE = 1024
+_VARIABLE = "RANKRL_MEMORY"
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_PARTS = 4
+"""A stage holds a few arrays of the size that it asks for."""
+_SMALLEST = 2**22
+"""Bytes below which smaller batches free next to nothing."""
 _FITTING, _HELD = 4, 3
 """Copies in float64 of a layer's weight, and of what its inputs are known by, that a fit takes, and that a
 search holds of every layer, its candidates among them (7.4 together of a convolution of 1024 x 1024 x 64)."""
@@ -39,18 +47,52 @@ def held_memory() -> int:
     return _KILOBYTE * _figure("/proc/self/status", "VmRSS")
 
 
+def memory_limit() -> int | None:
+    """Read the bytes that this process may hold from RANKRL_MEMORY, such as 3GB; None if it is not set."""
+    text = os.environ.get(_VARIABLE, "").strip()
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([KMGT]?)B?", text.upper())
+    if found is None or float(found[1]) == 0:
+        raise DecompositionError(
+            f"{_VARIABLE}={text!r} is no size; give what this process may hold, such as 3GB or 800MB"
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def room() -> int | None:
+    """Return the bytes that a stage may take: half of what is free, and what RANKRL_MEMORY leaves."""
+    free, limit = free_memory(), memory_limit()
+    known = [] if free is None else [free // 2]
+    known += [] if limit is None else [max(0, limit - held_memory())]
+    return min(known, default=None)
+
+
+def within_room(most: int, what: str) -> int:
+    """Return the bytes that a stage works with at a time: `most`, or a part of the room, with a word."""
+    left = room()
+    fitting = most if left is None else max(_SMALLEST, left // _PARTS)
+    if fitting >= most:
+        return most
+    log.info("%s: %.0f MB at a time in place of %.0f, for memory's sake", what, fitting / 1e6, most / 1e6)
+    return fitting
+
+
 def check_room(wanted: int, what: str, remedy: str) -> None:
-    """Raise an error if `wanted` bytes exceed half of the free memory."""
+    """Raise an error if `wanted` bytes exceed the room."""
     if lack := shortage(wanted):
         raise DecompositionError(f"{what} take {lack}; {remedy}")
 
 
 def shortage(wanted: float) -> str | None:
-    """Say that `wanted` bytes exceed half of the free memory; None if they do not."""
-    free = free_memory()
-    if free is None or wanted <= free / 2:
+    """Say that `wanted` bytes exceed half of the free memory, or the limit; None if they do not."""
+    left, free = room(), free_memory()
+    if left is None or wanted <= left:
         return None
-    return f"{wanted / 1e9:.1f} GB, more than half of the {free / 1e9:.1f} GB of memory that are free"
+    if free is not None and left == free // 2:
+        return f"{wanted / 1e9:.1f} GB, more than half of the {free / 1e9:.1f} GB of memory that are free"
+    limit = os.environ[_VARIABLE]
+    return f"{wanted / 1e9:.1f} GB, more than the {left / 1e9:.1f} GB that {_VARIABLE}={limit} leaves"
 
 
 def fit_bytes(outputs: int, columns: int, rows: int) -> int:

@@ -9,6 +9,7 @@ is the 10th percentile of its passes (Chen and Revels, "Robust benchmarking in n
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 import time
@@ -44,11 +45,27 @@ def timed_passes(
     runs: int,
     warm_up: int,
     settle: bool = False,
+    enough: float = math.inf,
 ) -> tuple[Times, Times]:
-    """Time open files in turns (A B C, C B A, ...)."""
+    """Time open files in turns (A B C, C B A, ...).
+
+    Args:
+        sessions: The open files.
+        batches: The inputs of each.
+        clocks: The clock of each.
+        runs: Turns.
+        warm_up: Passes of each before them.
+        settle: Whether a pass that is not timed goes before each that is, unless passes are long.
+        enough: Milliseconds of processor time of each, on average, after which a few turns suffice.
+    """
+    start = time.process_time()
     for session, batch in zip(sessions, batches, strict=True):
         for _ in range(warm_up):
             session.run(batch)
+    if warm_up:
+        ms = 1e3 * (time.process_time() - start) / (warm_up * len(sessions))
+        settle = settle and ms < _LONG
+        runs = int(min(runs, max(_FEWEST_TURNS, enough / ms))) if ms > 0 else runs
     times, on_the_wall = np.zeros((runs, len(sessions))), np.zeros((runs, len(sessions)))
     for turn in range(runs):
         order = range(len(sessions)) if turn % 2 == 0 else reversed(range(len(sessions)))
@@ -91,6 +108,13 @@ machine, 7 of which would count as changes by the interval alone."""
 _PERCENTILES = (10, 50, 90)
 _NARROW = 0.02  # relative width of an interval at which no more turns are timed
 _ROUNDS = 3
+_LONG = 5.0
+"""Milliseconds of a pass that fills the caches by itself."""
+_FEWEST_TURNS = 7
+_ENOUGH_OF_A_LAYER = 300.0
+"""Milliseconds of passes of a layer after which the 10th percentile hardly moves."""
+_LARGE_ARENA = 1e8
+"""Bytes of a session beside which no other one is open where layers are timed."""
 _ENOUGH = 5_000.0  # milliseconds of passes after which no further round begins
 _INTERVAL_PERCENTILES = (2.5, 97.5)  # 95 % bootstrap interval
 _RESAMPLES = 2000  # of the turns, for the bootstrap
@@ -193,15 +217,24 @@ def compare_latency(
     warm_up: int = 3,
     runtime: str = DEFAULT_RUNTIME,
     inputs: Batch | None = None,
+    enough: float = math.inf,
 ) -> LatencyComparison:
     """Time two ONNX models in turns (A B, B A, A B, ...), so that disturbances affect both.
 
     Where the interval of the ratio is wider than 2 %, as many turns follow in new sessions, twice at most,
-    and none where the passes took more than five seconds.
+    and none where the passes took more than five seconds. A round has fewer turns, seven at least, where
+    passes of each model take `enough` milliseconds.
     """
     files = [(runtime, baseline), (runtime, compressed)]
     turns = partial(
-        time_in_turns, files, batch=batch, threads=threads, runs=runs, warm_up=warm_up, inputs=inputs
+        time_in_turns,
+        files,
+        batch=batch,
+        threads=threads,
+        runs=runs,
+        warm_up=warm_up,
+        inputs=inputs,
+        enough=enough,
     )
     timed = turns()
     for _ in range(_ROUNDS - 1):
@@ -252,6 +285,7 @@ def time_in_turns(
     runs: int = 30,
     warm_up: int = 3,
     inputs: Batch | None = None,
+    enough: float = math.inf,
 ) -> TimedTurns:
     """Time several ONNX files in turns (A B C, C B A, ...), each in its runtime.
 
@@ -268,29 +302,54 @@ def time_in_turns(
         session = open_session(path, threads=threads, runtime=runtime)
         return session, _random_batch(session, path, batch) if inputs is None else inputs
 
-    held = held_memory()
-    open_files = [opened(0)]
-    if warm_up:
-        open_files[0][0].run(open_files[0][1])
-    lack = shortage(len(files) * (held_memory() - held))
-    groups = [[*range(len(files))]] if lack is None else [[index] for index in range(len(files))]
-    if lack is not None and len(files) > 1:
-        log.info("%d files are timed one after the other: together they take %s", len(files), lack)
     clocks = [clock_for(threads, runtime) for runtime, _ in files]
-    columns: list[tuple[Times, Times]] = []
-    for group in groups:
-        open_files += [opened(index) for index in group[len(open_files) :]]
-        sessions, batches = zip(*open_files, strict=True)
-        timed = [clocks[index] for index in group]
-        columns.append(timed_passes(sessions, batches, timed, runs=runs, warm_up=warm_up))
-        del sessions, batches
-        open_files.clear()  # before the next group is opened
-    times, on_the_wall = (np.hstack(each) for each in zip(*columns, strict=True))
+    times, on_the_wall = _timed_as_memory_allows(opened, clocks, runs=runs, warm_up=warm_up, enough=enough)
     waited = _share_waited(times, on_the_wall, clocks)
     latencies = [
         _summary(column, batch, threads, runtime) for column, (runtime, _) in zip(times.T, files, strict=True)
     ]
     return TimedTurns(latencies, times, _busy(waited, load))
+
+
+def _timed_as_memory_allows(
+    opened: Callable[[int], tuple[Session, Batch]],
+    clocks: Sequence[Clock],
+    *,
+    runs: int,
+    warm_up: int,
+    settle: bool = False,
+    enough: float = math.inf,
+    largest: float = math.inf,
+) -> tuple[Times, Times]:
+    """Time files in turns, or one after the other where they lack room or the first takes `largest` bytes."""
+    held, count = held_memory(), len(clocks)
+    open_files = [opened(0)]
+    if warm_up:
+        open_files[0][0].run(open_files[0][1])
+    taken = held_memory() - held
+    lack = shortage(count * taken)
+    apart = lack is not None or taken > largest
+    if lack is not None and count > 1:
+        log.info("%d files are timed one after the other: together they take %s", count, lack)
+    columns: list[tuple[Times, Times]] = []
+    for group in [[index] for index in range(count)] if apart else [[*range(count)]]:
+        open_files += [opened(index) for index in group[len(open_files) :]]
+        sessions, batches = zip(*open_files, strict=True)
+        columns.append(
+            timed_passes(
+                sessions,
+                batches,
+                [clocks[index] for index in group],
+                runs=len(columns[0][0]) if columns else runs,
+                warm_up=warm_up,
+                settle=settle,
+                enough=math.inf if columns else enough,
+            )
+        )
+        del sessions, batches
+        open_files.clear()  # before the next group is opened
+    times, on_the_wall = (np.hstack(each) for each in zip(*columns, strict=True))
+    return times, on_the_wall
 
 
 def _share_waited(times: Times, on_the_wall: Times, clocks: Sequence[Clock]) -> float | None:
@@ -359,20 +418,22 @@ class LocalStopwatch:
     def times(self, group: FileGroup) -> np.ndarray:
         """Return the milliseconds of each file."""
         models, inputs = group.contents()
-        sessions = []
+        clock = clock_for(self.threads, self.runtime)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "timed.onnx"
-            for model in models:
-                save_model(model, path)
-                sessions.append(open_session(path, threads=self.threads, runtime=self.runtime))
-        count, clock = len(sessions), clock_for(self.threads, self.runtime)
-        times, _ = timed_passes(
-            sessions,
-            [inputs] * count,
-            [clock] * count,
-            runs=group.runs,
-            warm_up=group.warm_up,
-            settle=True,
-        )
+
+            def opened(index: int) -> tuple[Session, Batch]:
+                save_model(models[index], path)
+                return open_session(path, threads=self.threads, runtime=self.runtime), inputs
+
+            times, _ = _timed_as_memory_allows(
+                opened,
+                [clock] * len(models),
+                runs=group.runs,
+                warm_up=group.warm_up,
+                settle=True,
+                enough=_ENOUGH_OF_A_LAYER,
+                largest=_LARGE_ARENA,
+            )
         undisturbed: np.ndarray = np.percentile(times, _PERCENTILES[0], axis=0)
         return undisturbed

@@ -29,7 +29,7 @@ from decomposition import (
 )
 from decomposition.cache import digest
 from decomposition.formats.layers import FactorisedLayer, plain_layers
-from decomposition.memory import free_memory
+from decomposition.memory import room
 from decomposition.network.geometry import Geometry
 from decomposition.network.layers import DecomposableModule, LayerSpec, is_decomposable_module
 from decomposition.network.surgery import copied
@@ -164,8 +164,8 @@ class LoneNode:
 _FEWEST_CHANNELS = 8
 """Layers with fewer inputs read the network's own input, whose memory layout nothing has prepared."""
 _MOST_TOGETHER = 48
-"""Graphs that are open at the same time: each holds its own tensors. Fewer where they are large, so that all
-take no more than half of the memory that is free."""
+_TOGETHER = 2**29
+"""Graphs that are made at the same time, and their bytes: each holds its own tensors."""
 _COPIES = 6
 """Of a layer's weights: two modules, the file, its parts, and what the runtime makes of it."""
 
@@ -304,12 +304,10 @@ class LayerTimer:
 
 
 def _most_together(dense: DecomposableModule, shape: tuple[int, ...], after: tuple[int, ...]) -> int:
-    """Return the number of graphs that fit into half the free memory together, with weights and tensors."""
-    free = free_memory()
-    if free is None:
-        return _MOST_TOGETHER
+    """Return the number of graphs that are made together, by their weights and largest values."""
     size = 4 * (2 * (math.prod(shape) + math.prod(after)) + _COPIES * dense.weight.numel())
-    return max(1, min(_MOST_TOGETHER, free // (2 * size)))
+    left = room()
+    return max(1, min(_MOST_TOGETHER, (_TOGETHER if left is None else min(left, _TOGETHER)) // size))
 
 
 def _stack(layers: Sequence[nn.Module | None]) -> nn.Sequential:

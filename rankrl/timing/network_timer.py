@@ -165,6 +165,10 @@ _METHOD = 10
 """Version of the way layers are timed; tables of another version are not read."""
 
 
+_ENOUGH_OF_A_PLAN = 1_000.0
+"""Milliseconds of passes after which a round of a plan's timing ends."""
+
+
 class TimedFiles(Protocol):
     """Writes the files of a network under plans, to be timed."""
 
@@ -264,7 +268,10 @@ class NetworkTimer:
     def whole(self, plan: CompressionPlan) -> RelativeTime:
         """Return the time of the network under a plan / that of the dense one, timed in turns."""
         path = self._file("compressed", plan)
-        return compare_latency(self._dense, path, **self.options.timing, inputs=self.files.feed).share
+        timing = self.options.timing
+        return compare_latency(
+            self._dense, path, **timing, inputs=self.files.feed, enough=_ENOUGH_OF_A_PLAN
+        ).share
 
     def in_integers(self, sites: Sequence[CandidateSet]) -> list[CompressionPlan]:
         """Return the plan under which all layers that can compute in integers, if any can."""

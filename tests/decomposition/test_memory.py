@@ -111,3 +111,41 @@ def test_a_dense_layer_without_room_for_its_refit_keeps_its_weight(
     assert torch.equal(kept[2].weight, model[2].weight)
     assert "2: its fit takes" in caplog.text
     assert "so this dense layer keeps its weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("3GB", 3e9), ("1.5 g", 1.5e9), ("800MB", 8e8), ("4096", 4096)]
+)
+def test_a_limit_of_memory_is_a_number_with_a_unit(
+    text: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKRL_MEMORY", text)
+    assert memory.memory_limit() == expected
+
+
+@pytest.mark.parametrize("text", ["plenty", "0", "-3GB", "3 bananas"])
+def test_what_is_no_size_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKRL_MEMORY", text)
+    with pytest.raises(DecompositionError, match=rf"RANKRL_MEMORY='{text}' is no size; give .* 3GB"):
+        memory.room()
+
+
+def test_stages_keep_the_limit_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free(monkeypatch, 10_000)
+    monkeypatch.setattr(memory, "held_memory", lambda: 10**9)
+    assert memory.room() == 5 * 10**9
+    assert memory.within_room(10**9, "values") == 10**9
+    assert not caplog.records
+    monkeypatch.setenv("RANKRL_MEMORY", "2GB")
+    assert memory.room() == 10**9
+    with caplog.at_level("INFO"):
+        assert memory.within_room(10**9, "values") == 25 * 10**7
+    assert "values: 250 MB at a time in place of 1000" in caplog.text
+    lack = memory.shortage(2e9)
+    assert lack == "2.0 GB, more than the 1.0 GB that RANKRL_MEMORY=2GB leaves"
+    assert memory.shortage(1e9) is None
+    monkeypatch.setattr(memory, "held_memory", lambda: 3 * 10**9)
+    assert memory.room() == 0
+    assert memory.within_room(10**9, "values") == 2**22

@@ -18,6 +18,7 @@ from decomposition.calibration.moments import (
     check_memory,
 )
 from decomposition.errors import DecompositionError
+from decomposition.memory import within_room
 from decomposition.network.geometry import labels_of_batch, sample_labelled_patches
 from decomposition.network.layers import DecomposableModule
 from rankrl.errors import OnnxGraphError
@@ -97,7 +98,8 @@ def _accumulate(
     session = Captured(network.model, inputs, network.source)
     layers = {node.name: node.module() for site in group for node in site.nodes}
     total = sum(map(network.axes.size, batches))
-    fitting = min(largest, max(1, _CAPTURED // sum(map(_bytes, group))))
+    at_a_time = within_room(_CAPTURED, "values in front of nodes")
+    fitting = min(largest, max(1, at_a_time // sum(map(_bytes, group))))
     for feed in (part for whole in batches for part in network.axes.parts(whole, fitting)):
         values, size = session.run(feed), network.axes.size(feed)
         for site in group:
@@ -155,7 +157,8 @@ def _gaps(feed: Feed, axes: BatchAxes) -> Array:
 
 def in_parts(axes: BatchAxes, sites: Sequence[Site], batches: Sequence[Feed]) -> list[Feed]:
     """Split batches so that the input of a single node fits into one pass."""
-    size = max(1, _LARGEST // max(map(_bytes, sites), default=1))
+    largest = within_room(_LARGEST, "the input of a node")
+    size = max(1, largest // max(map(_bytes, sites), default=1))
     return [part for batch in batches for part in axes.parts(batch, size)]
 
 

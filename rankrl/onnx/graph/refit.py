@@ -27,6 +27,7 @@ from decomposition.calibration.metric import labels_or_single
 from decomposition.calibration.moments import PATCHES_PER_LAYER, UNREACHED
 from decomposition.fit.refit import Refit, RefitProblem, Solved, refit_to_patches
 from decomposition.formats.layers import FactorisedLayer
+from decomposition.memory import within_room
 from decomposition.network.layers import DecomposableModule, weight_of
 from decomposition.network.rounding import REDUCED_BITS
 from decomposition.operations import FINAL
@@ -57,7 +58,8 @@ class GraphWalk:
     def __init__(
         self, model: ir.Model, sites: Sequence[Site], batches: Sequence[Feed], source: str, room: int = KEPT
     ) -> None:
-        self._model, self._batches, self._source, self._room = model, batches, source, room
+        self._model, self._batches, self._source = model, batches, source
+        self._room = within_room(room, "values between nodes")
         self._ahead = deque(sites)
         self._variable = {str(value.name) for value in depending(model.graph, model.graph.inputs)}
         self._done: set[ir.Node] = set()

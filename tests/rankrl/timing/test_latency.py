@@ -12,6 +12,8 @@ import scipy.stats
 
 from decomposition import memory
 from rankrl.errors import ExportError
+from rankrl.kits.kit import FileGroup
+from rankrl.onnx.protobuf import load_model
 from rankrl.onnx.runtimes import DEFAULT_RUNTIME, Session
 from rankrl.timing import (
     LatencyComparison,
@@ -65,6 +67,36 @@ def test_files_without_room_for_all_of_their_sessions_are_timed_one_after_the_ot
     timed = time_in_turns([(DEFAULT_RUNTIME, path)] * 3, batch=2, runs=2, warm_up=0)
     assert order == [3, 3, 4, 4, 5, 5]
     assert timed.times.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("ms", "turns", "passes"), [(1.0, 30, 3 + 2 * 30), (20.0, 15, 3 + 15), (100.0, 7, 3 + 7)]
+)
+def test_long_passes_are_timed_in_fewer_turns_and_fill_the_caches_themselves(
+    ms: float, turns: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: list[Any] = []
+    processor_time = iter([0.0, 3 * ms / 1e3])
+    monkeypatch.setattr(latency.time, "process_time", lambda: next(processor_time))
+    session: Any = types.SimpleNamespace(run=run.append)
+    times, _ = latency.timed_passes(
+        [session], ["batch"], ["wall"], runs=30, warm_up=3, settle=True, enough=300.0
+    )
+    assert len(times) == turns
+    assert len(run) == passes
+
+
+def test_layers_with_large_arenas_are_opened_one_at_a_time(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = order_of_passes(monkeypatch)
+    group = FileGroup(("a", "b"), lambda: ([load_model(path)] * 2, {}), 2, warm_up=1)
+    for taken, expected in ((10**8, [0, 0, 1, *[0, 0, 1, 1], *[1, 1, 0, 0]]), (10**8 + 1, [2] * 6 + [3] * 5)):
+        order.clear()
+        held = iter([0, taken])
+        monkeypatch.setattr(latency, "held_memory", lambda held=held: next(held))
+        latency.LocalStopwatch(threads=1).times(group)
+        assert order == expected
 
 
 def order_of_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
