@@ -45,7 +45,7 @@ from rankrl.timing.latency import time_in_turns
 
 KEY = ("file", "method")
 VALUES = ("score", "time", "size", "minutes", "memory_mb", "words", "machine")
-DROPS = (0.005, 0.02)
+DROPS = (0.005, 0.01, 0.02)
 ON_PAGE = (
     *("original", "int8", "int8, tuned", "NNCF, OpenVINO"),
     *(f"ours, latency at {drop}" for drop in DROPS),

@@ -42,7 +42,7 @@ from rankrl.onnx.graph.node_layers import Site, SiteModules
 from rankrl.onnx.graph.prepared_file import PreparedFile, chosen_ranges, network_costs, plan_costs
 from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.rewrite import MARKED
-from rankrl.onnx.graph.sensitivity import collect_sensitivities
+from rankrl.onnx.graph.sensitivity import collect_sensitivities, first_inputs
 from rankrl.onnx.graph_edits import quantises
 from rankrl.onnx.protobuf import to_proto
 from rankrl.onnx.runtimes import Session
@@ -78,6 +78,8 @@ class FileSession:
 
 _JUDGED_PATCHES = 2**14
 """Patches that nodes are fitted to where plans are compared."""
+_JUDGED_MACS, _JUDGED_INPUTS = 2**37, 24
+"""Multiply-accumulates of passes through a network that nodes are fitted in there, and fewest inputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +176,9 @@ class GraphNetwork:
 
     def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> WrittenGraph:
         """Return the network under a plan, as it is written, fitted to fewer patches than a result."""
-        return self.written(plan, self.file.split.calibration, library.sensitivities, _JUDGED_PATCHES)
+        count = max(_JUDGED_INPUTS, _JUDGED_MACS // max(1, self.file.totals["macs"]))
+        batches = first_inputs(self.file.split.calibration, count, self.file.network.axes)
+        return self.written(plan, batches, library.sensitivities, _JUDGED_PATCHES)
 
     def finished(self, plan: CompressionPlan, sensitivities: Mapping[str, torch.Tensor]) -> WrittenGraph:
         """Return the network under the chosen plan, fitted to the inputs that plans were scored on, too."""

@@ -54,18 +54,20 @@ def timed_passes(
         batches: The inputs of each.
         clocks: The clock of each.
         runs: Turns.
-        warm_up: Passes of each before them.
+        warm_up: Passes of each before them; a single one where passes are long.
         settle: Whether a pass that is not timed goes before each that is, unless passes are long.
         enough: Milliseconds of processor time of each, on average, after which a few turns suffice.
     """
-    start = time.process_time()
-    for session, batch in zip(sessions, batches, strict=True):
-        for _ in range(warm_up):
-            session.run(batch)
     if warm_up:
-        ms = 1e3 * (time.process_time() - start) / (warm_up * len(sessions))
+        start = time.process_time()
+        for session, batch in zip(sessions, batches, strict=True):
+            session.run(batch)
+        ms = 1e3 * (time.process_time() - start) / len(sessions)
         settle = settle and ms < _LONG
         runs = int(min(runs, max(_FEWEST_TURNS, enough / ms))) if ms > 0 else runs
+        for session, batch in zip(sessions, batches, strict=True):
+            for _ in range(warm_up - 1 if ms < _LONG else 0):
+                session.run(batch)
     times, on_the_wall = np.zeros((runs, len(sessions))), np.zeros((runs, len(sessions)))
     for turn in range(runs):
         order = range(len(sessions)) if turn % 2 == 0 else reversed(range(len(sessions)))
@@ -110,7 +112,7 @@ _NARROW = 0.02  # relative width of an interval at which no more turns are timed
 _ROUNDS = 3
 _LONG = 5.0
 """Milliseconds of a pass that fills the caches by itself."""
-_FEWEST_TURNS = 7
+_FEWEST_TURNS = 5
 _ENOUGH_OF_A_LAYER = 300.0
 """Milliseconds of passes of a layer after which the 10th percentile hardly moves."""
 _LARGE_ARENA = 1e8
@@ -222,7 +224,7 @@ def compare_latency(
     """Time two ONNX models in turns (A B, B A, A B, ...), so that disturbances affect both.
 
     Where the interval of the ratio is wider than 2 %, as many turns follow in new sessions, twice at most,
-    and none where the passes took more than five seconds. A round has fewer turns, seven at least, where
+    and none where the passes took more than five seconds. A round has fewer turns, five at least, where
     passes of each model take `enough` milliseconds.
     """
     files = [(runtime, baseline), (runtime, compressed)]
