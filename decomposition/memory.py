@@ -20,6 +20,7 @@ _PARTS = 4
 """A stage holds a few arrays of the size that it asks for."""
 _SMALLEST = 2**22
 """Bytes below which smaller batches free next to nothing."""
+_said: set[str] = set()
 _FITTING, _HELD = 4, 3
 """Copies in float64 of a layer's weight, and of what its inputs are known by, that a fit takes, and that a
 search holds of every layer, its candidates among them (7.4 together of a convolution of 1024 x 1024 x 64)."""
@@ -74,7 +75,14 @@ def within_room(most: int, what: str) -> int:
     fitting = most if left is None else max(_SMALLEST, left // _PARTS)
     if fitting >= most:
         return most
-    log.info("%s: %.0f MB at a time in place of %.0f, for memory's sake", what, fitting / 1e6, most / 1e6)
+    if what not in _said:
+        _said.add(what)
+        log.info(
+            "%s: %.0f MB at a time in place of %.0f: that is what memory allows",
+            what,
+            fitting / 1e6,
+            most / 1e6,
+        )
     return fitting
 
 

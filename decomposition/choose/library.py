@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from decomposition.fit.refit import RefitProblem
 from decomposition.fit.rounding import amplification
 from decomposition.formats import TensorFormat
 from decomposition.formats.layers import FactorisedLayer
-from decomposition.memory import without_room
+from decomposition.memory import within_room, without_room
 from decomposition.network.geometry import Geometry, WeightModes
 from decomposition.network.inputs import ExampleInputs, count_inputs
 from decomposition.network.layers import DecomposableModule, LayerSpec, weight_of
@@ -91,6 +92,14 @@ class FitCache:
             entries.update(getattr(other, kind))
 
 
+_FITS_IN_MEMORY = 2**29
+"""Bytes of the fits of all candidates that are kept in memory; those of small networks take less."""
+
+
+def _fit_bytes(fit: Fit) -> int:
+    return sum(core.nbytes for core in fit.cores)
+
+
 # Part of the keys of fits on disk: raised whenever a change of the code changes the cores.
 _VERSION = 5
 
@@ -121,6 +130,7 @@ def fit_side_by_side(
         results = in_processes(_fit_part, parts, workers, "fits")
     for computed, site in results:
         library.cache.update(computed)
+        library.make_room()
         finish(site)
 
 
@@ -197,6 +207,7 @@ class FitLibrary:
         self.cache = FitCache()
         self._rounding_losses: dict[tuple[str, Quantise], float] = {}
         self._disk = Cache(folder)
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._keys: dict[tuple[str, str, ChannelFactors | None], str] = {}
         self._fitter: tuple[tuple[str, str, ChannelFactors | None], Fitter] | None = None
 
@@ -273,11 +284,31 @@ class FitLibrary:
         if key not in fits:
             operation.check(self.specs[name])
             fits[key] = self._kept(name, operation)
+            self.make_room(key)
         return fits[key]
 
-    def _kept(self, name: str, operation: Factorise) -> Fit:
+    def make_room(self, latest: tuple[str, Factorise] | None = None) -> None:
+        """Move the oldest fits out of memory where all are large; they are read from disk when needed."""
+        fits = self.cache.fits
+        held = sum(map(_fit_bytes, fits.values()))
+        most = within_room(_FITS_IN_MEMORY, "fits")
+        if held <= most:
+            return
+        if self._disk.folder is None:
+            self._scratch = tempfile.TemporaryDirectory()
+            self._disk = Cache(Path(self._scratch.name))
+        for key in [key for key in fits if key != latest]:
+            if held <= most // 2:
+                break
+            fit = fits.pop(key)
+            self._kept(*key, fit)
+            held -= _fit_bytes(fit)
+
+    def _kept(self, name: str, operation: Factorise, known: Fit | None = None) -> Fit:
+        """Return the fit of a layer, from disk or computed; put one that is known on disk."""
+
         def compute() -> dict[str, torch.Tensor]:
-            fit = self._compute(name, operation)
+            fit = self._compute(name, operation) if known is None else known
             cores = {f"core{j}": core for j, core in enumerate(fit.cores)}
             return {"error": torch.tensor(fit.error, dtype=torch.float64), **cores}
 
@@ -503,7 +534,7 @@ class FitLibrary:
         part.specs, part.weights = {name: self.specs[name]}, {name: self.weights[name]}
         part.moments, part._metrics = None, {name: self._metrics[name]}
         part.sensitivities = {key: held for key, held in self.sensitivities.items() if key == name}
-        part._fitter = None
+        part._fitter, part._scratch = None, None
         part._geometries = {name: self._geometries[name]}
         part.cache = self.cache.of(name)
         return part

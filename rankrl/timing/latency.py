@@ -113,7 +113,7 @@ _ROUNDS = 3
 _LONG = 5.0
 """Milliseconds of a pass that fills the caches by itself."""
 _FEWEST_TURNS = 5
-_ENOUGH_OF_A_LAYER = 300.0
+_ENOUGH_OF_A_LAYER = 100.0
 """Milliseconds of passes of a layer after which the 10th percentile hardly moves."""
 _LARGE_ARENA = 1e8
 """Bytes of a session beside which no other one is open where layers are timed."""

@@ -135,6 +135,7 @@ def test_stages_keep_the_limit_with_a_word(
 ) -> None:
     free(monkeypatch, 10_000)
     monkeypatch.setattr(memory, "held_memory", lambda: 10**9)
+    monkeypatch.setattr(memory, "_said", set())
     assert memory.room() == 5 * 10**9
     assert memory.within_room(10**9, "values") == 10**9
     assert not caplog.records

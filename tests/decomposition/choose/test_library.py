@@ -434,3 +434,18 @@ def test_a_layer_that_no_input_reaches_stays_dense_with_that_reason(
     small = apply_plan(model, plan, images)
     assert small(images).isfinite().all()
     torch.testing.assert_close(small.rare.weight, model.rare.weight)
+
+
+def test_fits_that_memory_has_no_room_for_are_kept_on_disk(
+    small_net: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = library_of(small_net, "cp", data=True).all_candidates(limit=3)
+    kept = library_of(small_net, "cp", data=True)
+    first = kept.fit("3", Factorise("cp", (3,)))
+    monkeypatch.setattr("decomposition.choose.library._FITS_IN_MEMORY", 1)
+    assert kept.all_candidates(limit=3) == expected
+    assert len(kept.cache.fits) == 1
+    again = kept.fit("3", Factorise("cp", (3,)))
+    assert again is not first
+    assert again.error == first.error
+    assert all(map(torch.equal, again.cores, first.cores))
