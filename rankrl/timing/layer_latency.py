@@ -164,7 +164,7 @@ class LoneNode:
 _FEWEST_CHANNELS = 8
 """Layers with fewer inputs read the network's own input, whose memory layout nothing has prepared."""
 _MOST_TOGETHER = 48
-_TOGETHER = 2**29
+_TOGETHER = 2**27
 """Graphs that are made at the same time, and their bytes: each holds its own tensors."""
 _COPIES = 6
 """Of a layer's weights: two modules, the file, its parts, and what the runtime makes of it."""

@@ -165,7 +165,7 @@ _METHOD = 10
 """Version of the way layers are timed; tables of another version are not read."""
 
 
-_ENOUGH_OF_A_PLAN = 1_000.0
+_ENOUGH_OF_A_PLAN = 400.0
 """Milliseconds of passes after which a round of a plan's timing ends."""
 
 
