@@ -71,11 +71,12 @@ def _compensated(weight: torch.Tensor, metric: Metric, bits: int) -> torch.Tenso
     fixed = weight.abs() == weight.abs().amax(1, keepdim=True)
     # The clamp keeps H invertible if all inputs are zero.
     damping = (_DAMPING * diagonal.mean(-1)).clamp_min(1e-30)
-    blocks = _blocks_of_rows if isinstance(metric, RowFactor) else _blocks_of_matrix
+    if isinstance(metric, RowFactor):
+        blocks = _blocks_of_rows(metric, order, float(damping))
+    else:
+        blocks = _blocks_of_matrix(metric, order, damping)
     moved, rounded = weight.clone(), torch.empty_like(weight)
-    for start, (upper, passed_on) in zip(
-        range(0, columns, _BLOCK), blocks(metric, order, damping), strict=True
-    ):
+    for start, (upper, passed_on) in zip(range(0, columns, _BLOCK), blocks, strict=True):
         stop = start + upper.shape[-1]
         errors = torch.empty_like(weight[:, start:stop])
         for index, column in enumerate(range(start, stop)):
@@ -97,7 +98,8 @@ they make of errors in the columns behind it."""
 
 def _blocks_of_matrix(metric: torch.Tensor, order: torch.Tensor, damping: torch.Tensor) -> _Blocks:
     # U is the inverse of the upper triangular R with R R' = H, a lower one from the last column to the first.
-    damped = _of_columns(metric, order.flip(0))  # of many columns, few copies fit into memory
+    backwards = order.flip(0)
+    damped = metric[..., backwards, :][..., backwards]  # of many columns, few copies fit into memory
     damped.diagonal(dim1=-2, dim2=-1).add_(damping[..., None])
     root = cholesky(damped).flip(-2, -1)
     del damped
@@ -108,9 +110,9 @@ def _blocks_of_matrix(metric: torch.Tensor, order: torch.Tensor, damping: torch.
         yield upper[..., here, here], partial(_times, matrix=upper[..., here, behind])
 
 
-def _blocks_of_rows(metric: RowFactor, order: torch.Tensor, damping: torch.Tensor) -> _Blocks:
+def _blocks_of_rows(metric: RowFactor, order: torch.Tensor, damping: float) -> _Blocks:
     """Compute U from H = F'F + d I of the columns that are left: (I - F'K^-1 F) / d with K = F F' + d I."""
-    rows, ridge = metric.rows[:, order], float(metric.ridge + damping)
+    rows, ridge = metric.rows[:, order], metric.ridge + damping
     gram = rows @ rows.T
     gram.diagonal().add_(ridge)
     inverse = torch.cholesky_inverse(cholesky(gram))
