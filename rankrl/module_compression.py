@@ -143,8 +143,6 @@ def choose_plan(network: FileModule, request: Request, run: RunFolder, *, claime
         search = replace(search, plan=with_preprocessing(search.plan, network.preprocessing))
     if claimed:
         search.plan.save(run.plan)
-        if search.missed is not None:
-            run.miss(search.missed)
     return search
 
 
@@ -325,7 +323,10 @@ def search_dataset(model: nn.Module, data: ImageData, request: Request, run: Run
     request = request.refitting()
     network = image_classifier(unwrapped(model), data, request, run.state)
     check_reachable(network, request.timed_candidates(), request.goal)
-    return choose_plan(network, request, run)
+    search = choose_plan(network, request, run)
+    if search.missed is not None:
+        run.miss(search.missed)
+    return search
 
 
 def write_module_kit(

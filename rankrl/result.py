@@ -131,20 +131,26 @@ def shallow(known: Any) -> dict[str, Any]:
     return {each.name: getattr(known, each.name) for each in fields(known)}
 
 
-def missed_latency(budget: float | None, times: LatencyComparison) -> str | None:
-    """Return the message that a finished file misses its latency budget, else None."""
-    kept = 1 / times.ratio
-    if budget is None or 1 / times.ratio_high <= budget:  # within the interval of the timing
+def missed_latency(
+    budget: float, times: LatencyComparison, search: str | None, dense_int8: Mapping[str, Any] | None
+) -> str | None:
+    """Return the message that a finished file misses its latency budget, if its whole interval does."""
+    if 1 / times.ratio_high <= budget:
         return None
+    if search is not None:
+        return search
+    kept = f"{1 / times.ratio:.3f} of the original's time"
+    if dense_int8 is not None:
+        kept += f", the original in 8-bit integers {1 / dense_int8['latency_ratio']:.3f}"
     return (
-        f"budget.latency={budget} is missed: the finished file keeps {kept:.3f} of the original's time. "
-        "Measure on a quiet machine, or ask for a little less"
+        f"budget.latency={budget} is missed: the finished file keeps {kept}. Measure on a quiet machine, or "
+        "ask for a little less"
     )
 
 
 def missed_memory(budget: float | None, before: Mapping[str, int], after: Mapping[str, int]) -> str | None:
     """Return the message that a finished file misses its limit of memory, else None."""
-    if budget is None or "activation_bytes" not in after:  # no file was written
+    if budget is None:
         return None
     kept = after["activation_bytes"] / max(1, before["activation_bytes"])
     if kept <= budget:
@@ -351,12 +357,13 @@ def finish(
             1 / file.latency.ratio,
         )
     latency = budget.latency if budget.drop is None and estimate is None else None  # a time of this machine
-    missed = None if search is None else search.missed
+    missed, dense_int8 = None if search is None else search.missed, network.dense_int8()
+    if latency is not None:
+        missed = missed_latency(latency, file.latency, missed, dense_int8)
     known = evaluate_compressed(network, plan, compressed, measured, tuned=tuned, budget=budget)
     before = {**measured.before, "activation_bytes": network.activation_bytes()}
     sizes = {"file_bytes": path.stat().st_size, "activation_bytes": network.activation_bytes(path)}
     after = {**measured.after, **sizes}
-    reasons = (missed, missed_latency(latency, file.latency), missed_memory(budget.memory, before, after))
     return Compression(
         **shallow(replace(known, before=before, after=after)),
         path=path,
@@ -364,10 +371,10 @@ def finish(
         verified=file.verified,
         latency=file.latency,
         search=search,
-        missed=next((reason for reason in reasons if reason is not None), None),
+        missed=missed or missed_memory(budget.memory, before, after),
         numbers=file.numbers,
         runtimes=file.runtimes,
-        dense_int8=network.dense_int8(),
+        dense_int8=dense_int8,
     )
 
 

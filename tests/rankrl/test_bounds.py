@@ -14,6 +14,8 @@ import rankrl
 from decomposition import DecompositionError
 from decomposition.progress import Deadline
 from rankrl.errors import ConfigError
+from rankrl.result import missed_latency
+from rankrl.timing.latency import Latency, LatencyComparison
 
 pytestmark = pytest.mark.usefixtures("staged_files", "no_report")
 
@@ -131,6 +133,24 @@ def test_a_rule_leaves_rivals_unmeasured_when_time_is_over(
     )
     assert found.plan.chosen_by == "greedy"
     assert numbers(tmp_path)["search"] == {"stopped_by": "seconds"}
+
+
+@pytest.mark.parametrize(
+    ("high", "search", "told"),
+    [
+        (2.1, None, None),  # the interval reaches the budget
+        (2.1, "the search's", None),  # and decides, whatever the search timed
+        (1.9, "the search's", "the search's"),
+        (1.9, None, "keeps 0.556 of the original's time, the original in 8-bit integers 0.625."),
+    ],
+)
+def test_the_interval_of_the_finished_file_decides_whether_a_budget_is_missed(
+    high: float, search: str | None, told: str | None
+) -> None:
+    latency = Latency(1.0, 1.0, 1.0, batch=1, threads=1, runs=9, clock="wall")
+    times = LatencyComparison(latency, latency, 1.8, 1.7, high, None)
+    missed = missed_latency(0.5, times, search, {"latency_ratio": 1.6})
+    assert missed is None if told is None else told in str(missed)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, "600"])

@@ -49,7 +49,7 @@ from rankrl.report import (
     runtimes_table,
     summary_table,
 )
-from rankrl.result import Compression, MeasuredModule, missed_memory, run_numbers, write_run
+from rankrl.result import Compression, MeasuredModule, run_numbers, write_run
 from rankrl.runs.run_folder import RunFolder, cache_folder
 from rankrl.training import EpochRow, TrainingRecipe, TrainingResult, guessing_share
 from rankrl.training.networks import (
@@ -458,11 +458,11 @@ def finish_compressed(config: AppConfig, result: MeasuredModule | Compression, f
     searched = {} if result.search is None else search_numbers(result.search)
     metrics = {**folder.notes.about, **run_numbers(result), **searched}
     if isinstance(result, MeasuredModule):
-        missed = missed_memory(config.budget.memory, result.before, result.after)
         exported_step(config, result.model, folder)
     else:
-        missed = result.missed
         Console().print(_outputs(result))
+    told = result if isinstance(result, Compression) else result.search  # the search, where there is no file
+    missed = None if told is None else told.missed
     if missed is not None:
         folder.miss(missed)
     if result.collapsed is not None:
