@@ -153,6 +153,17 @@ def least_fraction(sites: Sequence[CandidateSet], budget: Budget) -> float:
     return budget.spent(sites, cheapest_choices(sites, alone)) / budget.total
 
 
+def least_within(sites: Sequence[CandidateSet], budget: Budget, loss: float, *, steps: int = 10) -> float:
+    """Bisect for the smallest fraction of the first budget whose allocation loses at most `loss`."""
+    low, high = min(1.0, least_fraction(sites, budget)), 1.0
+    for _ in range(steps if low < high else 0):
+        middle = (low + high) / 2
+        choices = allocate(sites, replace(budget, fraction=middle, also=None))
+        lost = sum(float(site.losses[j]) for site, j in zip(sites, choices, strict=True))
+        low, high = (low, middle) if lost <= loss else (middle, high)
+    return high
+
+
 def _largest(single: Sequence[CandidateSet], measure: str) -> str:
     """Name the largest of the sites that have no choice, and the reason, as the end of a message."""
     if not single:

@@ -280,10 +280,10 @@ def _meter(session: SearchSession, loss: Callable[[CompressionPlan], float], cal
         "deadline": call.deadline,
     }
     if latency is None or latency.elsewhere:
-        return PlanMeter(problem, loss, None, **options)
+        return PlanMeter(problem, loss, None, ratio=1.0 if latency is None else latency.ratio, **options)
     if session.goal.budget.drop is not None:
         options["recosted"] = partial(latency.recosted, problem)
-    return PlanMeter(problem, loss, latency.share_of_original, **options)
+    return PlanMeter(problem, loss, latency.share_of_original, ratio=latency.ratio, **options)
 
 
 def _known(problem: SearchProblem, plan: MeasuredPlan) -> Evaluation:

@@ -29,16 +29,24 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class _Cost:
-    """The measured share of the original's cost, the width of its interval, and the expected share."""
+    """The share of the original's cost that counts, the expected one, and the measured one with its width."""
 
     share: float
-    width: float | None
     expected: float
+    measured: RelativeTime | None = None
+
+    @property
+    def unsure(self) -> float | None:
+        """The measured share where the expected one counts instead."""
+        return None if self.measured is None or self.measured.share == self.share else self.measured.share
 
 
 @dataclass(frozen=True)
 class MeasuredPlan:
-    """A plan that was applied and refitted, with its measured loss and cost."""
+    """A plan that was applied and refitted, with its measured loss and cost.
+
+    `cost` is the expected one where the interval of the measured one, then `unsure_cost`, is too wide.
+    """
 
     name: str
     key: Choices
@@ -49,12 +57,13 @@ class MeasuredPlan:
     expected_cost: float
     width: float | None = None
     chosen_by: str = ""
+    unsure_cost: float | None = None
 
     def keeps(self, fraction: float) -> bool:
         """Whether the plan costs at most this fraction of the original; a measured time, with a margin."""
         if self.width is None:
             return self.cost <= fraction
-        return RelativeTime(self.cost, self.width).keeps(fraction)
+        return RelativeTime(self.cost, self.width if self.unsure_cost is None else 0.0).keeps(fraction)
 
     def dominates(self, other: MeasuredPlan) -> bool:
         """Whether the plan is at least as good in loss and cost, and better in one of them."""
@@ -63,7 +72,7 @@ class MeasuredPlan:
         return (cheaper and self.loss <= other.loss) or (no_dearer and self.loss < other.loss)
 
 
-def spent(problem: SearchProblem, choices: Sequence[int]) -> float:
+def spent(problem: SearchProblem, choices: Sequence[int] | np.ndarray) -> float:
     """Return the layers' summed cost in the first budget's measure, as a fraction of its total."""
     budget = problem.budget
     assert budget is not None
@@ -105,11 +114,13 @@ class PlanMeter:
         time: Callable[[CompressionPlan], RelativeTime] | None,
         *,
         identity: str,
+        ratio: float = 1.0,
         folder: Path | None = None,
         recosted: Callable[[Mapping[Choices, float]], SearchProblem] | None = None,
         deadline: Deadline | None = None,
     ) -> None:
         self.problem, self._loss, self._time = problem, loss, time
+        self._ratio = ratio  # of the dense network's cost to that of the original
         self._identity, self._cache = digest(identity, problem.fingerprint), Cache(folder)
         self._recosted = recosted
         self.deadline = Deadline() if deadline is None else deadline
@@ -130,7 +141,16 @@ class PlanMeter:
             estimated = self.problem.measure == "latency" and self._time is None
             measure = "estimated_latency" if estimated else self.problem.measure
             self.plans[choices] = MeasuredPlan(
-                name, choices, loss, cost.share, measure, expected, cost.expected, cost.width, plan.chosen_by
+                name,
+                choices,
+                loss,
+                cost.share,
+                measure,
+                expected,
+                cost.expected,
+                None if cost.measured is None else cost.measured.width,
+                plan.chosen_by,
+                cost.unsure,
             )
             log.info("%s: %.4f lost at %.3f of the %s", name, loss, cost.share, measure.replace("_", " "))
         return self.plans[choices]
@@ -164,26 +184,27 @@ class PlanMeter:
     def _cost(self, choices: Choices) -> _Cost:
         """Measure the cost of a plan; a time corrects those that other plans are expected to take."""
         if choices not in self._costs:
-            expected = spent(self.problem, choices)
-            share, width = 1.0, None
-            if not self._is_dense(choices):
-                share, width = self._timed(choices, expected)
-            self._costs[choices] = _Cost(share, width, expected)
+            expected = self._ratio * spent(self.problem, choices)
+            if self._is_dense(choices):
+                self._costs[choices] = _Cost(1.0, expected)
+            elif self._time is None:
+                self._costs[choices] = _Cost(expected, expected)
+            else:
+                time = self._timed(choices, self._time)
+                self._costs[choices] = _Cost(time.or_expected(expected).share, expected, time)
             if self._recosted is not None:
-                self.problem = self._recosted({key: cost.share for key, cost in self._costs.items()})
+                sure = {key: cost.share for key, cost in self._costs.items() if cost.unsure is None}
+                self.problem = self._recosted(sure)
         return self._costs[choices]
 
-    def _timed(self, choices: Choices, expected: float) -> tuple[float, float | None]:
-        timer = self._time
-        if timer is None:
-            return expected, None
+    def _timed(self, choices: Choices, timer: Callable[[CompressionPlan], RelativeTime]) -> RelativeTime:
         plan = self.problem.plan(choices, "a trial")
 
         def timed() -> tuple[float, float]:
             time = timer(plan)
             return time.share, time.width
 
-        return self._kept("time", plan, timed)
+        return RelativeTime(*self._kept("time", plan, timed))
 
     def _kept(self, what: str, plan: CompressionPlan, measure: Callable[[], _Value]) -> _Value:
         operations = [[each.to_dict() for each in layer.operations] for layer in plan]

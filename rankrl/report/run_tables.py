@@ -543,7 +543,7 @@ def measured_table(metrics: Mapping[str, Any]) -> Table:
         [
             str(plan["name"]) + (" (taken)" if plan["taken"] else ""),
             f"{plan['loss']:.4f}",
-            f"{plan['cost']:.3f}",
+            f"{plan['cost']:.3f}" if not plan.get("unsure_cost") else f"{plan['unsure_cost']:.3f} (unsure)",
             f"{plan['expected_cost']:.3f}",
         ]
         for plan in plans
@@ -558,6 +558,8 @@ def _choice(plans: Sequence[Mapping[str, Any]]) -> str:
     measure = plans[0]["measure"]
     done = "scored" if measure.startswith("estimated") else "measured"
     note = f"Each plan was carried out and {done}; the cost is the {_MEASURES[measure]}."
+    if any(plan.get("unsure_cost") for plan in plans):
+        note += " Other processes disturbed the timing where it is unsure; the expected cost was compared."
     if taken == "all dense":
         return f"{note} Nothing cheaper loses as little, so you get the original network."
     if taken is not None:

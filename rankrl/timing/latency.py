@@ -109,6 +109,7 @@ machine, 7 of which would count as changes by the interval alone."""
 # of 30 turns, ResNet-20), those of 10th percentiles by 4 to 8 %, of 90 turns by 3 to 7 %.
 _PERCENTILES = (10, 50, 90)
 _NARROW = 0.02  # relative width of an interval at which no more turns are timed
+_UNSURE = 0.1  # relative width of an interval that chooses nothing: sums of layers' times are nearer
 _ROUNDS = 3
 _LONG = 5.0
 """Milliseconds of a pass that fills the caches by itself."""
@@ -156,6 +157,18 @@ class RelativeTime:
         The margin is the width of the interval, and at least half the difference of two sessions of one file.
         """
         return self.share + max(self.width, self.share * SMALLEST_CHANGE / 2) <= fraction
+
+    def misses(self, fraction: float) -> bool:
+        """Tell whether the whole interval lies above a fraction of the original."""
+        return self.share - self.width / 2 > fraction
+
+    def or_expected(self, expected: float) -> RelativeTime:
+        """Return the expected time where the interval of the measured one is too wide to choose by."""
+        if self.width <= _UNSURE * self.share:
+            return self
+        low, high = self.share - self.width / 2, self.share + self.width / 2
+        log.info("time between %.3f and %.3f is too unsure: %.3f, as expected, counts", low, high, expected)
+        return RelativeTime(expected)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from rankrl.errors import ConfigError
 from rankrl.options.search import BudgetOptions
 from rankrl.plan_search import measured_plans
 from rankrl.plan_search.bounded_loss import REFITS, within_loss
+from rankrl.plan_search.latency_budget import attainable
 from rankrl.plan_search.measured_plans import (
     MeasuredPlan,
     PlanMeter,
@@ -129,6 +131,38 @@ def test_what_exceeds_a_limit_is_known_before_a_plan_is_refitted(
     measure("all int8", without_most_sensitive(problem.sites, 0))
     assert measure.exceeded("rank 1", (0,) * len(problem.sites), loss=loss, cost=cost) == exceeded
     assert len(network.applied) == 1
+
+
+@pytest.mark.parametrize(("width", "counts"), [(0.05, True), (0.06, False)])
+def test_a_time_of_a_wide_interval_is_told_and_the_expected_one_counts(width: float, counts: bool) -> None:
+    problem, told = made_up(0), list[Mapping[Choices, float]]()
+    measure = PlanMeter(
+        problem,
+        Network(problem, 0).loss,
+        lambda _: RelativeTime(0.5, width),
+        identity="a test",
+        ratio=0.9,
+        recosted=lambda shares: told.append(shares) or problem,  # type: ignore[func-returns-value]
+    )
+    key = without_most_sensitive(problem.sites, 0)
+    plan, expected = measure("all int8", key), 0.9 * 600 / 2100
+    assert plan.expected_cost == pytest.approx(expected)
+    assert plan.cost == pytest.approx(0.5 if counts else expected)
+    assert (plan.unsure_cost, plan.width) == (None if counts else 0.5, width)
+    assert plan.keeps(0.3) is not counts
+    assert told == [{key: 0.5} if counts else {}], "times correct others where they count"
+
+
+def test_what_a_budget_out_of_reach_could_be_is_said() -> None:
+    problem = made_up(0)
+    assert problem.budget is not None
+    said = attainable(problem.sites, problem.budget, 0.9)
+    integers, half = map(float, re.findall(r"0\.\d+(?= for)", said))
+    assert integers == round(0.9 * 600 / 2100, 3)
+    assert integers < half < 0.9, "half a point leaves some layers in integers"
+    assert "budget.drop=0.005" in said
+    dense = [site.subset([site.dense]) for site in problem.sites]
+    assert attainable(dense, problem.budget, 0.9) == ""
 
 
 @pytest.mark.parametrize("seed", range(5))

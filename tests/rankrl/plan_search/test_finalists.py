@@ -149,7 +149,7 @@ class Clock(LatencyBudget):
     options = LatencyOptions()
 
     def __init__(self, fraction, times) -> None:
-        self.fraction, self.times, self.timed, self._timed, self._ratio = fraction, times, [], {}, 1.0
+        self.fraction, self.times, self.timed, self._timed, self.ratio = fraction, times, [], {}, 1.0
 
     def measured(self, plan) -> RelativeTime:
         self.timed.append(plan.layers)

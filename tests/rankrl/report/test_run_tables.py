@@ -280,6 +280,14 @@ def test_every_plan_has_a_row_and_the_one_that_was_taken_is_marked() -> None:
     assert "All int8 was taken" in table.caption
 
 
+def test_a_plan_whose_expected_cost_was_compared_is_marked() -> None:
+    unsure = metrics("all int8")
+    unsure["search"]["measured"][0] |= {"cost": 0.41, "unsure_cost": 0.52}
+    table = measured_table(unsure)
+    assert table.rows[0] == ["all int8 (taken)", "0.0100", "0.520 (unsure)", "0.410"]
+    assert "the expected cost was compared" in table.caption
+
+
 def test_the_network_as_it_was_is_said_to_be_that() -> None:
     assert "you get the original network" in measured_table(metrics("all dense")).caption
     assert not measured_table({})

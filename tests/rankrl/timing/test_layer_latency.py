@@ -435,7 +435,8 @@ def test_a_resumed_search_comes_to_the_plan_that_kept_its_budget_before(
     resumed = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
     resumed.factor = 1.5  # timed again, the plan would miss the budget
     assert resumed.timed_plans(problem, [choices], 1, folder=tmp_path) == TimedPlans([choices])
-    other = replace(problem, budget=None)
+    assert problem.budget is not None
+    other = replace(problem, budget=replace(problem.budget, fraction=0.61))
     assert resumed.timed_plans(other, [choices], 1, folder=tmp_path).missed is not None, (
         "times of another problem"
     )
@@ -449,6 +450,22 @@ def test_plans_keep_a_budget_by_as_much_as_timings_differ(
     budget.width = width
     problem = budget.problem(library)
     assert 0.4 < budget.measured(problem.plan(problem.preset, "greedy")).share <= 0.6 - width
+
+
+def test_times_that_are_too_unsure_choose_nothing(model: nn.Module, library: FitLibrary) -> None:
+    budget = Summing(ModuleNetwork(model, SHAPE), library.all_candidates(limit=16), 0.6, LatencyOptions())
+    budget.factor, budget.width = 1.3, 0.3  # a disturbed machine, which the interval tells
+    problem = budget.problem(library)
+    time = problem.cost(problem.preset).time
+    assert time is not None
+    assert problem.budget is not None
+    assert 0.5 < time / problem.budget.total < 0.6, "as much is expected of greedy's plan as is allowed"
+    dense, preset = tuple(site.dense for site in problem.sites), tuple(problem.preset.tolist())
+    assert budget.timed_plans(problem, [dense, preset], 1) == TimedPlans([preset])
+    assert budget.timed_plans(problem, [dense], 1).missed is not None, "its whole interval lies above 0.6"
+    budget.width = 1.5
+    budget._timed.clear()
+    assert budget.timed_plans(problem, [dense], 1).missed is None
 
 
 class Drawn(Summing):
