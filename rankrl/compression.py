@@ -16,7 +16,7 @@ import decomposition as tensors
 from decomposition import CompressionPlan, load_compressed
 from decomposition.calibration.calibration_set import CalibrationInputs
 from decomposition.network.surgery import copied, unwrapped
-from decomposition.progress import Progress
+from decomposition.progress import Progress, whole_call
 from rankrl.data import ImageData
 from rankrl.errors import ConfigError
 from rankrl.file_compression import FileSearch, FileSource, apply_to_file, compress_file_in, write_file_kit
@@ -192,8 +192,9 @@ def compress(
         seed: Seed of everything random.
         overwrite: Whether to begin anew in a folder with results of another call, which are removed at the
             end, instead of refusing it. The same call goes on all the same.
-        progress: Where progress goes: None draws bars on a terminal, False shows nothing; a function is
-            called with the stage, the number of its steps that are done and of all.
+        progress: Where progress goes: None draws a bar over the whole call on a terminal, with the time left
+            once it is known, and logs the same elsewhere; False shows nothing; a function is called with the
+            stage, the number of its steps that are done and of all.
 
     Returns:
         The compressed network and what is known of it; a `ModuleCompression` for a module.
@@ -239,10 +240,11 @@ def compress(
         own |= {"test": test, "finetune": finetune, "loss": loss, "teacher": teacher}
         _refuse("ONNX files", calibration=calibration, **own)
         source = FileSource(file, inputs, images, batch_axes, _share(heldout), score, _metric(search))
-        if isinstance(target, RunFolder):
-            return compress_file_in(source, target.path, request, target.onnx, target)
-        with _run_folder(Path(target), _path(folder), overwrite=overwrite) as where:
-            return compress_file_in(source, where, request, Path(target))
+        with whole_call(request.stages(file=True), progress=progress):
+            if isinstance(target, RunFolder):
+                return compress_file_in(source, target.path, request, target.onnx, target)
+            with _run_folder(Path(target), _path(folder), overwrite=overwrite) as where:
+                return compress_file_in(source, where, request, Path(target))
     assert isinstance(network, nn.Module)
     _refuse("PyTorch modules", images=images, batch_axes=batch_axes)
     tuner = FineTuner(finetune, loss, teacher)
@@ -252,10 +254,13 @@ def compress(
         _refuse("a data set, which has its own", score=score, heldout=given, test=test, loss=loss)
     else:
         _refuse("inputs that are no data set", calibration=calibration)
+    stages = request.stages(file=False, tuned=finetune is not None)
     if isinstance(target, RunFolder):
-        module = compress_module(network, inputs, target, request, tuner, claimed=True, **told)
+        with whole_call(stages, progress=progress):
+            module = compress_module(network, inputs, target, request, tuner, claimed=True, **told)
         return cast(Compression, module)  # without a file where the run wants none
     with (
+        whole_call(stages, progress=progress),
         _run_folder(Path(target), _path(folder), overwrite=overwrite) as where,
         _scratch(where) as run,
     ):
@@ -321,11 +326,17 @@ def search(
     options = _decomposition(network, decomposition)
     request = Request(goal, options, selector, selector_options or {}, seed, _cache(cache), progress)
     request = request.fitted_to(calibration)
+    stages = request.stages(file=file is not None, applied=False)
     if isinstance(folder, RunFolder):  # claimed by a run, which a rule may choose for, too
         assert isinstance(network, nn.Module)
-        return cast(SearchResult, search_dataset(network, inputs, request, folder))
+        with whole_call(stages, progress=progress):
+            return cast(SearchResult, search_dataset(network, inputs, request, folder))
     request = request.timed_in(request.cache, _path(folder))
-    with nullcontext() if folder is None else RunFolder(Path(folder)).held(), _scratch(None) as scratch:
+    with (
+        whole_call(stages, progress=progress),
+        nullcontext() if folder is None else RunFolder(Path(folder)).held(),
+        _scratch(None) as scratch,
+    ):
         if file is not None:
             source = FileSource(file, inputs, images, batch_axes, heldout, score, _metric(search))
             session = FileSearch.of(source, request).session()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from decomposition import list_heuristics
 from decomposition.progress import Deadline, Progress
 from rankrl.errors import ConfigError, counted
 from rankrl.kits.kit import WrittenKit
@@ -17,7 +18,7 @@ from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.selectors import DEFAULT_SELECTOR
 from rankrl.options.tasks import CalibrationOptions
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.bounded_loss import SearchCall
+from rankrl.plan_search.bounded_loss import MEASURE_PLANS, SearchCall
 from rankrl.plan_search.latency_budget import LatencyBudget
 from rankrl.plan_search.selectors import check_selector
 from rankrl.plan_search.session import SearchGoal, SearchSession
@@ -92,6 +93,23 @@ class Request:
     def timed_in(self, cache: Path | None, folder: Path | None) -> Request:
         """Return the same request with times kept in the cache, or without one in the search's folder."""
         return replace(self, goal=replace(self.goal, timing=self.timing.kept_in(cache, folder)))
+
+    def stages(self, *, file: bool, tuned: bool = False, applied: bool = True) -> dict[str, float | None]:
+        """Name the stages of a call and their costs next to one another, None for what nobody can expect."""
+        budget, bounded = self.goal.budget, self.goal.budget.drop is not None
+        rivals = bool({"latency", "bytes"} & budget.fractions.keys())
+        stages: list[tuple[bool, str, float | None]] = [
+            (file, "perturb nodes", 1.0),
+            (budget.latency is not None, "time layers", 2.0),
+            (True, "fit layers", 3.0),
+            (bounded, MEASURE_PLANS, 3.0),
+            (self.selector not in list_heuristics(), "search", None),
+            (rivals and not bounded, MEASURE_PLANS, 1.0),
+            (applied, "refit nodes" if file else "apply plan", 0.3),
+            (tuned, "fine-tune", None),
+            (applied, "finish", 0.3),
+        ]
+        return {name: cost for expected, name, cost in stages if expected}
 
     def search_call(self, folder: Path | None, **told: Any) -> SearchCall:
         """Return the call of the session's search, recorded in a folder; `told` are its other fields."""

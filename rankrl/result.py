@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from decomposition import CompressionPlan
-from decomposition.progress import logged_seconds
+from decomposition.progress import logged_seconds, progress_bar
 from rankrl.networks.network import Network
 from rankrl.onnx.output_scores import SCORES
 from rankrl.options.search import BudgetOptions
@@ -340,9 +340,14 @@ def finish(
 ) -> Compression:
     """Measure a compressed network, export it, verify the file and time it."""
     last = compressed if tuned is None else tuned
-    measured = measurement(network, plan, compressed, tuned)
-    with logged_seconds(log, "the file, verified and timed"):
-        file = network.write(last, path, notes(plan, measured))
+    with progress_bar("finish", total=3) as bar:
+        measured = measurement(network, plan, compressed, tuned)
+        bar.advance()
+        with logged_seconds(log, "the file, verified and timed"):
+            file = network.write(last, path, notes(plan, measured))
+        bar.advance()
+        dense_int8 = network.dense_int8()
+        bar.advance()
     for output in file.outputs:
         log.info("agreement of %r is %s, since %s", output.name, SCORES[output.kind], output.reason)
         for unit in output.units:
@@ -357,7 +362,7 @@ def finish(
             1 / file.latency.ratio,
         )
     latency = budget.latency if budget.drop is None and estimate is None else None  # a time of this machine
-    missed, dense_int8 = None if search is None else search.missed, network.dense_int8()
+    missed = None if search is None else search.missed
     if latency is not None:
         missed = missed_latency(latency, file.latency, missed, dense_int8)
     known = evaluate_compressed(network, plan, compressed, measured, tuned=tuned, budget=budget)

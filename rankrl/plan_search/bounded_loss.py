@@ -15,7 +15,7 @@ from decomposition import CompressionPlan, list_heuristics
 from decomposition.choose.allocation import least_fraction
 from decomposition.choose.candidates import leaves_one_dense
 from decomposition.errors import DecompositionError
-from decomposition.progress import Deadline
+from decomposition.progress import Deadline, progress_bar
 from rankrl.plan_search.measured_plans import (
     ALL_INT8,
     MeasuredPlan,
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+MEASURE_PLANS, REFIT_FINALISTS = "measure plans", "refit finalists"
+"""Stages of progress in which plans are applied and measured."""
+
+
 def finalists(result: SearchResult, count: int) -> list[EpisodeRow]:
     """Return the `count` plans with the best rewards, and the preset (greedy's plan).
 
@@ -70,10 +74,14 @@ def best_finalist(
         return rows[0]
     known = known_evaluations(problem, rows)
     values = []
-    for row in rows:
-        refitted = replace(known[row.key], score=score(problem.plan(row.key, chosen_by)))
-        values.append(reward(refitted))
-        log.info("finalist of episode %d: reward %.4f, refitted %.4f", row.episode, row.reward, values[-1])
+    with progress_bar(REFIT_FINALISTS, len(rows)) as bar:
+        for row in rows:
+            refitted = replace(known[row.key], score=score(problem.plan(row.key, chosen_by)))
+            values.append(reward(refitted))
+            log.info(
+                "finalist of episode %d: reward %.4f, refitted %.4f", row.episode, row.reward, values[-1]
+            )
+            bar.advance()
     return rows[values.index(max(values))]
 
 
@@ -97,19 +105,26 @@ def within_loss(
     Plans are the selector's, but for those that need no search. Those that cannot be the cheapest are not
     refitted: whole files that take longer than one that keeps the loss, and plans expected to lose far more.
     """
-    measure.each(standard_plans(measure.problem))
-    if _cheapest(measure, drop) is None:  # a limit of memory may bar the dense plan
-        measure("greedy", tuple(map(int, measure.problem.preset)), selector)
-    _spare(measure, drop)
-    low, high = _bisected(measure, drop, selector)
-    problem = measure.problem  # later measurements may raise costs, so that its budget cannot be met any more
-    if high < 1:
-        for name, key in standard_plans(within(problem, high)).items():
-            if not measure.deadline.over():
-                _tried(measure, drop, f"{name} at {high:.3f}", key)
+    standard = standard_plans(measure.problem)
+    spared = len(standard) + _SPARED_PLANS
+    with progress_bar(MEASURE_PLANS, spared + REFITS + len(standard)) as measure.bar:  # at most
+        measure.each(standard)
+        if _cheapest(measure, drop) is None:  # a limit of memory may bar the dense plan
+            measure("greedy", tuple(map(int, measure.problem.preset)), selector)
+        _spare(measure, drop)
+        measure.bar.update(spared)
+        low, high = _bisected(measure, drop, selector)
+        measure.bar.update(spared + REFITS)
+        problem = measure.problem  # later measurements may raise costs beyond its budget
+        if high < 1:
+            for name, key in standard_plans(within(problem, high)).items():
+                if not measure.deadline.over():
+                    _tried(measure, drop, f"{name} at {high:.3f}", key)
     if around is not None and low < high and not measure.deadline.over():
-        for key in around(within(problem, (low + high) / 2)):
-            _tried(measure, drop, "search", key, selector)
+        keys = around(within(problem, (low + high) / 2))
+        with progress_bar(REFIT_FINALISTS, len(keys)) as measure.bar:
+            for key in keys:
+                _tried(measure, drop, "search", key, selector)
     best = _cheapest(measure, drop)
     if best is None:
         raise DecompositionError(
@@ -224,7 +239,8 @@ def best_of_standard_plans(session: SearchSession, result: _Chosen, call: Search
     limit = 1.0 if session.latency is None else session.latency.fraction_of_original
     limits = {"loss": first.loss, "cost": max(limit, first.cost)}
     worth = {name: key for name, key in rivals.items() if measure.exceeded(name, key, **limits) is None}
-    measured = [first, *measure.each(worth)]
+    with progress_bar(MEASURE_PLANS, len(worth)) as measure.bar:
+        measured = [first, *measure.each(worth)]
     keeping = [plan for plan in measured if plan.keeps(limit) or plan.cost <= min(limit, first.cost)]
     keeping = keeping or [plan for plan in measured if plan.cost <= first.cost]
     best = undominated(min(keeping, key=lambda plan: (plan.loss, plan.cost)), keeping)

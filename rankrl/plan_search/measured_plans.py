@@ -14,7 +14,7 @@ from decomposition import CandidateSet, CompressionPlan, get_format, list_format
 from decomposition.cache import Cache, digest
 from decomposition.choose.candidates import Candidate
 from decomposition.network.geometry import plain_modes
-from decomposition.progress import Deadline
+from decomposition.progress import Deadline, ProgressBar
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.timing.latency import RelativeTime
 
@@ -124,6 +124,7 @@ class PlanMeter:
         self._identity, self._cache = digest(identity, problem.fingerprint), Cache(folder)
         self._recosted = recosted
         self.deadline = Deadline() if deadline is None else deadline
+        self.bar: ProgressBar | None = None  # of the plans to measure
         self.plans: dict[Choices, MeasuredPlan] = {}
         self._costs: dict[Choices, _Cost] = {}
 
@@ -153,6 +154,8 @@ class PlanMeter:
                 cost.unsure,
             )
             log.info("%s: %.4f lost at %.3f of the %s", name, loss, cost.share, measure.replace("_", " "))
+            if self.bar is not None:
+                self.bar.advance()
         return self.plans[choices]
 
     def exceeded(

@@ -1,11 +1,12 @@
 """The bar shows what it should on a terminal and nothing elsewhere."""
 
 import io
+from contextlib import suppress
 
 import pytest
 from rich.console import Console
 
-from decomposition.progress import in_words, progress_bar
+from decomposition.progress import in_words, progress_bar, whole_call
 
 
 def test_on_a_terminal_description_count_and_best_value_are_shown() -> None:
@@ -124,3 +125,86 @@ def test_without_a_terminal_it_is_silent(capsys: pytest.CaptureFixture[str]) -> 
         bar.advance(best=1.0)
     assert output.getvalue().strip() == ""
     assert capsys.readouterr().out.strip() == ""
+
+
+COSTS: dict[str, float | None] = {"perturb": 1.0, "time": 2.0, "fit": 3.0, "refit": 1.0}
+
+
+def run(now: list[float], stage: str, seconds: float, *, steps: int = 10) -> None:
+    """Run so many of a stage's ten steps, each of so many seconds."""
+    with progress_bar(stage, 10) as bar:
+        for _ in range(steps):
+            now[0] += seconds
+            bar.advance()
+
+
+@pytest.mark.parametrize(("steps", "left"), [(0, ""), (1, "0:00:37 left"), (10, "0:00:10 left")])
+def test_a_call_is_one_bar_that_shows_the_time_left_once_it_is_known(
+    now: list[float], steps: int, left: str
+) -> None:
+    output = io.StringIO()
+    with whole_call(COSTS, console=Console(file=output, force_terminal=True, width=100)):
+        run(now, "perturb", 1.0)
+        run(now, "time", 2.0)  # a cost of 3 took 30 s, and more is ahead than that
+        run(now, "fit", 3.0, steps=steps)
+    last = output.getvalue().split("\r")[-1]
+    assert output.getvalue().count("\n") == 1
+    assert "fit \x1b" in last
+    assert f"{steps}/10" in last
+    assert ("left" in last) is bool(left)
+    assert left in last
+
+
+def test_a_nested_bar_of_a_call_belongs_to_the_outer_one(
+    now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"), whole_call(COSTS), progress_bar("time", 2):
+        run(now, "refit", 100.0)
+    assert not caplog.messages
+
+
+def test_without_a_terminal_the_log_says_how_long_the_whole_call_will_take(
+    now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"), whole_call(COSTS):
+        run(now, "perturb", 10.0)
+        run(now, "time", 0.001)  # from a cache, which tells nothing of the pace
+        run(now, "fit", 35.0, steps=2)
+    assert caplog.messages == [
+        "perturb: 1 of 10",
+        "perturb: 2 of 10",
+        "perturb: 4 of 10",
+        "perturb: 8 of 10",
+        "fit: 2 of 10, about 7 min left in all",  # 280 s of the fit, and 112 to refit
+    ]
+
+
+def test_a_stage_of_unknown_length_is_waited_for(now: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"), whole_call({"fit": 1.0, "search": None, "refit": 0.5}):
+        run(now, "fit", 10.0)
+        run(now, "search", 60.0, steps=1)
+    assert caplog.messages[:2] == ["fit: 1 of 10", "fit: 2 of 10"]
+    assert caplog.messages[-1] == "search: 1 of 10, about 10 min left in all"  # 540 s, and 50 to refit
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_function_is_told_of_every_stage_and_a_call_ends_with_its_block(works: bool) -> None:
+    told: list[tuple[str, int, int]] = []
+    with suppress(ValueError), whole_call(COSTS, progress=lambda *step: told.append(step)):
+        with whole_call({"other": 1.0}), progress_bar("fit", 2) as bar:
+            bar.advance()
+            with progress_bar("apply", 2) as inner:
+                inner.advance()
+        if not works:
+            raise ValueError
+    with progress_bar("later", 2) as bar:
+        bar.advance()
+    assert told == [("fit", 1, 2)]
+
+
+def test_a_call_that_shows_nothing_silences_its_stages(
+    now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"), whole_call(COSTS, progress=False):
+        run(now, "fit", 100.0)
+    assert not caplog.messages
