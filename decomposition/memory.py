@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -20,6 +21,8 @@ _PARTS = 4
 """A stage holds a few arrays of the size that it asks for."""
 _SMALLEST = 2**22
 """Bytes below which smaller batches free next to nothing."""
+_WORTH_RELEASING = 10**8
+_after_release = 0
 _said: set[str] = set()
 _FITTING, _HELD = 4, 3
 """Copies in float64 of a layer's weight, and of what its inputs are known by, that a fit takes, and that a
@@ -84,6 +87,17 @@ def within_room(most: int, what: str) -> int:
             most / 1e6,
         )
     return fitting
+
+
+def release_memory() -> None:
+    """Return what was freed to the system, at the end of a stage that left much of it behind."""
+    global _after_release
+    if not sys.platform.startswith("linux") or held_memory() - _after_release < _WORTH_RELEASING:
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    if trim is not None:
+        trim(0)
+    _after_release = held_memory()
 
 
 def check_room(wanted: int, what: str, remedy: str) -> None:

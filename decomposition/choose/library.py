@@ -45,7 +45,7 @@ from decomposition.fit.refit import RefitProblem
 from decomposition.fit.rounding import amplification
 from decomposition.formats import TensorFormat
 from decomposition.formats.layers import FactorisedLayer
-from decomposition.memory import within_room, without_room
+from decomposition.memory import release_memory, within_room, without_room
 from decomposition.network.geometry import Geometry, WeightModes
 from decomposition.network.inputs import ExampleInputs, count_inputs
 from decomposition.network.layers import DecomposableModule, LayerSpec, weight_of
@@ -579,6 +579,7 @@ class FitLibrary:
             for candidate in unfitted.candidates[:-1]
         ]
         fitted = [replace(candidate, error=self._error(name, candidate)) for candidate in selected]
+        release_memory()
         return replace(
             unfitted, candidates=(*fitted, unfitted.candidates[-1]), importance=self._importance(name)
         )

@@ -25,7 +25,7 @@ from decomposition.calibration.moments import (
 )
 from decomposition.choose.listing import CandidateLister
 from decomposition.fit.fit_options import CHOOSING
-from decomposition.memory import without_room
+from decomposition.memory import release_memory, without_room
 from decomposition.operations import computes_in_integers
 from decomposition.progress import progress_bar
 from decomposition.rewrites import Rewrite
@@ -210,6 +210,7 @@ class GraphNetwork:
             choice = self._range_choice if graph.computing else None
             write_graph(graph, path, batches, reduce_range=self.timing.reduce_range, choice=choice)
             network = self._original.rewritten(OnnxNetwork.load(path).model)
+            release_memory()
             return WrittenGraph(graph, network, self._compared)
 
     def write(self, compressed: WrittenGraph, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
@@ -384,6 +385,7 @@ def fit_library(
     fitted = [site for site in usable if site.name not in dense]
     moments = settled(collect_moments(file.network, fitted, batches, seed=seed, unreached=unreached))
     warn_unreached(unreached)
+    release_memory()
     dense |= dict.fromkeys(unreached, UNREACHED)
     # The weights of an LSTM are rounded one by one, and its loss is measured.
     moments |= {site.name: InputMoments.even(site.weight.shape[1]) for site in changing if site.hidden}

@@ -29,7 +29,7 @@ from decomposition import (
 )
 from decomposition.cache import digest
 from decomposition.formats.layers import FactorisedLayer, plain_layers
-from decomposition.memory import room
+from decomposition.memory import release_memory, room
 from decomposition.network.geometry import Geometry
 from decomposition.network.layers import DecomposableModule, LayerSpec, is_decomposable_module
 from decomposition.network.surgery import copied
@@ -280,7 +280,9 @@ class LayerTimer:
     def _time(self, networks: Sequence[nn.Module], shape: tuple[int, ...]) -> np.ndarray:
         """Return the milliseconds of each network, timed in turns."""
         names = tuple(digest("layers", shape, self.channel_block, str(network)) for network in networks)
-        return self.stopwatch.times(FileGroup(names, partial(self._contents, networks, shape), self.runs))
+        times = self.stopwatch.times(FileGroup(names, partial(self._contents, networks, shape), self.runs))
+        release_memory()
+        return times
 
     def _contents(self, networks: Sequence[nn.Module], shape: tuple[int, ...]) -> Contents:
         """Return each network as a graph of its own, and the input of all."""

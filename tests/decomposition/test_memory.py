@@ -150,3 +150,17 @@ def test_stages_keep_the_limit_with_a_word(
     monkeypatch.setattr(memory, "held_memory", lambda: 3 * 10**9)
     assert memory.room() == 0
     assert memory.within_room(10**9, "values") == 2**22
+
+
+@linux
+def test_memory_that_was_freed_goes_back_to_the_system() -> None:
+    code = (
+        "from decomposition.memory import held_memory, release_memory\n"
+        "held = held_memory()\n"
+        "parts = [bytearray(50_000) for _ in range(8_000)]\n"  # from the heap, 400 MB
+        "last = bytearray(50_000)\n"
+        "del parts\n"
+        "release_memory()\n"
+        "assert held_memory() - held < 10**8, held_memory() - held\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
