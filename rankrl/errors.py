@@ -19,7 +19,6 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "RankrlError",
-    "RunStoppedError",
     "StorageError",
     "did_you_mean",
 ]
@@ -59,13 +58,6 @@ class FolderInUseError(StorageError):
 
 class DefectError(Exception):
     """A result is damaged by a defect of this package; the message says what to report."""
-
-
-class RunStoppedError(RankrlError):
-    """A run that the user stopped with Ctrl-C; everything it needs to go on is saved."""
-
-    def __init__(self, folder: object) -> None:
-        super().__init__(f"stopped; `rankrl resume={folder}` goes on from here")
 
 
 class ExportError(RankrlError):

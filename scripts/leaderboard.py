@@ -14,13 +14,11 @@ With `--bench` tasks are those of RankBench, whose tables answer in milliseconds
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import io
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import product
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +30,18 @@ from matplotlib.figure import Figure
 
 from decomposition import DecompositionError
 from rankrl import reuse_memory
-from rankrl.bench import bench_task, bench_tasks
+from rankrl.bench.task import answering_tasks
 from rankrl.cli.config.compose import load_plugins
 from rankrl.cli.config.options import selector_entry
 from rankrl.device import processor_name
 from rankrl.errors import RankrlError, counted
 from rankrl.files import write_atomically
+from rankrl.options.search import SearchOptions
+from rankrl.plan_search.compare import compared_searches, search_all
 from rankrl.plan_search.run import SearchResult, run_search
-from rankrl.plan_search.scores.evaluation import EpisodeRow, Evaluator, best_rows
-from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_class
-from rankrl.plan_search.space.problem import Choices, SearchProblem
+from rankrl.plan_search.scores.evaluation import EpisodeRow, best_rows
+from rankrl.plan_search.selectors import SelectorEntry, create_selector
+from rankrl.plan_search.space.problem import Choices
 from rankrl.report.figures import PALETTE, style_axes, upper_legend
 
 AFTER = (0, 1, 5, 20, 100)
@@ -62,11 +62,6 @@ _RESAMPLES = 10_000
 _TUNED_TASKS = 4
 
 
-def seeds_of(one: SelectorEntry, seeds: Sequence[int]) -> Sequence[int]:
-    """List the seeds to search with; the first alone where nothing is drawn."""
-    return seeds if selector_class(one.selector).seeded else seeds[:1]
-
-
 def selector(text: str) -> SelectorEntry:
     """Read a selector of the command line; `PREDICTED` is greedy without measured divergences."""
     return replace(selector_entry(GREEDY if text == PREDICTED else text), text=text)
@@ -82,21 +77,6 @@ def best_plans(rows: Sequence[EpisodeRow], ends: Iterable[int]) -> dict[int, Cho
     return {end: best_rows(rows[: max(1, end)], 1)[0].key for end in ends}
 
 
-def search(
-    problem: SearchProblem,
-    evaluator: Evaluator,
-    one: SelectorEntry,
-    *,
-    seed: int,
-    episodes: int,
-    folder: Path,
-) -> SearchResult:
-    """Search, or read the search that is in the folder."""
-    evaluator.restore({})  # what one has scored must not help the next
-    selector = create_selector(one.selector, problem, seed=seed, episodes=episodes, **one.options)
-    return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True)
-
-
 def run(task: Task, options: argparse.Namespace, kept: ResultRows) -> None:
     """Add the rows of a task that are missing."""
 
@@ -105,11 +85,8 @@ def run(task: Task, options: argparse.Namespace, kept: ResultRows) -> None:
         return dict(zip(KEY, values, strict=True))
 
     known = [row for row in kept.rows if row["task"] == task.name]
-    missing = [
-        (seed, one)
-        for seed, one in product(options.seeds, options.selectors)
-        if seed in seeds_of(one, options.seeds) and not kept.find(key(one, seed, options.evaluations))
-    ]
+    searches = [(each.seed or 0, each.entry) for each in compared_searches(options.selectors, options.seeds)]
+    missing = [(seed, one) for seed, one in searches if not kept.find(key(one, seed, options.evaluations))]
     if not missing:
         return
     with opened(task, options.folder, options.images) as ready:
@@ -129,23 +106,18 @@ def run(task: Task, options: argparse.Namespace, kept: ResultRows) -> None:
 
 def of_bench(options: argparse.Namespace) -> list[dict[str, str]]:
     """Search RankBench's tables: rows of all selectors and seeds, and of the best plan of each table."""
-    rows = []
-    for name in fnmatch.filter(bench_tasks(), options.tasks):
-        task = bench_task(name)
-        if not task.answers:
-            say(f"{name}: its surrogate does not answer")
-            continue
+    rows, limits = [], SearchOptions(episodes=options.evaluations)
+    searches = compared_searches(options.selectors, options.seeds)
+    for task in answering_tasks([options.tasks]):
         best = {"selector": "the table", "score": f"{task.table.judged.max():.6f}"}
-        rows.append({"task": name, "search": "", **best})
-        for one in options.selectors:
-            for seed in seeds_of(one, options.seeds):
-                result = task.search(one.selector, options.evaluations, seed=seed, **one.options)
-                for end, plan in best_plans(result.rows, after(options.evaluations)).items():
-                    values = (name, one.text, str(seed), str(options.evaluations), str(end))
-                    score, seconds = f"{task.judged(plan):.6f}", f"{result.seconds:.2f}"
-                    found = dict(zip(KEY, values, strict=True))
-                    rows.append(found | {"score": score, "seconds": seconds})
-        say(f"{name}: searched")
+        rows.append({"task": task.name, "search": "", **best})
+        found = search_all(task.problem, limits, partial(task.searched, limits), searches)
+        for compared, result in found.items():
+            for end, plan in best_plans(result.rows, after(options.evaluations)).items():
+                values = (task.name, compared.entry.text, compared.seed or 0, options.evaluations, end)
+                row = dict(zip(KEY, map(str, values), strict=True))
+                rows.append(row | {"score": f"{task.judged(plan):.6f}", "seconds": f"{result.seconds:.2f}"})
+        say(f"{task.name}: searched")
     return rows
 
 
@@ -156,7 +128,10 @@ def _searched(
     episodes = options.evaluations
     folder = options.folder / task.name.replace(" ", "-") / f"{one.folder_name}-{seed}-{episodes}"
     problem = ready.predicted() if one.text == PREDICTED else ready.session.problem
-    return search(problem, ready.session.evaluator, one, seed=seed, episodes=episodes, folder=folder)
+    ready.session.evaluator.restore({})  # what one has scored must not help the next
+    selector = create_selector(one.selector, problem, seed=seed, episodes=episodes, **one.options)
+    evaluator = ready.session.evaluator
+    return run_search(problem, evaluator, selector, episodes=episodes, folder=folder, resume=True)
 
 
 def _judged(ready: Opened, result: SearchResult, options: argparse.Namespace) -> dict[int, dict[str, str]]:

@@ -103,7 +103,7 @@ def made_small(arguments: list[str]) -> list[str]:
             continue
         swept = "-m" in arguments and "," in value and not value.startswith(("[", "{"))
         kept.append(f"{name}={value.split(',')[0]}" if swept else each)
-    network = [] if {"model", "weights"} & set(given) else ["model=conv4"]
+    network = [] if {"model", "weights", "bench"} & set(given) else ["model=conv4"]
     if "model=onnx" in arguments:  # how fast a network of this size could be is not to be told
         kept = ["budget.params=0.7" if each.startswith("budget.latency=") else each for each in kept]
         if "selector" not in given:  # greedy's plan is taken without a search

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,9 @@ import numpy as np
 from decomposition.registry import did_you_mean
 from rankrl.bench.table import Table, read_tables
 from rankrl.errors import ConfigError
+from rankrl.options.search import SearchOptions
 from rankrl.options.selectors import ActionKind, Feature
+from rankrl.plan_search.bounded_loss import SearchCall
 from rankrl.plan_search.envs.actions import ActionMap, create_action_map
 from rankrl.plan_search.envs.rank_selection import RankSelectionEnv
 from rankrl.plan_search.run import SearchResult, run_search
@@ -22,7 +26,9 @@ from rankrl.plan_search.space.problem import Choices
 from rankrl.task import PlanTask
 
 if TYPE_CHECKING:
-    from optuna import Trial
+    from optuna.trial import BaseTrial
+
+log = logging.getLogger(__name__)
 
 LEAST_CORRELATION = 0.8
 """Spearman's correlation on plans left out below which a surrogate does not answer."""
@@ -85,16 +91,36 @@ class BenchTask(PlanTask):
             seed: Seed of its draws.
             **options: The selector's own.
         """
-        known = create_selector(selector, self.problem, seed=seed, episodes=plans, **options)
-        return run_search(self.problem, _TableEvaluator(self), known, episodes=plans)
+        return self.searched(SearchOptions(episodes=plans), SearchCall(selector, options, seed))
 
-    def objective(self, trial: Trial) -> float:
-        """Score a plan whose layers' importances in [-1, 1] Optuna suggests; maximise it.
+    def searched(self, limits: SearchOptions, call: SearchCall) -> SearchResult:
+        """Search as a session does: recorded and resumed in the call's folder, if it names one."""
+        known = create_selector(
+            call.selector, self.problem, seed=call.seed, episodes=limits.episodes, **call.selector_options
+        )
+        return run_search(
+            self.problem,
+            _TableEvaluator(self),
+            known,
+            episodes=limits.episodes,
+            plans=limits.plans,
+            patience=limits.patience,
+            deadline=call.deadline,
+            folder=call.folder,
+            resume=True,
+        )
 
-        Every plan spends the budget; without one, Optuna suggests the layers' ranks themselves.
+    def objective(self, trial: BaseTrial) -> float:
+        """Score the plan that Optuna suggests; maximise it."""
+        return self.score(self.suggested(trial))
+
+    def suggested(self, trial: BaseTrial) -> Choices:
+        """Return the plan of a trial, also a finished one, which has an importance in [-1, 1] for each layer.
+
+        Every plan spends the budget; without one, these numbers are the layers' ranks themselves.
         """
         suggested = [trial.suggest_float(name, -1.0, 1.0) for name in self.problem.names]
-        return self.score(self._map.choices_of(np.array(suggested, dtype=np.float32)))
+        return self.problem.checked(self._map.choices_of(np.array(suggested, dtype=np.float32)))
 
     @cached_property
     def _map(self) -> ActionMap:
@@ -160,6 +186,24 @@ def bench_task(name: str, path: str | Path | None = None) -> BenchTask:
     return BenchTask(read_tables(path).table(name))
 
 
+def answering_tasks(names: Sequence[str], path: str | Path | None = None) -> list[BenchTask]:
+    """Read the tasks of some names or patterns, such as `separable *`, that score every plan."""
+    known, found = bench_tasks(path=path), {}
+    for pattern in names:
+        for name in [each for each in known if fnmatchcase(each, pattern)] or [pattern]:
+            found[name] = bench_task(name, path)
+    answering = [task for task in found.values() if task.answers]
+    for task in found.values():
+        if task not in answering:
+            log.warning("%s: its surrogate does not answer, so it is left out", task.name)
+    if not answering:
+        raise ConfigError(
+            f"none of the tasks {list(names)} scores plans that its table lacks, as a search needs; "
+            "rankrl.bench.bench_tasks() lists them all"
+        )
+    return answering
+
+
 class BenchEnv(RankSelectionEnv):
     """`rankrl/RankBench-v0`: an episode chooses a plan for one of RankBench's tasks.
 
@@ -185,10 +229,10 @@ class BenchEnv(RankSelectionEnv):
         features: Sequence[Feature] = ("macs", "curve", "descriptors"),
         path: str | Path | None = None,
     ) -> None:
-        names = bench_tasks(path=path) if tasks is None else list(tasks)
-        found = [bench_task(name, path) for name in (names if task is None else [task])]
         if task is None and tasks is None:
-            found = [each for each in found if each.answers]
+            found = answering_tasks(["*"], path)
+        else:
+            found = [bench_task(name, path) for name in (tasks or [] if task is None else [task])]
         self.names = tuple(each.name for each in found)
         super().__init__(
             [each.problem for each in found],

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from decomposition.errors import DecompositionError
 from pruning.errors import PruningError
 from rankrl.cli.config import checks, compose, run_files, schema
-from rankrl.errors import ConfigError, RankrlError, RunStoppedError, StorageError, counted
+from rankrl.errors import ConfigError, RankrlError, StorageError, counted
 from rankrl.files import write_json
 from rankrl.runs.run_folder import RunFolder, RunNotes
 from rankrl.runs.sweeps.jobs import SWEEP_FILE, SweepWatch, failures, run_sweep_job, runs_in_pool
@@ -69,11 +69,10 @@ def _run(config: DictConfig) -> None:
                 _leave(RankrlError(f"the run is finished, but {notes.collapsed}."), COLLAPSED)
             if notes.missed is not None:
                 _leave(ConfigError(f"the run is finished, but {notes.missed}."), BUDGET_MISSED)
-    except (RunStoppedError, KeyboardInterrupt) as error:  # a search finishes its episode first
+    except KeyboardInterrupt:  # a search finishes its episode first
         if hydra_config.mode == RunMode.MULTIRUN and not runs_in_pool():
-            raise KeyboardInterrupt from error  # `main` says how the sweep goes on
-        stopped = error if isinstance(error, RunStoppedError) else RunStoppedError(folder.path)
-        _leave(stopped, INTERRUPTED)
+            raise  # `main` says how the sweep goes on
+        _leave(RankrlError(f"stopped; `rankrl resume={folder.path}` goes on from here"), INTERRUPTED)
     except Exception as error:
         explained = _for_users(error, folder)
         if explained is None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -13,12 +14,14 @@ from decomposition import CompressionPlan
 from decomposition.cache import Cache, digest
 from decomposition.progress import Deadline
 from rankrl.data import ImageData
-from rankrl.errors import ConfigError, RunStoppedError
+from rankrl.errors import ConfigError
 from rankrl.models.classifiers import network_digest
+from rankrl.options.search import SearchOptions
 from rankrl.plan_search.bounded_loss import SearchCall
 from rankrl.plan_search.run import SearchResult
 from rankrl.plan_search.selectors import SelectorEntry, create_selector, selector_class
 from rankrl.plan_search.session import SearchSession
+from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.report.comparison import ComparisonRow
 from rankrl.training import TrainingRecipe
 from rankrl.training.networks import run_training
@@ -58,39 +61,38 @@ def compare_selectors(
     session: SearchSession, entered: Sequence[ComparedSearch], folder: Path, final: FinalTest | None
 ) -> tuple[SearchResult, list[ComparisonRow]]:
     """Run every search and test its plan; return the one with the best reward, and a row for each."""
-    results = search_all(session, entered, folder)
+
+    def search(call: SearchCall) -> SearchResult:
+        session.evaluator.restore({})  # one selector's scores would save the next one evaluations
+        return session.search(call)
+
+    results = search_all(session.problem, session.goal.search, search, entered, folder)
     return winner(results), tested(session, results, final)
 
 
 def search_all(
-    session: SearchSession,
+    problem: SearchProblem,
+    limits: SearchOptions,
+    search: Callable[[SearchCall], SearchResult],
     searches: Sequence[ComparedSearch],
-    folder: Path,
+    folder: Path | None = None,
 ) -> dict[ComparedSearch, SearchResult]:
-    """Run every search; read finished ones, resume an interrupted one."""
+    """Run every search; with a folder, read finished ones and resume an interrupted one."""
     for compared in searches:
         if compared.seed is not None:  # deterministic selectors fail quickly and are slow to make
-            _check_options(session, compared)
+            entry = compared.entry
+            create_selector(entry.selector, problem, episodes=limits.episodes, **entry.options)
     results = {}
     for number, compared in enumerate(searches, 1):
         log.info("compare: %s (%d of %d)", compared.folder_name, number, len(searches))
-        own = folder / compared.folder_name
-        # Scores remembered from one selector would save the next one evaluations.
-        session.evaluator.restore({})
-        entry = compared.entry
-        result = session.search(
-            SearchCall(
-                entry.selector,
-                entry.options,
-                compared.seed or 0,
-                own,
-                deadline=Deadline(session.goal.search.seconds),
-            )
-        )
-        if result.stopped_by == "interrupt":
-            raise RunStoppedError(folder.parent)
-        result.plan.save(own / "plan.json")
-        results[compared] = result
+        own, entry = folder and folder / compared.folder_name, compared.entry
+        deadline = Deadline(limits.seconds)
+        call = SearchCall(entry.selector, entry.options, compared.seed or 0, own, deadline=deadline)
+        results[compared] = search(call)
+        if results[compared].stopped_by == "interrupt":
+            raise KeyboardInterrupt
+        if own is not None:
+            results[compared].plan.save(own / "plan.json")
     return results
 
 
@@ -140,25 +142,23 @@ def tested(
         if before is not None:
             shown = before if after is None else after
             log.info("compare: %s: test accuracy %.4f", compared.folder_name, shown)
-        rows.append(
-            ComparisonRow(
-                selector=compared.entry.text,
-                seed=compared.seed,
-                best_reward=result.row.reward,
-                heldout_accuracy=result.row.accuracy,
-                params_kept=result.row.params_kept,
-                macs_kept=result.row.macs_kept,
-                test_accuracy=before,
-                finetuned_accuracy=after,
-                episodes=len(result.rows),
-                evaluations=result.evaluations,
-                seconds=result.seconds,
-                best_rewards=tuple(row.best_reward for row in result.different),
-            )
-        )
+        accuracies = {"test_accuracy": before, "finetuned_accuracy": after}
+        rows.append(compared_row(compared, result, heldout_accuracy=result.row.accuracy, **accuracies))
     return rows
 
 
-def _check_options(session: SearchSession, compared: ComparedSearch) -> None:
-    entry = compared.entry
-    create_selector(entry.selector, session.problem, episodes=session.goal.search.episodes, **entry.options)
+def compared_row(compared: ComparedSearch, result: SearchResult, **known: Any) -> ComparisonRow:
+    """Return the comparison's row of a search; `known` is what was measured of its plan."""
+    accuracies = dict.fromkeys(("heldout_accuracy", "test_accuracy", "finetuned_accuracy"))
+    return ComparisonRow(
+        selector=compared.entry.text,
+        seed=compared.seed,
+        best_reward=result.row.reward,
+        params_kept=result.row.params_kept,
+        macs_kept=result.row.macs_kept,
+        episodes=len(result.rows),
+        evaluations=result.evaluations,
+        seconds=result.seconds,
+        best_rewards=tuple(row.best_reward for row in result.different),
+        **{**accuracies, **known},
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,23 +47,24 @@ class ComparisonRow:
     selector: str
     seed: int | None
     best_reward: float
-    heldout_accuracy: float
+    heldout_accuracy: float | None
     params_kept: float
     macs_kept: float
     test_accuracy: float | None
     finetuned_accuracy: float | None
-    episodes: int
-    evaluations: int
+    episodes: float
+    evaluations: float
     seconds: float
     best_rewards: tuple[float, ...]
     """The best reward after one, two, ... different plans."""
+    regret: float | None = None
+    task: str | None = None
+    """Of RankBench."""
 
-
-MEASURES = tuple(field.name for field in fields(ComparisonRow))[2:-1]
-"""Numbers whose means and spreads are shown."""
 
 _SHOWN = {
     "best_reward": ("Best reward", 1.0, 4),
+    "regret": ("Regret, points", 100.0, 2),
     "heldout_accuracy": ("Held-out accuracy, %", 100.0, 2),
     "params_kept": ("Parameters kept, %", 100.0, 1),
     "macs_kept": ("MACs kept, %", 100.0, 1),
@@ -74,7 +75,10 @@ _SHOWN = {
 }
 """Title, factor and decimals of the columns of means."""
 
-SHORT = ("best_reward", "test_accuracy", "finetuned_accuracy")
+MEASURES = (*_SHOWN, "episodes")
+"""Numbers whose means and spreads are kept."""
+
+SHORT = ("best_reward", "regret", "test_accuracy", "finetuned_accuracy")
 """The measures that fit on a terminal."""
 
 _PROGRESS = "Best reward after so many different plans; – where a search found fewer."
@@ -110,6 +114,26 @@ def interval_note(counts: Iterable[int]) -> str:
     if not several:
         return ""
     return f"mean ± half of its 95 % interval over {' or '.join(map(str, several))} seeds (Student's t)"
+
+
+def mean_over_tasks(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Average the rows of a selector and a seed over their tasks; a row of one task stays as it is."""
+    groups: dict[tuple[str, int | None], list[ComparisonRow]] = {}
+    for row in rows:
+        groups.setdefault((row.selector, row.seed), []).append(row)
+    return [_mean(group) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _mean(rows: Sequence[ComparisonRow]) -> ComparisonRow:
+    curves = _extended([row.best_rewards for row in rows], max(len(row.best_rewards) for row in rows))
+    known = {name: [getattr(row, name) for row in rows] for name in MEASURES}
+    means = {name: statistics.fmean(values) for name, values in known.items() if None not in values}
+    return replace(rows[0], task=None, best_rewards=tuple(curves.mean(0).tolist()), **means)
+
+
+def _extended(curves: Sequence[Sequence[float]], end: int) -> np.ndarray:
+    """Stack curves, (searches, end); one that ended before keeps its last best reward."""
+    return np.array([[*curve, *[curve[-1]] * (end - len(curve))] for curve in curves])
 
 
 def _plain(row: ComparisonRow) -> dict[str, Any]:
@@ -208,8 +232,7 @@ def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
         one_plan = longest > 1 and all(len(run) == 1 for run in runs)
         end = longest if one_plan else max(map(len, runs))
         plans = np.arange(1, end + 1)
-        # A search that ended before the selector's other ones keeps its last best reward.
-        curves = np.array([[*run, *[run[-1]] * (end - len(run))] for run in runs])
+        curves = _extended(runs, end)
         colour = PALETTE[SERIES[index % len(SERIES)]]
         axes.plot(
             plans,
@@ -225,15 +248,34 @@ def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
 
 
 _ANSWERS = {
-    "best_reward": "Highest reward",
-    "test_accuracy": "Highest test accuracy, %",
-    "finetuned_accuracy": "Highest after fine-tuning, %",
+    "best_reward": ("Highest reward", max),
+    "regret": ("Least regret, points", min),
+    "test_accuracy": ("Highest test accuracy, %", max),
+    "finetuned_accuracy": ("Highest after fine-tuning, %", max),
 }
 _CAPTION = (
     "Every selector had the same evaluator, fits and number of episodes, but for rules, which propose one "
     "plan; a plan that is proposed again is not scored again. Held-out accuracies are of the images that "
     "searches score plans on. Test images choose nothing. Best reward first."
 )
+_OF_TABLES = (
+    "Rewards are scores of RankBench's tables, or predicted by their surrogates. Regret is how much more the "
+    "best plan of the table scores on inputs that no search sees. Numbers of several tasks are means. Best "
+    "reward first."
+)
+
+
+def tasks_table(rows: Sequence[ComparisonRow]) -> Table:
+    """Return the mean regrets of each task of several."""
+    groups: dict[tuple[str | None, str], list[float]] = {}
+    for row in rows:
+        groups.setdefault((row.task, row.selector), []).append(row.regret or 0.0)
+    tasks, selectors = (list(dict.fromkeys(names)) for names in zip(*groups, strict=True))
+    cells = [
+        [str(task), *(f"{100 * statistics.fmean(groups[task, name]):.2f}" for name in selectors)]
+        for task in tasks
+    ]
+    return Table("Mean regret over the seeds, in points.", ["Task", *map(str, selectors)], cells)
 
 
 _FILES = {
@@ -251,14 +293,14 @@ def comparison_page(
     setup: Mapping[str, str],
     files: Sequence[tuple[str, str]] = (),
 ) -> str:
+    every, rows = rows, mean_over_tasks(rows)
     rival, accuracy = rival_note(metrics), number(metrics, "baseline", "accuracy")
     note = interval_note(summary.runs for summary in summarise(rows))
     explained = f"Numbers: {note}." if note else ""
     dense = "" if accuracy is None else f"The dense network's test accuracy is {format_accuracy(accuracy)}."
-    notes = (_CAPTION, explained, dense, f"{rival}." if rival else "", heldout_note(metrics))
-    search = {}
-    if metrics.get("search"):
-        search["Search"] = objective_line(metrics["search"], metrics.get("budget") or {})
+    caption = _OF_TABLES if metrics.get("bench") else _CAPTION
+    notes = (caption, explained, dense, f"{rival}." if rival else "", heldout_note(metrics))
+    search = {"Search": _objective(metrics)} if metrics.get("search") else {}
     return render(
         f"Selectors compared: {run_title(metrics)}",
         {
@@ -272,6 +314,7 @@ def comparison_page(
                 ),
                 "table": progress_table(rows, f"{_PROGRESS} {explained}".strip()),
             },
+            "Tasks": {"table": tasks_table(every)} if len(every) > len(rows) else {},
             "Files": {"files": files},
             "Setup": {"facts": {**search, **setup}},
         },
@@ -281,14 +324,20 @@ def comparison_page(
     )
 
 
+def _objective(metrics: Mapping[str, Any]) -> str:
+    """Name what was searched; tasks of RankBench have their budgets in their names."""
+    searched = objective_line(metrics.get("search") or {}, metrics.get("budget") or {})
+    return ", ".join(metrics.get("bench") or ()) or searched
+
+
 def _headline(rows: Sequence[ComparisonRow]) -> list[Card]:
-    """Return the selectors with the highest mean of each measure that matters."""
+    """Return the selectors with the best mean of each measure that matters."""
     cards = []
-    for measure, title in _ANSWERS.items():
+    for measure, (title, best_of) in _ANSWERS.items():
         known = [summary for summary in summarise(rows) if measure in summary.measures]
         if known:
-            highest = max(_rounded(summary, measure) for summary in known)
-            best = [summary for summary in known if _rounded(summary, measure) == highest]
+            extreme = best_of(_rounded(summary, measure) for summary in known)
+            best = [summary for summary in known if _rounded(summary, measure) == extreme]
             names = ", ".join(summary.selector for summary in best)
             equal = " (equal)" if len(best) > 1 else ""
             cards.append(Card(title, _cell(best[0].measures[measure], measure), names + equal))
@@ -332,12 +381,13 @@ def write_comparison(
 ) -> Path:
     """Write the page, CSV, Markdown and plots; with `latex` also `compare.tex` and a PDF. Return the page."""
     write_atomically(folder / "compare.csv", csv_text([_plain(row) for row in rows]))
-    write_atomically(folder / "compare.md", comparison_markdown(rows))
-    save_figure(rewards_figure(rows), folder / "plots" / "rewards.png")
+    means = mean_over_tasks(rows)
+    write_atomically(folder / "compare.md", comparison_markdown(means))
+    save_figure(rewards_figure(means), folder / "plots" / "rewards.png")
     if latex:
-        about = objective_line(metrics.get("search") or {}, metrics.get("budget") or {})
-        write_atomically(folder / "compare.tex", comparison_latex(rows, f"{run_title(metrics)}; {about}"))
-        save_figure(rewards_figure(rows), folder / "plots" / "rewards.pdf")
+        about = f"{run_title(metrics)}; {_objective(metrics)}"
+        write_atomically(folder / "compare.tex", comparison_latex(means, about))
+        save_figure(rewards_figure(means), folder / "plots" / "rewards.pdf")
     document = folder / "report.html"
     write_atomically(document, comparison_page(rows, metrics, setup, linked_files(folder, _FILES)))
     return document

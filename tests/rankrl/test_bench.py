@@ -19,6 +19,7 @@ from torch import nn
 
 from decomposition.choose.budget import LatencyTable
 from rankrl.bench import BenchTask, Surrogate, Table, bench_task, bench_tasks, write_tables
+from rankrl.bench.task import answering_tasks
 from rankrl.errors import ConfigError
 from rankrl.plan_search.space.problem import SearchProblem
 from rankrl.plan_search.space.problem_file import problem_from_json, problem_to_json
@@ -156,6 +157,7 @@ def test_optuna_maximises_the_score(task: BenchTask) -> None:
     study.optimize(task.objective, n_trials=8)
     assert study.best_value == max(trial.value for trial in study.trials if trial.value is not None)
     assert set(study.best_params) == set(task.problem.names)
+    assert task.score(task.suggested(study.best_trial)) == study.best_value
 
 
 @pytest.mark.usefixtures("file")
@@ -210,6 +212,19 @@ def test_a_damaged_or_foreign_file_is_refused(file: Path, tmp_path: Path) -> Non
     foreign.write_bytes(b"no zip")
     with pytest.raises(ConfigError, match="is no file of RankBench"):
         bench_tasks(path=foreign)
+
+
+def test_patterns_choose_the_tasks_that_score_every_plan(
+    table: Table, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unsure = replace(table, name="unsure", about={"correlation": 0.7})
+    write_tables([table, replace(table, name=OTHER), unsure], file)
+    assert [task.name for task in answering_tasks(["small *", NAME])] == [NAME, OTHER]
+    assert not caplog.messages
+    assert [task.name for task in answering_tasks([OTHER, "unsure"])] == [OTHER]
+    assert caplog.messages == ["unsure: its surrogate does not answer, so it is left out"]
+    with pytest.raises(ConfigError, match=r"none of the tasks \['unsure'\] scores plans"):
+        answering_tasks(["unsure"])
 
 
 def test_the_environment_of_all_tasks_has_those_that_score_every_plan(table: Table, file: Path) -> None:

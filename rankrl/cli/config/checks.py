@@ -316,12 +316,13 @@ def check_effect(config: Config, names: Sequence[str]) -> None:
         if value in (None, False):
             continue
         if isinstance(value, Mapping):  # a group's choice
-            value = value.get("name", value.get("format", value))
+            value = next((value[key] for key in ("name", "format", "architecture") if key in value), value)
         for idle in IDLE:
             concerned = any(name == option or name.startswith(f"{option}.") for option in idle.options)
             if concerned and idle.when(config):
                 text = value if isinstance(value, str) else shown(value)
-                reason = idle.reason.format(task=config["task"], selector=config["selector"]["name"])
+                known = {each: config[each] for each in ("task", "bench")}
+                reason = idle.reason.format(**known, selector=config["selector"]["name"])
                 raise ConfigError(f"{name}={text} has no effect: {reason}")
 
 
@@ -383,6 +384,11 @@ def _ruled(config: Config) -> bool:
 
 _RULE = "selector={selector} is a rule, which scores no plans; choose one that does, such as selector=bayes"
 _DECOMPOSING = ("decompose_params", "decompose_macs")
+_OF_NETWORKS = (
+    *("seed", "model", "dataset", "decomposition", "budget", "reward", "calibration", "finetune", "optim"),
+    *("train", "export", "compare.apply", "search.images", "search.augmented"),
+    *("search.refit_images", "search.metric", "search.statistics", "search.finalists", "search.workers"),
+)
 _OF_MODULES = (
     *("calibration", "finetune", "optim", "train", "decomposition.sequential", "export.opset"),
     *("export.preprocess", "export.int8", "export.training", "export.pad_channels", "export.skip"),
@@ -405,6 +411,12 @@ IDLE = (
         ("search", "selector", "reward", "decomposition", "prune.finetune_epochs"),
         _prunes_alone,
         "task=prune decomposes nothing; set prune.decompose_params or prune.decompose_macs, too",
+    ),
+    Idle(
+        _OF_NETWORKS,
+        lambda config: bool(config["bench"]),
+        "bench={bench} searches tables, whose networks, budgets and scores are fixed (seeds are "
+        "compare.seeds); leave one of the two out",
     ),
     Idle(
         ("finetune", "optim"),

@@ -84,6 +84,8 @@ class AppConfig:
         plugins: Modules that are imported first, and register formats, selectors, rewards, ... of your own.
             Those that installed packages have in the entry points rankrl.plugins need not be named.
         runs: The folder whose runs task=report gathers in one page, and task=verify_kit takes.
+        bench: A task of RankBench, or several: task=compare searches their tables instead of a network.
+            Patterns such as "separable *" name the tasks that score every plan.
     """
 
     task: str = "pipeline"
@@ -98,6 +100,7 @@ class AppConfig:
     weights: str | Path | None = field(default=None, metadata={"read_by": ("finetune", "evaluate", "export")})
     plugins: tuple[str, ...] = ()
     runs: str | Path | None = field(default=None, metadata={"read_by": ("report", "verify_kit")})
+    bench: str | tuple[str, ...] | None = field(default=None, metadata={"read_by": ("compare",)})
     model: Choice = field(default_factory=dict)
     dataset: Choice = field(default_factory=dict)
     decomposition: DecompositionOptions = field(
@@ -323,7 +326,7 @@ def store_groups() -> None:
 TaskFunction = Callable[[AppConfig, RunFolder], None]
 TASKS = {
     "apply": "rewrite the network under plan=PATH or that of run=FOLDER, without fine-tuning",
-    "compare": "several selectors on the same evaluator, over several seeds",
+    "compare": "several selectors on the same evaluator or RankBench's tables, over several seeds",
     "evaluate": "test accuracy, parameters and MACs of model.checkpoint, weights=PATH or run=FOLDER",
     "export": "write the compressed network weights=PATH or run=FOLDER as a verified ONNX file",
     "finetune": "fine-tune the compressed network weights=PATH or run=FOLDER, the dense one as teacher",

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from decomposition import CandidateSet, CompressionPlan, Factorise, LayerSpec, g
 from decomposition.network.layers import skipping
 from decomposition.progress import Deadline, progress_bar
 from rankrl import compression
+from rankrl.bench.task import answering_tasks
 from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks.compression import (
@@ -38,13 +40,21 @@ from rankrl.errors import ConfigError, ExportError, counted
 from rankrl.file_compression import FileSource
 from rankrl.kits.kit import FinishedFile, WrittenKit, write_verify_kit
 from rankrl.onnx.export import quantise_onnx
-from rankrl.plan_search.compare import FinalTest, compare_selectors, compared_searches
+from rankrl.plan_search.compare import (
+    FinalTest,
+    compare_selectors,
+    compared_row,
+    compared_searches,
+    search_all,
+)
+from rankrl.plan_search.selectors import selector_class
 from rankrl.report import collect_setup, write_sweep_report
 from rankrl.report.comparison import (
     SHORT,
     ComparisonRow,
     comparison_cells,
     interval_note,
+    mean_over_tasks,
     summarise,
     write_comparison,
 )
@@ -176,7 +186,32 @@ def _examples(site: CandidateSet) -> str:
 
 
 def compare(config: AppConfig, folder: RunFolder) -> None:
-    """Search with every selector and seed, fine-tune their plans with one recipe, and write one table.
+    """Search with every selector and seed, and write one table, page and set of metrics."""
+    rows, metrics = (_compared if config.bench is None else _compared_on_tables)(config, folder)
+    means = mean_over_tasks(rows)
+    metrics["search"] |= {
+        "episodes": sum(row.episodes for row in rows),
+        "evaluations": sum(row.evaluations for row in rows),
+        "seconds": sum(row.seconds for row in rows),
+        "best_reward": max(row.best_reward for row in means),
+    }
+    metrics["compare"] = _numbers(means)
+    add_notes(metrics, folder)
+    setup = collect_setup(command(), config.seed)
+    if config.bench is not None:
+        setup["Seed"] = ", ".join(map(str, config.compare.seeds))
+    page = write_comparison(folder.path, rows, metrics, setup, latex=config.compare.latex)
+    folder.finish(metrics)
+    console, numbers = Console(), interval_note(summary.runs for summary in summarise(means))
+    console.print(_table(means))
+    for note in (numbers and f"Numbers: {numbers}.", rival_note(metrics) and f"{rival_note(metrics)}."):
+        if note:
+            console.print(note, soft_wrap=True)
+    print_end(console, metrics, page)
+
+
+def _compared(config: AppConfig, folder: RunFolder) -> tuple[list[ComparisonRow], dict[str, Any]]:
+    """Search on a network, and fine-tune the plans with one recipe.
 
     Every search keeps its state in `searches/NAME-SEED`; `plan.json` is the plan with the best reward.
     """
@@ -196,30 +231,45 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     with opened_session(network, request.timed_candidates(), request) as session:
         best, rows = compare_selectors(session, entered, folder.searches, final)
     with_preprocessing(best.plan, data.preprocessing).save(folder.plan)
-    metrics = {
+    return rows, {
         **run_head(config, data, dense, searched(config)),
         "selector": ",".join(config.compare.selectors),
         "baseline": network_numbers(dense, data),
-        "search": {
-            **{key: name for key, name in best.objective.items() if key != "action"},
-            "episodes": sum(row.episodes for row in rows),
-            "evaluations": sum(row.evaluations for row in rows),
-            "seconds": sum(row.seconds for row in rows),
-            "best_reward": max(row.best_reward for row in rows),
-        },
-        "compare": _numbers(rows),
+        "search": {key: name for key, name in best.objective.items() if key != "action"},
+        "dense_int8": network.dense_int8() if applied else None,
     }
-    metrics["dense_int8"] = network.dense_int8() if applied else None
-    add_notes(metrics, folder)
-    setup = collect_setup(command(), config.seed)
-    page = write_comparison(folder.path, rows, metrics, setup, latex=config.compare.latex)
-    folder.finish(metrics)
-    console, numbers = Console(), interval_note(summary.runs for summary in summarise(rows))
-    console.print(_table(rows))
-    for note in (numbers and f"Numbers: {numbers}.", rival_note(metrics) and f"{rival_note(metrics)}."):
-        if note:
-            console.print(note, soft_wrap=True)
-    print_end(console, metrics, page)
+
+
+def _compared_on_tables(config: AppConfig, folder: RunFolder) -> tuple[list[ComparisonRow], dict[str, Any]]:
+    """Search RankBench's tables; every search keeps its state and plan in `searches/TASK/NAME-SEED`."""
+    entries = options.compared_selectors(config)
+    without = [each for each in entries if not selector_class(each.selector).needs_weights]
+    left_out = ", ".join(each.text for each in entries if each not in without)
+    if entries and not without:
+        raise ConfigError(
+            f"no table has the weights that {left_out} look at; name others in compare.selectors"
+        )
+    if left_out:
+        folder.warn(f"left out, as they look at weights, which tables lack: {left_out}")
+    entered = compared_searches(without, config.compare.seeds)
+    tasks = answering_tasks([config.bench] if isinstance(config.bench, str) else config.bench or ())
+    rows = []
+    for task in tasks:
+        log.info("compare: %s", task.name)
+        own = folder.searches / task.name.replace(" ", "_")
+        results = search_all(task.problem, config.search, partial(task.searched, config.search), entered, own)
+        rows += [
+            compared_row(compared, result, regret=task.regret(result.key), task=task.name)
+            for compared, result in results.items()
+        ]
+    return rows, {
+        "task": config.task,
+        "model": tasks[0].name if len(tasks) == 1 else counted(len(tasks), "task"),
+        "dataset": "RankBench",
+        "bench": [task.name for task in tasks],
+        "selector": ",".join(each.text for each in without),
+        "search": {},
+    }
 
 
 def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class DivergenceSelector(Selector):
     name = "divergence"
     description = "the least sum of divergences measured layer by layer (Lagrangian allocation)"
     seeded = False
+    needs_weights = True
     own_options = NoOptions
 
     @classmethod

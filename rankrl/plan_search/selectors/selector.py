@@ -59,6 +59,7 @@ class Selector(ABC):
         name: Name in the registry, in plans and on the command line.
         description: One line for listings.
         seeded: Whether its proposals depend on the seed.
+        needs_weights: Whether it looks at the network, too, which RankBench's tables lack.
         own_options: The dataclass of its own options, which checks them; None for those of its signature.
         action_kind: What its actions stand for; None where it has none.
         options: All options it has, defaults too; part of a search's identity when it is resumed.
@@ -69,6 +70,7 @@ class Selector(ABC):
     name: ClassVar[str]
     description: ClassVar[str]
     seeded: ClassVar[bool] = True
+    needs_weights: ClassVar[bool] = False
     own_options: ClassVar[type[Any] | None] = None
     action_kind: ActionKind | None = None
 
@@ -180,7 +182,7 @@ class OneShot(Selector):
 def heuristic_selector(name: str) -> type[Selector]:
     heuristic = get_heuristic(name)
     attributes = {"__doc__": heuristic.description, "name": name, "description": heuristic.description}
-    return type(f"{name.title()}Selector", (OneShot,), attributes)
+    return type(f"{name.title()}Selector", (OneShot,), {**attributes, "needs_weights": name != "greedy"})
 
 
 _SELECTORS: Registry[type[Selector]] = Registry("selector", ConfigError)

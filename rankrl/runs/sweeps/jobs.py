@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from decomposition.progress import in_words, listening
-from rankrl.errors import RunStoppedError, StorageError, counted
+from rankrl.errors import StorageError, counted
 from rankrl.files import read_object, write_json
 from rankrl.runs.run_folder import LOCK_FILE, RunFolder, digest, locked
 
@@ -307,8 +307,6 @@ def run_sweep_job(
                 take_one_gpu(number)
             with listening(JobProgress(folder)):
                 run(folder)
-    except RunStoppedError:
-        raise
     except Exception as error:  # of any kind, as the other jobs go on; the file holds the traceback
         folder.bring_back()
         paragraph = " ".join(explain(error).split())

@@ -114,6 +114,31 @@ CASES = [
         )
     ),
     *(
+        (option, ("task=compare", "bench=a", argument), r"has no effect: bench=a searches tables")
+        for option, argument in (
+            ("seed", "seed=3"),
+            ("model", "model=resnet56"),
+            ("dataset", "dataset.heldout=5"),
+            ("decomposition", "decomposition=cp"),
+            ("budget", "budget.params=0.3"),
+            ("reward", "reward=amc"),
+            ("calibration", "calibration.images=5"),
+            ("finetune", "finetune.epochs=3"),
+            ("optim", "optim=sgd"),
+            ("train", "train.epochs=3"),
+            ("export", "export.runs=5"),
+            ("compare.apply", "compare.apply=true"),
+            ("search.images", "search.images=50"),
+            ("search.augmented", "search.augmented=true"),
+            ("search.refit_images", "search.refit_images=50"),
+            ("search.metric", "search.metric=accuracy"),
+            ("search.statistics", "search.statistics=refitted"),
+            ("search.finalists", "search.finalists=2"),
+            ("search.workers", "search.workers=2"),
+        )
+    ),
+    ("bench", ("task=search", "bench=a"), r"bench=a .* choose task=compare$"),
+    *(
         (section, (*FILE, option), rf"{option} .* is a rule")
         for section, option in (("search", "search.episodes=5"), ("reward", "reward=amc"))
     ),
@@ -157,6 +182,7 @@ def test_options_without_effect_are_refused(option: str, arguments: tuple[str, .
         ("task=prune", "pruner=magnitude", "pruner.multiple=8", "prune.decompose_macs=0.5"),
         ("task=prune", "prune.decompose_macs=0.5", "selector=bayes", "decomposition=cp"),
         ("task=compare", "compare.seeds=[4]"),
+        ("task=compare", "bench=[a,b c]", "compare.latex=true", "search.plans=9", "selector=ddpg"),
         ("task=apply", "plan=runs/a/plan.json"),
         ("task=apply", "plan=a.json", "model=onnx", "model.path=net.onnx", "export.batch=4"),
         ("model=onnx", "model.path=net.onnx", "export.runtimes=[openvino]", "export.runtime=openvino"),

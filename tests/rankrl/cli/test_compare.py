@@ -4,20 +4,27 @@ import csv
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from command_line import QUICK, call, read_json, small_network, workplace
 
+from decomposition import CompressionPlan
+from rankrl.bench import bench_task
 from rankrl.cli.config import options
 from rankrl.cli.config.options import selector_entry
 from rankrl.cli.config.schema import AppConfig
 from rankrl.errors import ConfigError
+from rankrl.options.search import SearchOptions
 from rankrl.options.tasks import CompareOptions
 from rankrl.plan_search import compare
-from rankrl.plan_search.compare import compared_searches
+from rankrl.plan_search.bounded_loss import SearchCall
+from rankrl.plan_search.compare import compared_searches, search_all
+from rankrl.plan_search.scores.evaluation import recorded_steps
 from rankrl.plan_search.selectors import list_selectors, selector_class
 from rankrl.plan_search.session import SearchSession
+from rankrl.plan_search.space.problem import SearchProblem
 
 Command = Callable[..., None]
 LOCAL = "local:step=0.4,plans_per_step=1"
@@ -200,6 +207,85 @@ def test_bad_selectors_are_refused(selectors: list[str], message: str) -> None:
 def test_bad_seeds_are_refused(seeds: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compared_searches([selector_entry("random")], seeds)
+
+
+TASKS = ["lenet5 tucker params 0.025", "conv4 tucker params 0.04"]
+
+
+def test_tables_are_searched_by_name_and_end_in_the_same_page(
+    rankrl: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    asked = (f"bench=[{','.join(TASKS)}]", "compare.selectors=[random,greedy,energy]", "compare.latex=true")
+    rankrl("task=compare", *asked, "compare.seeds=[3,4]", "search.episodes=3", f"hydra.run.dir={folder}")
+    found = rows(folder)
+    assert [(row["task"], row["selector"], row["seed"]) for row in found] == [
+        (task, *search) for task in TASKS for search in (("random", "3"), ("random", "4"), ("greedy", ""))
+    ]
+    for row in found:
+        task = bench_task(row["task"])
+        own = (
+            folder
+            / "searches"
+            / row["task"].replace(" ", "_")
+            / f"{row['selector']}-{row['seed']}".strip("-")
+        )
+        steps = recorded_steps((own / "episodes.csv").read_bytes().decode())
+        best = max((each for step in steps for each in step), key=lambda each: each.reward)
+        assert float(row["best_reward"]) == task.score(best.key)
+        assert float(row["regret"]) == task.regret(best.key) >= 0
+        assert CompressionPlan.load(own / "plan.json") == task.plan(best.key, row["selector"])
+    metrics = read_json(folder / "metrics.json")
+    greedy = [float(row["regret"]) for row in found if row["selector"] == "greedy"]
+    assert metrics["compare"]["greedy"]["regret"]["mean"] == pytest.approx(sum(greedy) / 2)
+    assert (metrics["bench"], metrics["compare"]["random"]["runs"]) == (TASKS, 2)
+    assert metrics["warnings"] == ["left out, as they look at weights, which tables lack: energy"]
+    page = (folder / "report.html").read_text()
+    assert "Selectors compared: 2 tasks on RankBench" in page
+    assert re.findall(r"<th[^>]*>((?:lenet5|conv4) [^<]*)</th>", page) == TASKS
+    assert "Regret, points" in (folder / "compare.tex").read_text()
+    (folder / "metrics.json").unlink()
+    rankrl(f"resume={folder}")
+    assert rows(folder) == found
+
+
+@pytest.mark.parametrize(
+    ("bench", "message"),
+    [
+        (
+            "conv4 tucker params 0.4",
+            "no task 'conv4 tucker params 0.4'.*Did you mean 'conv4 tucker params 0.04'",
+        ),
+        ("transformer tensor_train macs 0.4", "scores plans that its table lacks"),
+        ("[]", r"none of the tasks \[\] scores plans"),
+    ],
+)
+def test_tables_that_cannot_be_searched_are_refused(
+    refused: Callable[..., str], bench: str, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    said = refused("task=compare", f"bench={bench}", "compare.selectors=[random]", f"hydra.run.dir={folder}")
+    assert re.search(message, said)
+    assert not folder.exists()
+
+
+def test_selectors_that_need_weights_do_not_search_tables(refused: Callable[..., str]) -> None:
+    said = refused("task=compare", f"bench={TASKS[0]}", "compare.selectors=[energy,divergence]")
+    assert "no table has the weights that energy, divergence look at" in said
+
+
+def test_an_interrupted_search_stops_the_comparison(small_problem: SearchProblem) -> None:
+    calls = []
+
+    def search(call: SearchCall) -> Any:
+        calls.append(call)
+        return SimpleNamespace(stopped_by="interrupt")
+
+    with pytest.raises(KeyboardInterrupt):
+        search_all(
+            small_problem, SearchOptions(), search, compared_searches([selector_entry("random")], [0, 1])
+        )
+    assert len(calls) == 1
 
 
 def test_wrong_options_are_refused_before_anything_is_searched(

@@ -17,8 +17,10 @@ from rankrl.report.comparison import (
     comparison_latex,
     comparison_markdown,
     comparison_page,
+    mean_over_tasks,
     means_table,
     progress_table,
+    tasks_table,
 )
 
 
@@ -45,6 +47,21 @@ def test_the_page_has_its_sections_and_answers(rows: list[ComparisonRow], metric
         ("Highest after fine-tuning, %", "80.00 ± 0.00"),
     ]
     assert page.count("mean ± half of its 95 % interval over 2 seeds (Student") == 4
+
+
+def test_rows_of_several_tasks_are_averaged_for_each_seed(metrics: Mapping[str, Any]) -> None:
+    known = {"heldout_accuracy": None, "regret": 0.02}
+    first = dataclasses.replace(row("ddpg", 0), task="a", **known)
+    second = dataclasses.replace(first, task="b", regret=0.04, best_rewards=(0.7,), best_reward=0.7)
+    (mean,) = mean_over_tasks([first, second])
+    assert mean.best_rewards == pytest.approx((0.6, 0.61, 0.625))
+    assert (mean.best_reward, mean.regret, mean.heldout_accuracy) == pytest.approx((0.625, 0.03, None))
+    other = dataclasses.replace(first, seed=1, regret=0.04)
+    assert tasks_table([first, second, other]).rows == [["a", "3.00"], ["b", "4.00"]]
+    page = comparison_page([first, second], {**metrics, "bench": ["a", "b"]}, {})
+    assert re.findall("<dt>(Least [^<]*)</dt><dd[^>]*>([^<]*)", page) == [("Least regret, points", "3.00")]
+    assert ">Tasks</h2>" in page
+    assert "Held-out accuracy" not in page
 
 
 @pytest.mark.parametrize("values", [[0.1, 0.2, 0.4], [0.5, 0.5], [1.0, 2.0, 4.0, 8.0, 16.0]])
