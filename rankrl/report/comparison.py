@@ -127,7 +127,9 @@ def mean_over_tasks(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 def _mean(rows: Sequence[ComparisonRow]) -> ComparisonRow:
     curves = _extended([row.best_rewards for row in rows], max(len(row.best_rewards) for row in rows))
     known = {name: [getattr(row, name) for row in rows] for name in MEASURES}
-    means = {name: statistics.fmean(values) for name, values in known.items() if None not in values}
+    means: dict[str, Any] = {
+        name: statistics.fmean(values) for name, values in known.items() if None not in values
+    }
     return replace(rows[0], task=None, best_rewards=tuple(curves.mean(0).tolist()), **means)
 
 

@@ -321,8 +321,7 @@ def check_effect(config: Config, names: Sequence[str]) -> None:
             concerned = any(name == option or name.startswith(f"{option}.") for option in idle.options)
             if concerned and idle.when(config):
                 text = value if isinstance(value, str) else shown(value)
-                known = {each: config[each] for each in ("task", "bench")}
-                reason = idle.reason.format(**known, selector=config["selector"]["name"])
+                reason = idle.reason.format(**{**config, "selector": config["selector"]["name"]})
                 raise ConfigError(f"{name}={text} has no effect: {reason}")
 
 
