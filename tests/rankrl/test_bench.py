@@ -160,6 +160,24 @@ def test_optuna_maximises_the_score(task: BenchTask) -> None:
     assert task.score(task.suggested(study.best_trial)) == study.best_value
 
 
+def test_optunahub_loads_the_package_and_searches_it() -> None:
+    optuna, optunahub = pytest.importorskip("optuna"), pytest.importorskip("optunahub")
+    scripts = Path(train_agent.__file__).parent
+    package = optunahub.load_local_module("optunahub_rankbench", registry_root=str(scripts))
+    assert package.Problem.available_tasks() == bench_tasks()
+    problem = package.Problem()
+    assert problem.evaluate(dict.fromkeys(problem.search_space, 0.0)) == problem.task.score(
+        problem.task.greedy
+    )
+    study = optuna.create_study(directions=problem.directions, sampler=optuna.samplers.RandomSampler(seed=0))
+    study.optimize(problem, n_trials=5)
+    plan = problem.task.suggested(study.best_trial)
+    assert (study.best_value, problem.regret(study.best_params)) == (
+        problem.task.score(plan),
+        problem.task.regret(plan),
+    )
+
+
 @pytest.mark.usefixtures("file")
 def test_the_environment_draws_tasks_and_pays_the_gain(task: BenchTask) -> None:
     env = gymnasium.make("rankrl/RankBench-v0").unwrapped
