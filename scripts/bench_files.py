@@ -48,7 +48,7 @@ VALUES = ("score", "time", "size", "minutes", "memory_mb", "words", "machine")
 DROPS = (0.005, 0.01, 0.02)
 ON_PAGE = (
     *("original", "int8", "int8, tuned", "NNCF, OpenVINO"),
-    *(f"ours, latency at {drop}" for drop in DROPS),
+    *(f"ours, latency at {drop}" for drop in (DROPS[0], DROPS[-1])),
     "ours by the score, latency at 0.005",
 )
 COUNTS, QUICK_COUNTS = (120, 200), (12, 12)
