@@ -7,17 +7,20 @@ Tasks are those of `leaderboard.yaml`, but for budgets in time. Plans are greedy
 importances of three widths, random ones that spend the budget, and those of searches. Each is scored as
 searches score it, and judged after the refit on images that no search sees. A killed run goes on: plans that
 have a row are not scored again.
-`--pack FILE` then writes the tables as RankBench's file, and prints what each task is worth.
+`--pack FILE` then writes the tables as RankBench's file, and prints what each task is worth. `--speed` times
+queries of RankBench and steps of its environment.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import torch
 from bench_frame import ResultRows, command_line, markdown, publish, say
@@ -27,7 +30,7 @@ from scipy.stats import spearmanr
 
 from decomposition import DecompositionError
 from rankrl import reuse_memory
-from rankrl.bench import Surrogate, Table, write_tables
+from rankrl.bench import BenchTask, Surrogate, Table, bench_task, write_tables
 from rankrl.device import processor_name
 from rankrl.errors import RankrlError
 from rankrl.files import write_json
@@ -42,6 +45,8 @@ WIDTHS = (0.15, 0.4, 1.0)
 SEARCHES = ("cmaes", "bayes", "local")
 _SHARES = {"importance": 0.45, "random": 0.1}  # the rest are plans of searches
 _SEED = 0
+SPEED_TASKS = ("separable tucker params 0.35", "transformer tucker params 0.3")
+_ENVIRONMENTS, _STEPS, _PLANS = 16, 2000, 1000
 
 
 def rows_of(folder: Path) -> ResultRows:
@@ -140,16 +145,50 @@ def pack(folder: Path, target: Path, least: int) -> str:
     return markdown(head, lines)
 
 
+def microseconds(task: BenchTask, plans: Sequence[Choices]) -> str:
+    """Time a query, the mean over some plans."""
+    task.score(plans[0])  # a surrogate is fitted at its first query
+    begun = time.perf_counter()
+    for plan in plans:
+        task.score(plan)
+    return f"{1e6 * (time.perf_counter() - begun) / len(plans):.0f}"
+
+
+def speed(names: Sequence[str]) -> str:
+    """Time plans that a table holds, plans that it lacks, and environments with random actions."""
+    lines = []
+    for name in names:
+        task = bench_task(name)
+        known = list(task.table.rows)
+        others = [plan for plan, _ in drawn(task.problem, _PLANS) if plan not in task.table.rows]
+        env = gymnasium.make_vec("rankrl/RankBench-v0", num_envs=_ENVIRONMENTS, task=name)
+        env.reset(seed=_SEED)
+        env.action_space.seed(_SEED)
+        cells = [name, str(len(task.problem.sites)), microseconds(task, known), microseconds(task, others)]
+        begun = time.perf_counter()
+        for _ in range(_STEPS):
+            env.step(env.action_space.sample())
+        lines.append([*cells, f"{_ENVIRONMENTS * _STEPS / (time.perf_counter() - begun):.0f}"])
+    steps = f"steps a second, {_ENVIRONMENTS} environments"
+    return markdown(["task", "layers", "µs a plan of the table", "µs a predicted plan", steps], lines)
+
+
 def main() -> None:
     """Measure what is missing of every task."""
     parser = command_line(__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="where tables and networks are kept")
+    parser.add_argument("--folder", type=Path, help="where tables and networks are kept")
     parser.add_argument("--yaml", type=Path, default=TASKS, help="file of the tasks")
     parser.add_argument("--tasks", default="*", help="pattern of names")
     parser.add_argument("--plans", type=int, default=400, help="of a task; for --pack, at least")
     parser.add_argument("--images", type=int, default=1000, help="held-out images, or inputs, of a search")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="measure nothing, write RankBench's file")
+    parser.add_argument("--speed", action="store_true", help="measure no plans, time RankBench")
     options = parser.parse_args()
+    if options.speed:
+        publish(speed(SPEED_TASKS), options.output, section="speed", title="Speed")
+        return
+    if options.folder is None:
+        parser.error("--folder is needed, but for --speed")
     if options.pack:
         table = pack(options.folder, options.pack, options.plans)
         short: dict[Path | None, str] = {options.folder: "TABLES"}

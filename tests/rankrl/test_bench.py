@@ -1,6 +1,7 @@
 """RankBench: tables of plans answer as the search that made them would, and say so where they cannot."""
 
 import json
+import re
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+import rankbench
 import torch
 import train_agent
 from bench_frame import ResultRows
@@ -250,6 +252,14 @@ def test_the_environment_of_all_tasks_has_those_that_score_every_plan(table: Tab
     write_tables([table, unsure], file)
     assert gymnasium.make("rankrl/RankBench-v0").unwrapped.names == (NAME,)
     assert gymnasium.make("rankrl/RankBench-v0", task=OTHER).unwrapped.names == (OTHER,)
+
+
+@pytest.mark.usefixtures("file")
+def test_the_tables_script_times_queries_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rankbench, "_STEPS", 4)
+    monkeypatch.setattr(rankbench, "_PLANS", 30)
+    line = rankbench.speed([NAME]).splitlines()[-1]
+    assert re.fullmatch(rf"\| {NAME} \| 4 \| \d+ \| [1-9]\d* \| [1-9]\d* \|", line)
 
 
 def test_the_agents_script_judges_families_that_training_left_out(
