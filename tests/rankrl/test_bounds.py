@@ -93,6 +93,7 @@ def test_seconds_end_a_call_with_the_best_plan_so_far(
     monkeypatch.setattr("rankrl.request.Deadline", Soon)
     monkeypatch.setattr(Soon, "allowed", 4)
     model, inputs = given(kind, tmp_path)
+    told: list[str] = []
     found = rankrl.compress(
         model,
         inputs,
@@ -102,8 +103,11 @@ def test_seconds_end_a_call_with_the_best_plan_so_far(
         search=rankrl.SearchOptions(episodes=30, seconds=60),
         decomposition=rankrl.DecompositionOptions(**DECOMPOSITION),
         timing=TIMING,
-        progress=False,
+        progress=lambda stage, *_: told.append(stage),
     )
+    fitted = {"module": ["fit layers"], "file": ["perturb nodes", "fit layers"]}[kind]
+    applied = {"module": "apply plan", "file": "refit nodes"}[kind]
+    assert [*dict.fromkeys(told)] == [*fitted, "search", applied, "finish"]
     metrics = numbers(tmp_path / "run")
     assert metrics["search"]["stopped_by"] == "seconds"
     assert 1 <= metrics["search"]["episodes"] < 30
