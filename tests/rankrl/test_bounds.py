@@ -51,7 +51,8 @@ def test_a_limit_of_memory_is_kept_by_the_finished_file(kind: str, tmp_path: Pat
         model, inputs, run, memory=0.4, params=0.9, decomposition=options, timing=TIMING, progress=False
     )
     before, after = found.before["activation_bytes"], found.after["activation_bytes"]
-    assert before == 4 * 2 * 12 * 36  # both ends of the ReLU
+    channels = max(12, TIMING.channel_block) if kind == "module" else 12  # an export fills up channels
+    assert before == 4 * 2 * channels * 36  # both ends of the ReLU
     assert after <= 0.4 * before
     assert found.missed is None
     assert found.after["params"] <= 0.9 * found.before["params"]
