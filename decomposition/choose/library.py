@@ -81,6 +81,7 @@ class FitCache:
         return FitCache(**parts)
 
     def of(self, name: str) -> FitCache:
+        """Return the entries of one layer."""
         return self._chosen(lambda _, key: key[0] == name)
 
     def beyond(self, other: FitCache) -> FitCache:
@@ -88,6 +89,7 @@ class FitCache:
         return self._chosen(lambda kind, key: key not in getattr(other, kind))
 
     def update(self, other: FitCache) -> None:
+        """Add the entries of `other`."""
         for kind, entries in vars(self).items():
             entries.update(getattr(other, kind))
 

@@ -16,7 +16,7 @@ import decomposition
 import rankrl
 from rankrl.errors import CheckpointError, ConfigError, NonFiniteError
 from rankrl.options.timing import LatencyOptions
-from rankrl.plan_search.scores.evaluators import ScoreEvaluator
+from rankrl.plan_search.scores.evaluators import Score, ScoreEvaluator
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def images() -> torch.Tensor:
     return torch.randn(40, 3, 12, 12, generator=torch.Generator().manual_seed(1))
 
 
-def fidelity(dense: nn.Module, images: torch.Tensor) -> rankrl.api.Score:
+def fidelity(dense: nn.Module, images: torch.Tensor) -> Score:
     """A score for a network whose output is a map of numbers: minus its distance to the dense one."""
     expected = dense(images)
 
