@@ -179,7 +179,13 @@ def _maps() -> nn.Module:
     for index, (inputs, outputs) in enumerate(pairwise(widths)):
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
         layers += [nn.MaxPool2d(2)] if index in (1, 3, 5) else []
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3))
+    return nn.Sequential(
+        *layers,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.BatchNorm1d(32, eps=1e-12, momentum=1.0),
+        nn.Linear(32, 3),
+    )
 
 
 MADE = {
