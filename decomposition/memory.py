@@ -21,6 +21,8 @@ _PARTS = 4
 """A stage holds a few arrays of the size that it asks for."""
 _SMALLEST = 2**22
 """Bytes below which smaller batches free next to nothing."""
+_LEAST_ROOM = 2**27
+"""Bytes that a stage may take although RANKRL_MEMORY is used up: small fits go on."""
 _WORTH_RELEASING = 10**8
 _after_release = 0
 _said: set[str] = set()
@@ -68,7 +70,7 @@ def room() -> int | None:
     """Return the bytes that a stage may take: half of what is free, and what RANKRL_MEMORY leaves."""
     free, limit = free_memory(), memory_limit()
     known = [] if free is None else [free // 2]
-    known += [] if limit is None else [max(0, limit - held_memory())]
+    known += [] if limit is None else [max(_LEAST_ROOM, limit - held_memory())]
     return min(known, default=None)
 
 
