@@ -92,7 +92,7 @@ def within_room(most: int, what: str) -> int:
 
 
 def release_memory() -> None:
-    """Return what was freed to the system, at the end of a stage that left much of it behind."""
+    """Give freed memory back to the system if this process holds 100 MB more than after the last time."""
     global _after_release
     if not sys.platform.startswith("linux") or held_memory() - _after_release < _WORTH_RELEASING:
         return

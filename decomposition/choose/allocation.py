@@ -153,14 +153,18 @@ def least_fraction(sites: Sequence[CandidateSet], budget: Budget) -> float:
     return budget.spent(sites, cheapest_choices(sites, alone)) / budget.total
 
 
+def expected_loss(sites: Sequence[CandidateSet], choices: Sequence[int] | np.ndarray) -> float:
+    """Sum the layers' expected losses under one candidate of each."""
+    return sum(float(site.losses[j]) for site, j in zip(sites, choices, strict=True))
+
+
 def least_within(sites: Sequence[CandidateSet], budget: Budget, loss: float, *, steps: int = 10) -> float:
     """Bisect for the smallest fraction of the first budget whose allocation loses at most `loss`."""
     low, high = min(1.0, least_fraction(sites, budget)), 1.0
     for _ in range(steps if low < high else 0):
         middle = (low + high) / 2
         choices = allocate(sites, replace(budget, fraction=middle, also=None))
-        lost = sum(float(site.losses[j]) for site, j in zip(sites, choices, strict=True))
-        low, high = (low, middle) if lost <= loss else (middle, high)
+        low, high = (low, middle) if expected_loss(sites, choices) <= loss else (middle, high)
     return high
 
 

@@ -286,21 +286,23 @@ class FitLibrary:
         if key not in fits:
             operation.check(self.specs[name])
             fits[key] = self._kept(name, operation)
-            self.make_room(key)
         return fits[key]
 
-    def make_room(self, latest: tuple[str, Factorise] | None = None) -> None:
+    def make_room(self) -> None:
         """Move the oldest fits out of memory where all are large; they are read from disk when needed."""
-        fits = self.cache.fits
-        held = sum(map(_fit_bytes, fits.values()))
+        held = sum(map(_fit_bytes, self.cache.fits.values()))
         most = within_room(_FITS_IN_MEMORY, "fits")
-        if held <= most:
-            return
+        if held > most:
+            self._move_to_disk(held, most // 2)
+        release_memory()
+
+    def _move_to_disk(self, held: int, wanted: int) -> None:
+        fits = self.cache.fits
         if self._disk.folder is None:
             self._scratch = tempfile.TemporaryDirectory()
             self._disk = Cache(Path(self._scratch.name))
-        for key in [key for key in fits if key != latest]:
-            if held <= most // 2:
+        for key in list(fits):
+            if held <= wanted:
                 break
             fit = fits.pop(key)
             self._kept(*key, fit)
@@ -563,6 +565,7 @@ class FitLibrary:
         if workers is None:
             for site in unfitted:
                 finish(self.fitted(site))
+                self.make_room()
             self._fitter = None  # what a layer's fits share is large
         else:
             sites = {site.name: site for site in unfitted}
@@ -581,7 +584,6 @@ class FitLibrary:
             for candidate in unfitted.candidates[:-1]
         ]
         fitted = [replace(candidate, error=self._error(name, candidate)) for candidate in selected]
-        release_memory()
         return replace(
             unfitted, candidates=(*fitted, unfitted.candidates[-1]), importance=self._importance(name)
         )

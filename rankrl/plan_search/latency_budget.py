@@ -23,7 +23,7 @@ from decomposition import (
     plan_from_choices,
 )
 from decomposition.cache import Cache, digest
-from decomposition.choose.allocation import least_fraction, least_within
+from decomposition.choose.allocation import expected_loss, least_fraction, least_within
 from decomposition.plan.plan import fingerprint
 from rankrl.errors import ConfigError
 from rankrl.kits.kit import KitWriter, NamedFile, TimedNetwork, TimesFile, WrittenKit
@@ -333,7 +333,7 @@ class LatencyBudget:
                 later.append(Trial.of(table, sites, [site.candidates[j] for site, j in choices], time.share))
             fractions = (self.ratio * fraction for fraction in (self.fraction, budget, time.share))
             log.info("latency: %.3f asked, %.3f expected, %.3f measured", *fractions)
-            loss = sum(float(site.losses[j]) for site, j in choices)
+            loss = expected_loss(problem.sites, problem.preset)
             timed.append(_TimedPlan(time, loss, budget, fitted))
             keeps = time.keeps(self.fraction)
             at_an_end = budget == 1 if keeps else not new and budget <= least * _ROUNDING

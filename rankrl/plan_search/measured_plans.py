@@ -12,6 +12,7 @@ import numpy as np
 
 from decomposition import CandidateSet, CompressionPlan, get_format, list_formats
 from decomposition.cache import Cache, digest
+from decomposition.choose.allocation import expected_loss
 from decomposition.choose.candidates import Candidate
 from decomposition.network.geometry import plain_modes
 from decomposition.progress import Deadline, ProgressBar
@@ -182,7 +183,7 @@ class PlanMeter:
         return self._expected_loss(choices) * min(known, default=0.0)
 
     def _expected_loss(self, choices: Choices) -> float:
-        return sum(float(site.losses[j]) for site, j in zip(self.problem.sites, choices, strict=True))
+        return expected_loss(self.problem.sites, choices)
 
     def _cost(self, choices: Choices) -> _Cost:
         """Measure the cost of a plan; a time corrects those that other plans are expected to take."""
@@ -254,8 +255,7 @@ def _uniform_plans(problem: SearchProblem) -> dict[str, Choices]:
     for (name, integer), members in families(problem.sites).items():
         plan = uniform(problem, members)
         if plan is not None:
-            loss = sum(float(site.losses[j]) for site, j in zip(problem.sites, plan, strict=True))
-            titled = (loss, _title(name, integer), plan)
+            titled = (expected_loss(problem.sites, plan), _title(name, integer), plan)
             best[integer] = min(best.get(integer, titled), titled)
     return {title: plan for _, title, plan in best.values()}
 

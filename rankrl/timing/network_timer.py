@@ -77,6 +77,7 @@ class GraphFiles:
             self.prepared.network.as_in_file().save(path)
             return
         graph = structured_graph(self.prepared.network, self.prepared.sites, plan, self.library)
+        self.library.make_room()
         write_graph(graph, path, [self.feed], fitted=False)
 
 
