@@ -196,25 +196,30 @@ MADE = {
 """Networks with random weights, and the shape of an input."""
 
 
+def _pattern(shape: Sequence[int], generator: np.random.Generator) -> tuple[Array, None]:
+    """Draw an input of a coarse pattern in noise."""
+    coarse = generator.standard_normal([-(-size // 20) for size in shape])
+    pattern = coarse[np.ix_(*(np.arange(size) // 20 for size in shape))]
+    return (pattern + 0.5 * generator.standard_normal(shape)).astype(np.float32), None
+
+
 @cache
-def made(name: str, counts: tuple[int, int]) -> RealFile:
-    """Export a network of `MADE` with inputs of a coarse pattern in noise."""
+def _made(name: str) -> Path:
     build, shape = MADE[name]
-
-    def drawn(generator: np.random.Generator) -> tuple[Array, None]:
-        coarse = generator.standard_normal([-(-size // 20) for size in shape])
-        pattern = coarse[np.ix_(*(np.arange(size) // 20 for size in shape))]
-        noise = 0.5 * generator.standard_normal(shape)
-        return (pattern + noise).astype(np.float32), None
-
     torch.manual_seed(0)
-    network = build()
+    network, generator = build(), np.random.default_rng(9)
     with torch.no_grad():  # statistics of batch normalisation
-        network.train()(torch.from_numpy(np.stack([drawn(np.random.default_rng(9))[0] for _ in range(16)])))
+        network.train()(torch.from_numpy(np.stack([_pattern(shape, generator)[0] for _ in range(16)])))
     path = _scratch() / f"{name}.onnx"
     export_onnx(network.eval(), path, shape, progress=False)
+    return path
+
+
+def made(name: str, counts: tuple[int, int]) -> RealFile:
+    """Export a network of `MADE` with inputs for it."""
+    path = _made(name)
     entry = onnx.load(path, load_external_data=False).graph.input[0].name
-    fitted, tested = _drawn(entry, drawn, counts)
+    fitted, tested = _drawn(entry, partial(_pattern, MADE[name][1]), counts)
     return RealFile(name, path, fitted, tested, correlation, "correlation", correlation)
 
 
