@@ -21,11 +21,11 @@ from rankrl.networks.graph import GraphNetwork, measured_sensitivities
 from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.graph.batch_axes import Axes
+from rankrl.onnx.graph.compressed import check_plan
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
 from rankrl.onnx.graph.positions import METADATA, from_metadata, to_metadata
 from rankrl.onnx.graph.precisions import check_without_integers, without_integers
 from rankrl.onnx.graph.prepared_file import FileInputs, PreparedFile
-from rankrl.onnx.graph.refit import check_plan
 from rankrl.onnx.graph.rewrite import check_formats
 from rankrl.onnx.runtimes import check_runtimes
 from rankrl.plan_search.run import ChosenPlan, SearchResult

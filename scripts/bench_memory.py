@@ -36,8 +36,8 @@ from rankrl.networks.graph import fit_library, measured_sensitivities
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.export import export_onnx
 from rankrl.onnx.graph import PreparedFile
-from rankrl.onnx.graph.capture import collect_moments
-from rankrl.onnx.graph.refit import refitted_graph
+from rankrl.onnx.graph.calibration import collect_moments
+from rankrl.onnx.graph.compressed import refitted_graph
 
 _LONGEST = 720
 """Seconds of processor time that a stage may take."""

@@ -35,14 +35,12 @@ from rankrl.networks.network import CandidateOptions, WrittenFile
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.onnx_file import write_checked
 from rankrl.onnx.export.static_quantiser import RangeChoice
-from rankrl.onnx.graph.capture import collect_moments
-from rankrl.onnx.graph.file import check_contracted, write_graph
+from rankrl.onnx.graph.calibration import collect_moments, collect_sensitivities, first_inputs
+from rankrl.onnx.graph.compressed import CompressedGraph, check_contracted, refitted_graph, write_graph
 from rankrl.onnx.graph.network import Feed, OnnxNetwork, open_session
-from rankrl.onnx.graph.node_layers import Site, SiteModules
 from rankrl.onnx.graph.prepared_file import PreparedFile, chosen_ranges, network_costs, plan_costs
-from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.rewrite import MARKED
-from rankrl.onnx.graph.sensitivity import collect_sensitivities, first_inputs
+from rankrl.onnx.graph.sites import Site, SiteModules
 from rankrl.onnx.graph_edits import quantises
 from rankrl.onnx.protobuf import to_proto
 from rankrl.onnx.runtimes import Session

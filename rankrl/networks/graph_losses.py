@@ -18,12 +18,11 @@ from decomposition.choose.candidates import Candidate
 from decomposition.network.layers import OPAQUE_KINDS
 from decomposition.operations import ACTIVATION_NOISE, Operation
 from rankrl.networks.graph_scoring import NumberedAnswers, constants_of
-from rankrl.onnx.graph.capture import Captured
-from rankrl.onnx.graph.file import quantise_lstms
+from rankrl.onnx.graph.calibration import Captured, behind, first_inputs, fitting_inputs
+from rankrl.onnx.graph.compressed import quantise_lstms
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
-from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.rewrite import open_constants
-from rankrl.onnx.graph.sensitivity import behind, first_inputs, fitting_inputs
+from rankrl.onnx.graph.sites import Site
 from rankrl.onnx.graph_edits import Array, is_standard, names_in, new_name, set_types
 from rankrl.onnx.output_scores import OutputScore, mean_loss
 from rankrl.verify.agreement import output_scores

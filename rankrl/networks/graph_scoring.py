@@ -18,8 +18,8 @@ from decomposition.cache import digest
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, open_session
-from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.rewrite import OpenConstants, open_constants
+from rankrl.onnx.graph.sites import Site
 from rankrl.onnx.graph_edits import Array, without_unused
 from rankrl.onnx.output_scores import OutputScore, expected_changes, log_probabilities, mean_loss
 from rankrl.onnx.protobuf import to_proto

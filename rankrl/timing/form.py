@@ -22,13 +22,13 @@ from decomposition.network.surgery import copied, replace_module
 from decomposition.progress import progress_bar
 from rankrl.onnx.export import export_onnx
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
-from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.positions import (
     SeveralPositions,
     possible_positions,
     to_metadata,
     with_several_positions,
 )
+from rankrl.onnx.graph.sites import Site
 from rankrl.onnx.graph_edits import free_ends, part_of
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import DEFAULT_RUNTIME, LatencyOptions

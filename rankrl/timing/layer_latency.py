@@ -35,13 +35,13 @@ from decomposition.network.layers import DecomposableModule, LayerSpec, is_decom
 from decomposition.network.surgery import copied
 from decomposition.operations import Operation
 from rankrl.kits.kit import Contents, FileGroup, Stopwatch
-from rankrl.onnx.export.channel_padding import pad_channels
+from rankrl.onnx.export.graph_passes import pad_channels
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.onnx_file import OLDEST_OPSET, export_onnx
-from rankrl.onnx.graph.capture import Captured
-from rankrl.onnx.graph.file import quantise_lstms
+from rankrl.onnx.graph.calibration import Captured
+from rankrl.onnx.graph.compressed import quantise_lstms
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
-from rankrl.onnx.graph.node_layers import Site
+from rankrl.onnx.graph.sites import Site
 from rankrl.onnx.graph_edits import add_constant, depending, node_of, part_of, set_types
 from rankrl.onnx.protobuf import load_model, save_model
 from rankrl.options.timing import DEFAULT_RUNTIME

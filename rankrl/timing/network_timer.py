@@ -29,11 +29,10 @@ from rankrl.data import Preprocessing
 from rankrl.kits.kit import Contents, FileGroup, Stopwatch, TimesFile
 from rankrl.onnx.export import export_network
 from rankrl.onnx.export.tracing import random_feed
-from rankrl.onnx.graph.file import write_graph
+from rankrl.onnx.graph.compressed import structured_graph, write_graph
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
-from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.prepared_file import PreparedFile
-from rankrl.onnx.graph.refit import structured_graph
+from rankrl.onnx.graph.sites import Site
 from rankrl.onnx.protobuf import load_model
 from rankrl.onnx.runtimes import Batch
 from rankrl.options.timing import LatencyOptions

@@ -17,7 +17,7 @@ from decomposition.network.inputs import Place, leaves, mapped, rows, split
 from rankrl.device import model_device
 from rankrl.errors import ConfigError, OnnxGraphError
 from rankrl.onnx.export.onnx_file import output_names
-from rankrl.onnx.graph.capture import Captured
+from rankrl.onnx.graph.calibration import Captured
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, free_sizes, open_session
 from rankrl.onnx.graph.precisions import rounds
 from rankrl.onnx.graph.prepared_file import PreparedFile

@@ -17,8 +17,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from rankrl.errors import ExportError
-from rankrl.onnx.export.channel_padding import unpad_channels
-from rankrl.onnx.export.graph_passes import store_selections
+from rankrl.onnx.export.graph_passes import store_selections, unpad_channels
 from rankrl.onnx.export.integer_nodes import (
     clips_zero,
     integer_nodes,

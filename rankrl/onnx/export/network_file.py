@@ -25,7 +25,7 @@ from decomposition.network.layers import is_decomposable_module
 from decomposition.network.rounding import REDUCED_BITS, largest_integer
 from decomposition.network.surgery import copied
 from rankrl.errors import ExportError
-from rankrl.onnx.export.channel_padding import pad_channels
+from rankrl.onnx.export.graph_passes import pad_channels
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.onnx_file import ExportResult, export_onnx, write_checked
 from rankrl.onnx.export.static_quantiser import as_in_file, integer_bits

@@ -39,8 +39,14 @@ from decomposition.progress import Progress, progress_bar
 from rankrl.data import Preprocessing
 from rankrl.errors import DefectError, ExportError
 from rankrl.files import write_atomically
-from rankrl.onnx.export.channel_padding import pad_channels
-from rankrl.onnx.export.graph_passes import convolve_subsampling, name_axes, name_values, simplify, take_bytes
+from rankrl.onnx.export.graph_passes import (
+    convolve_subsampling,
+    name_axes,
+    name_values,
+    pad_channels,
+    simplify,
+    take_bytes,
+)
 from rankrl.onnx.export.tracing import convert, inference_copy, input_names, plain_names, trace
 from rankrl.onnx.graph_edits import opset_of
 from rankrl.onnx.protobuf import load_model, to_proto
@@ -258,7 +264,7 @@ def export_onnx(
             it takes uint8 of shape (N, height, width, channels), and its metadata says so under
             `preprocessing`. Without it the file takes what the model takes.
         channel_block: Fill up fewer channels than that to so many when the file is loaded, where onnxruntime
-            is faster then (`rankrl.onnx.export.channel_padding`); `rankrl.device.channel_block()` is what it
+            is faster then (`rankrl.onnx.export.graph_passes`); `rankrl.device.channel_block()` is what it
             computes at a time here, 1 leaves all as it is.
         keep: Names of parameters that stay constants of the graph as they are. Others may be reshaped or
             transposed once and for all, and take other names.

@@ -9,9 +9,8 @@ from __future__ import annotations
 from rankrl.errors import OnnxGraphError
 from rankrl.onnx.graph.inputs import ImagePreprocessing, read_inputs, split_inputs
 from rankrl.onnx.graph.network import OnnxNetwork
-from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.prepared_file import PreparedFile, network_costs
-from rankrl.onnx.graph.sites import find_sites
+from rankrl.onnx.graph.sites import Site, find_sites
 
 __all__ = [
     "ImagePreprocessing",

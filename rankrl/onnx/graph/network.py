@@ -17,7 +17,7 @@ from onnx_ir.passes import common as passes
 
 from decomposition.cache import digest
 from rankrl.errors import ExportError, OnnxGraphError
-from rankrl.onnx.export.channel_padding import unpad_channels
+from rankrl.onnx.export.graph_passes import unpad_channels
 from rankrl.onnx.graph.batch_axes import BatchAxes, GraphInput, axes_in_file
 from rankrl.onnx.graph.precisions import (
     HALF,

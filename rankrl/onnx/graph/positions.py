@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from decomposition.errors import PlanError
 from rankrl.onnx.graph.network import OnnxNetwork
-from rankrl.onnx.graph.node_layers import Site
+from rankrl.onnx.graph.sites import Site
 from rankrl.onnx.graph_edits import Array, free_name, new_constant, put_in_place, without_unused
 
 METADATA = "several_positions"

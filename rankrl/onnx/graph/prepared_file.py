@@ -21,7 +21,7 @@ from rankrl.errors import DefectError, ExportError, OnnxGraphError, counted
 from rankrl.onnx.export.int8 import choose_ranges, quantise_onnx
 from rankrl.onnx.export.static_quantiser import RangeChoice
 from rankrl.onnx.graph.batch_axes import Axes
-from rankrl.onnx.graph.capture import check_gaps
+from rankrl.onnx.graph.calibration import check_gaps
 from rankrl.onnx.graph.inputs import (
     HELDOUT,
     Batches,
@@ -31,10 +31,9 @@ from rankrl.onnx.graph.inputs import (
     split_inputs,
 )
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
-from rankrl.onnx.graph.node_layers import Site, foreign_reason, is_foreign
 from rankrl.onnx.graph.positions import PositionsByNode, with_several_positions
 from rankrl.onnx.graph.precisions import constant, packed, parameters_of
-from rankrl.onnx.graph.sites import find_sites, use_counts
+from rankrl.onnx.graph.sites import Site, find_sites, foreign_reason, is_foreign, use_counts
 from rankrl.onnx.graph_edits import (
     Array,
     dequantises,

@@ -16,8 +16,8 @@ from torch import nn
 from decomposition import TensorFormat, compressible_layers, get_format, list_formats
 from decomposition.formats.layers import FactorisedLayer, Reshape, plain_layers
 from rankrl.errors import ConfigError
-from rankrl.onnx.graph.node_layers import Site, absorbing
 from rankrl.onnx.graph.precisions import constant
+from rankrl.onnx.graph.sites import Site, absorbing
 from rankrl.onnx.graph_edits import (
     Array,
     add_constant,

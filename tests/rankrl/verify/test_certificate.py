@@ -21,7 +21,7 @@ from torch import nn
 
 import rankrl
 from rankrl.errors import ConfigError
-from rankrl.onnx.graph import file
+from rankrl.onnx.graph import compressed
 from rankrl.onnx.graph_edits import stored
 from rankrl.verify.agreement import agreement, constant_agreement
 from rankrl.verify.certificate import Certificate, accuracy_collapse, certify, collapse
@@ -213,7 +213,7 @@ def test_a_file_that_is_written_wrongly_is_never_returned_in_silence(
             if array is not None and array.dtype == np.float32 and array.ndim > 1:
                 value.const_value = ir.tensor(-2 * array[::-1].copy(), name=value.name)
 
-    monkeypatch.setattr(file, "store_integers", ruin)
+    monkeypatch.setattr(compressed, "store_integers", ruin)
     options: dict[str, Any] = {"iterations": 5, "final_iterations": 5}
     net, small = tmp_path / "net.onnx", tmp_path / "small.onnx"
     ruined = rankrl.compress(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from decomposition import FitOptions, Quantise, apply_plan, calibrate_ranges, factorised_layers, make_plan
 from rankrl.device import channel_block
 from rankrl.onnx.export import export_network, export_onnx, quantise_onnx
-from rankrl.onnx.export.channel_padding import pad_channels, unpad_channels
+from rankrl.onnx.export.graph_passes import pad_channels, unpad_channels
 from rankrl.onnx.graph.network import OnnxNetwork
 
 SHAPE = (3, 12, 12)

@@ -14,7 +14,7 @@ from small_graphs import drawn, model_of, network_of, of_low_rank, recorded_stat
 
 import rankrl
 from rankrl.onnx.graph import OnnxGraphError, find_sites, split_inputs
-from rankrl.onnx.graph.capture import collect_moments
+from rankrl.onnx.graph.calibration import collect_moments
 from rankrl.onnx.graph.inputs import find_batch_axes
 from rankrl.onnx.graph.network import Array
 

@@ -9,8 +9,8 @@ from small_graphs import images
 from torch import nn
 
 from rankrl.onnx.export import export_onnx
-from rankrl.onnx.graph import OnnxNetwork, find_sites, sensitivity
-from rankrl.onnx.graph.sensitivity import PASSES, SKETCHED, Directions, Sketch, passes_by_node, shared_passes
+from rankrl.onnx.graph import OnnxNetwork, calibration, find_sites
+from rankrl.onnx.graph.calibration import PASSES, SKETCHED, Directions, Sketch, passes_by_node, shared_passes
 
 COUNT = 64
 
@@ -58,7 +58,7 @@ def test_sketched_outputs_give_the_matrix_of_the_exact_jacobian(
 ) -> None:
     feeds = [{exported.inputs[0].name: images(COUNT)}]
     site = find_sites(exported, feeds[0])[0]
-    found = sensitivity.collect_sensitivities(exported, [site], feeds, passes=24 * COUNT)[site.name]
+    found = calibration.collect_sensitivities(exported, [site], feeds, passes=24 * COUNT)[site.name]
     assert relative(found, exact) < 0.25
     identity = torch.eye(24, dtype=torch.float64) * exact.trace() / 24
     assert relative(found, exact) < 0.5 * relative(identity, exact)
@@ -73,7 +73,7 @@ def test_few_passes_are_never_worse_than_no_matrix(exported: OnnxNetwork, exact:
         return float((matrix * exact).sum() / matrix.norm() / exact.norm())
 
     found = [
-        cosine(sensitivity.collect_sensitivities(exported, [site], feeds, passes=64, seed=seed)[site.name])
+        cosine(calibration.collect_sensitivities(exported, [site], feeds, passes=64, seed=seed)[site.name])
         for seed in range(5)
     ]
     assert np.mean(found) > cosine(identity) - 0.02
@@ -82,7 +82,7 @@ def test_few_passes_are_never_worse_than_no_matrix(exported: OnnxNetwork, exact:
 def test_too_few_passes_leave_a_node_without_a_matrix(exported: OnnxNetwork) -> None:
     feeds = [{exported.inputs[0].name: images(8)}]
     sites = find_sites(exported, feeds[0])
-    assert not sensitivity.collect_sensitivities(exported, sites, feeds, passes=63)
+    assert not calibration.collect_sensitivities(exported, sites, feeds, passes=63)
 
 
 def test_effort_is_shared_among_nodes(exported: OnnxNetwork) -> None:
@@ -145,14 +145,14 @@ def test_a_head_of_many_numbers_is_measured_in_parts(
     feeds = [{exported.inputs[0].name: images(32)}]
     site = find_sites(exported, feeds[0])[0]
     seen: list[int] = []
-    run = sensitivity.GraphSession.run
+    run = calibration.GraphSession.run
 
-    def spied(self: sensitivity.GraphSession, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+    def spied(self: calibration.GraphSession, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
         outputs = run(self, feed)
         seen.append(sum(each.size for each in outputs))
         return outputs
 
-    monkeypatch.setattr(sensitivity, "_ELEMENTS", 10_000)
-    monkeypatch.setattr(sensitivity.GraphSession, "run", spied)
-    sensitivity.collect_sensitivities(exported, [site], feeds, passes=24 * 32)
+    monkeypatch.setattr(calibration, "_ELEMENTS", 10_000)
+    monkeypatch.setattr(calibration.GraphSession, "run", spied)
+    calibration.collect_sensitivities(exported, [site], feeds, passes=24 * 32)
     assert max(seen) <= 10_000

@@ -31,10 +31,10 @@ from decomposition.calibration.metric import RowFactor, whole
 from rankrl import compress
 from rankrl.networks.graph import measured_sensitivities
 from rankrl.onnx.export import export_onnx
-from rankrl.onnx.graph import OnnxGraphError, OnnxNetwork, PreparedFile, capture, find_sites, sensitivity
+from rankrl.onnx.graph import OnnxGraphError, OnnxNetwork, PreparedFile, calibration, find_sites
+from rankrl.onnx.graph.calibration import passes_for
 from rankrl.onnx.graph.inputs import split_inputs
-from rankrl.onnx.graph.node_layers import Site
-from rankrl.onnx.graph.sensitivity import passes_for
+from rankrl.onnx.graph.sites import Site
 
 
 def torch_network() -> nn.Module:
@@ -61,7 +61,7 @@ def test_moments_are_those_of_pytorch(exported: tuple[nn.Module, OnnxNetwork]) -
     x = images(20)
     feeds = [{file.inputs[0].name: part} for part in np.split(x, 4)]
     sites = find_sites(file, feeds[0])
-    found = capture.collect_moments(file, sites, feeds)
+    found = calibration.collect_moments(file, sites, feeds)
     specs = compressible_layers(network, (3, 10, 9))
     expected = torch_moments(network, specs, torch.from_numpy(x))
     for site, spec in zip(sites, specs, strict=True):
@@ -79,7 +79,7 @@ def test_perturbed_outputs_give_the_sensitivity_that_gradients_give(
     x = images(60)
     feeds = [{file.inputs[0].name: x}]
     sites = find_sites(file, feeds[0])
-    found = sensitivity.collect_sensitivities(file, sites, feeds, passes=10**6)
+    found = calibration.collect_sensitivities(file, sites, feeds, passes=10**6)
     specs = compressible_layers(network, (3, 10, 9))
     expected = torch_sensitivities(network, specs, torch.from_numpy(x).repeat(20, 1, 1, 1))
     for site, spec in zip(sites, specs, strict=True):
@@ -92,13 +92,13 @@ def test_what_no_output_depends_on_has_no_sensitivity(tmp_path: Path) -> None:
     network = network_of(tokens(), tmp_path)
     split = split_inputs(sentences(), network)
     sites = find_sites(network, split.calibration[0])
-    found = sensitivity.collect_sensitivities(network, sites, split.calibration)
+    found = calibration.collect_sensitivities(network, sites, split.calibration)
     assert set(found) == {"mix", "along"}
     model = tokens()
     del model.graph.output[0]  # the convolution's
     onnx.save(model, tmp_path / "states.onnx")
     shorter = OnnxNetwork.load(tmp_path / "states.onnx")
-    assert set(sensitivity.collect_sensitivities(shorter, sites, split.calibration)) == {"mix"}
+    assert set(calibration.collect_sensitivities(shorter, sites, split.calibration)) == {"mix"}
 
 
 def test_sensitivities_of_the_same_network_and_inputs_are_measured_once(
@@ -108,13 +108,13 @@ def test_sensitivities_of_the_same_network_and_inputs_are_measured_once(
     file = PreparedFile.read(tmp_path / "net.onnx", sentences())
     folder = tmp_path / "fits"
     calls: list[str] = []
-    measure = sensitivity._Measurement.of_nodes
+    measure = calibration._Measurement.of_nodes
 
-    def spied(self: sensitivity._Measurement, site: Site, passes: int, seed: int) -> dict[str, torch.Tensor]:
+    def spied(self: calibration._Measurement, site: Site, passes: int, seed: int) -> dict[str, torch.Tensor]:
         calls.append(site.name)
         return measure(self, site, passes, seed)
 
-    monkeypatch.setattr(sensitivity._Measurement, "of_nodes", spied)
+    monkeypatch.setattr(calibration._Measurement, "of_nodes", spied)
     measured = measured_sensitivities(file, folder=folder)
     assert calls == [site.name for site in file.usable]
     again = measured_sensitivities(file, folder=folder)
@@ -132,17 +132,17 @@ def test_a_killed_measurement_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     file = PreparedFile.read(tmp_path / "net.onnx", sentences())
     expected = measured_sensitivities(file)
     calls: list[str] = []
-    measure = sensitivity._Measurement.of_nodes
+    measure = calibration._Measurement.of_nodes
 
     def interrupted(
-        self: sensitivity._Measurement, site: Site, passes: int, seed: int
+        self: calibration._Measurement, site: Site, passes: int, seed: int
     ) -> dict[str, torch.Tensor]:
         calls.append(site.name)
         if len(calls) == 2:
             raise KeyboardInterrupt
         return measure(self, site, passes, seed)
 
-    monkeypatch.setattr(sensitivity._Measurement, "of_nodes", interrupted)
+    monkeypatch.setattr(calibration._Measurement, "of_nodes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         measured_sensitivities(file, folder=tmp_path / "fits")
     resumed = measured_sensitivities(file, folder=tmp_path / "fits")
@@ -155,18 +155,18 @@ def test_memory_is_bounded_by_smaller_batches(tmp_path: Path, monkeypatch: pytes
     network = network_of(convolutions(), tmp_path)
     feeds = [{"x": images(32)}]
     sites = find_sites(network, feeds[0])
-    expected = capture.collect_moments(network, sites, feeds)
+    expected = calibration.collect_moments(network, sites, feeds)
     seen: list[int] = []
-    run = capture.Captured.run
+    run = calibration.Captured.run
 
-    def spied(self: capture.Captured, feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def spied(self: calibration.Captured, feed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         found = run(self, feed)
         seen.append(sum(value.nbytes for value in found.values()))
         return found
 
-    monkeypatch.setattr(capture, "_CAPTURED", 20_000)
-    monkeypatch.setattr(capture.Captured, "run", spied)
-    found = capture.collect_moments(network, sites, feeds)
+    monkeypatch.setattr(calibration, "_CAPTURED", 20_000)
+    monkeypatch.setattr(calibration.Captured, "run", spied)
+    found = calibration.collect_moments(network, sites, feeds)
     assert max(seen) <= 20_000
     for name, moments in expected.items():
         torch.testing.assert_close(
@@ -209,15 +209,15 @@ def test_what_is_too_wide_for_a_matrix_has_none(
     _, file = exported
     feeds = [{file.inputs[0].name: images(20)}]
     sites = find_sites(file, feeds[0])
-    monkeypatch.setattr(sensitivity, "WIDEST", 6)
+    monkeypatch.setattr(calibration, "WIDEST", 6)
     monkeypatch.setattr("decomposition.calibration.metric.WIDEST", 30)
-    found = sensitivity.collect_sensitivities(file, sites, feeds, passes=600)
+    found = calibration.collect_sensitivities(file, sites, feeds, passes=600)
     assert set(found) == {site.name for site in sites[1:]}  # the first has 8 outputs
-    kept = [capture.collect_moments(file, sites, feeds)[site.name].covariance for site in sites]
+    kept = [calibration.collect_moments(file, sites, feeds)[site.name].covariance for site in sites]
     assert [isinstance(each, RowFactor) for each in kept] == [False, True, True]  # 27, 72 and 96 inputs
     monkeypatch.setattr("decomposition.memory.free_memory", lambda: 1000)
     with pytest.raises(DecompositionError, match="second moments of the inputs of 3 layers take"):
-        capture.collect_moments(file, sites, feeds)
+        calibration.collect_moments(file, sites, feeds)
 
 
 VALID = np.random.default_rng(0).random((60, 6, 1)) < 0.7

@@ -17,10 +17,10 @@ from small_graphs import Array, generator, images, model_of, network_of, of_low_
 import rankrl
 from decomposition import DecompositionError
 from rankrl.errors import ExportError
-from rankrl.onnx.export.channel_padding import pad_channels
+from rankrl.onnx.export.graph_passes import pad_channels
 from rankrl.onnx.export.integer_nodes import integer_nodes
 from rankrl.onnx.graph import OnnxGraphError, PreparedFile, find_sites, network_costs
-from rankrl.onnx.graph.node_layers import foreign_reason
+from rankrl.onnx.graph.sites import foreign_reason
 
 X = {"x": images(20)}
 LITTLE: dict[str, Any] = {

@@ -24,7 +24,7 @@ import rankrl
 from decomposition import Quantise
 from rankrl.errors import ExportError
 from rankrl.onnx.graph import OnnxNetwork, find_sites, network_costs, prepared_file
-from rankrl.onnx.graph.node_layers import Site
+from rankrl.onnx.graph.sites import Site
 
 X = np.random.default_rng(1).standard_normal((60, 6, 7, 7)).astype(np.float32)
 PARAMS = {"c1": 24 * 54, "c2": 32 * 24 * 9, "fc": 12 * 32}

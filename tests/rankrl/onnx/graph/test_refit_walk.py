@@ -16,11 +16,11 @@ from small_graphs import FRAMES, Array, drawn, generator, model_of, network_of, 
 
 from decomposition import CompressionPlan, Factorise
 from decomposition.plan.plan import LayerPlan, fingerprint
-from rankrl.onnx.graph import capture, find_sites, refit
-from rankrl.onnx.graph.capture import Captured
+from rankrl.onnx.graph import calibration, compressed, find_sites
+from rankrl.onnx.graph.calibration import Captured
+from rankrl.onnx.graph.compressed import CompressedGraph, refitted_graph
 from rankrl.onnx.graph.network import OnnxNetwork, open_session
-from rankrl.onnx.graph.node_layers import Site
-from rankrl.onnx.graph.refit import CompressedGraph, refitted_graph
+from rankrl.onnx.graph.sites import Site
 
 LATE = drawn(80, 8, 9, 9)
 FACTORISED = {"one": (5, 4), "third": (3,)}
@@ -82,7 +82,7 @@ def branching() -> onnx.ModelProto:
     )
 
 
-class Compared(refit.GraphWalk):
+class Compared(compressed.GraphWalk):
     """A walk whose values are those of a run from the inputs of the network to the node."""
 
     def __init__(self, *arguments: Any, room: int) -> None:
@@ -117,12 +117,12 @@ def refitted(network: OnnxNetwork) -> CompressedGraph:
     return refitted_graph(network, sites, plan, batches, sensitivities={})
 
 
-@pytest.mark.parametrize(("room", "largest"), [(refit.KEPT, 2**26), (1_500_000, 100_000), (0, 100_000)])
+@pytest.mark.parametrize(("room", "largest"), [(compressed.KEPT, 2**26), (1_500_000, 100_000), (0, 100_000)])
 def test_nodes_receive_what_the_whole_graph_before_them_computes(
     network: OnnxNetwork, room: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "_LARGEST", largest)
-    monkeypatch.setattr(refit, "GraphWalk", partial(Compared, room=room))
+    monkeypatch.setattr(calibration, "_LARGEST", largest)
+    monkeypatch.setattr(compressed, "GraphWalk", partial(Compared, room=room))
     result = refitted(network)
     assert list(result.errors) == ["one", "inner", "aside", "third", "last"]
 
@@ -134,7 +134,7 @@ def test_what_was_run_is_not_run_again(network: OnnxNetwork, monkeypatch: pytest
         runs.update(str(node.name) for node in model.graph)
         return open_session(model, source, **options)
 
-    monkeypatch.setattr(refit, "open_session", counted)
+    monkeypatch.setattr(compressed, "open_session", counted)
     refitted(network)
     assert [runs[name] for name in ("first", "relu", "average", "if", "flatten")] == [2] * 5  # two graphs
     assert runs["inner"] > 2  # it lies before a node that is fitted earlier, with "one"

@@ -31,8 +31,8 @@ import rankrl
 from decomposition import collect_moments, inspect_layers
 from decomposition.calibration.metric import whole
 from rankrl.onnx.graph import Site, find_sites, network_costs
-from rankrl.onnx.graph.capture import Captured
-from rankrl.onnx.graph.capture import collect_moments as moments_of_nodes
+from rankrl.onnx.graph.calibration import Captured
+from rankrl.onnx.graph.calibration import collect_moments as moments_of_nodes
 
 
 def sites_of(model: Any, feed: dict[str, Array], folder: Path) -> dict[str, Site]:

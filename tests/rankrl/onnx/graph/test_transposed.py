@@ -14,8 +14,8 @@ from small_graphs import MAPS, OPSETS, Array, network_of, upsampling
 
 import rankrl
 from decomposition import Factorise, LayerPlan, PlanError, Quantise
-from rankrl.onnx.graph import find_sites, sensitivity
-from rankrl.onnx.graph.node_layers import Site
+from rankrl.onnx.graph import calibration, find_sites
+from rankrl.onnx.graph.sites import Site
 from rankrl.options.decomposition import FILE_FORMATS
 from rankrl.options.timing import LatencyOptions
 from rankrl.result import Compression
@@ -94,10 +94,10 @@ def test_sensitivities_count_all_that_lands_on_a_position(tmp_path: Path) -> Non
     network = network_of(upsampling(), tmp_path)
     found = find_sites(network, {"x": MAPS})
     last = next(site for site in found if site.name == "along")
-    matrix = sensitivity.collect_sensitivities(network, [last], [{"x": MAPS}])["along"]
+    matrix = calibration.collect_sensitivities(network, [last], [{"x": MAPS}])["along"]
     assert matrix.shape == (20, 20)
     (y,) = network.session().run({"x": MAPS})
     # The node is the last one, so that an output channel counts as often as it has positions.
-    first = y[: sensitivity.ANSWERED]
+    first = y[: calibration.ANSWERED]
     expected = torch.eye(20, dtype=torch.float64) * y.shape[2] / float(np.mean(np.square(first)))
     torch.testing.assert_close(matrix, expected, rtol=1e-3, atol=1e-3)

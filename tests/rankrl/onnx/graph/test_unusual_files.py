@@ -13,9 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import rankrl
 from rankrl.onnx.graph.network import Array, OnnxNetwork
-from rankrl.onnx.graph.node_layers import Site
 from rankrl.onnx.graph.prepared_file import network_costs
-from rankrl.onnx.graph.sites import find_sites
+from rankrl.onnx.graph.sites import Site, find_sites
 
 DRAWN = np.random.default_rng(0)
 X = DRAWN.standard_normal((60, 16)).astype(np.float32)
