@@ -65,7 +65,7 @@ REGISTRIES = [
     ("pruning.registry", "_PRUNERS"),
     ("optim.registry", "_records"),
     ("rankrl.runs.tracking", "_TRACKERS"),
-    ("rankrl.onnx.runtimes.runtime", "_RUNTIMES"),
+    ("rankrl.onnx.runtimes", "_RUNTIMES"),
 ]
 NEEDS_MORE = re.compile(
     r"dataset=(?:cifar|mnist|imagefolder)|experiment=|tracking=(?:mlflow|wandb)|hydra/launcher="

@@ -29,8 +29,7 @@ from decomposition.memory import release_memory, without_room
 from decomposition.operations import computes_in_integers
 from decomposition.progress import progress_bar
 from decomposition.rewrites import Rewrite
-from rankrl.networks.graph_losses import GraphLibrary, NodeLosses
-from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
+from rankrl.networks.graph_scoring import FileMetric, GraphLibrary, NodeLosses, OnnxScoring, SessionScore
 from rankrl.networks.network import CandidateOptions, WrittenFile
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.onnx_file import write_checked
@@ -53,9 +52,8 @@ from rankrl.timing.network_timer import GraphFiles, NetworkTimer, compared_with_
 from rankrl.verify.activations import Activations, DenseGraph, activation_bytes
 from rankrl.verify.agreement import OutputAgreement, agreement_score, agreement_values
 from rankrl.verify.certificate import OWN_SCORE, Basis, collapse
-from rankrl.verify.file_export import rival_numbers
+from rankrl.verify.file_export import ComparedFiles, rival_numbers, runtime_numbers
 from rankrl.verify.measure import layer_row, once_per_network
-from rankrl.verify.runtimes import ComparedFiles, runtime_numbers
 
 
 class FileSession:

@@ -61,10 +61,10 @@ from rankrl.verify.file_export import (
     export_dense,
     export_file,
     int8_numbers,
+    module_runtimes,
     unlike_file,
 )
 from rankrl.verify.measure import Measure, layer_rows, stored_bytes
-from rankrl.verify.runtimes import module_runtimes
 
 log = logging.getLogger(__name__)
 

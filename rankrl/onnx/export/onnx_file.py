@@ -50,7 +50,7 @@ from rankrl.onnx.export.graph_passes import (
 from rankrl.onnx.export.tracing import convert, inference_copy, input_names, plain_names, trace
 from rankrl.onnx.graph_edits import opset_of
 from rankrl.onnx.protobuf import load_model, to_proto
-from rankrl.onnx.runtimes.onnx_runtime import inference_session
+from rankrl.onnx.runtimes import inference_session
 from rankrl.options.timing import LatencyOptions
 from rankrl.verbs import verb
 

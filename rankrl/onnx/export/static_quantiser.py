@@ -37,7 +37,7 @@ from rankrl.onnx.graph_edits import (
     without_unused,
 )
 from rankrl.onnx.protobuf import to_proto
-from rankrl.onnx.runtimes.onnx_runtime import inference_session
+from rankrl.onnx.runtimes import inference_session
 
 log = logging.getLogger(__name__)
 

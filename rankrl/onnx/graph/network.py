@@ -38,7 +38,7 @@ from rankrl.onnx.protobuf import (
     store_densely,
     to_proto,
 )
-from rankrl.onnx.runtimes.onnx_runtime import inference_session
+from rankrl.onnx.runtimes import inference_session
 
 LEAST_OPSET = 13
 _LEAST_IR = 7

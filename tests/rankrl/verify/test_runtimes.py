@@ -20,7 +20,7 @@ from rankrl.onnx.export.int8 import nncf_obstacle, quantise_with_nncf
 from rankrl.onnx.runtimes import get_runtime, open_session
 from rankrl.options.timing import LatencyOptions
 from rankrl.timing.network_timer import NetworkTimer
-from rankrl.verify import runtimes
+from rankrl.verify import file_export
 
 OPENVINO = pytest.mark.skipif(get_runtime("openvino").obstacle() is not None, reason="openvino is missing")
 NNCF = pytest.mark.skipif(nncf_obstacle() is not None, reason="NNCF is missing")
@@ -43,7 +43,7 @@ def compressed(file: Path, timing: LatencyOptions, **options: Any) -> rankrl.Com
 
 @OPENVINO
 def test_a_file_is_scored_and_timed_in_every_runtime(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtimes, "nncf_obstacle", lambda: "NNCF is missing")
+    monkeypatch.setattr(file_export, "nncf_obstacle", lambda: "NNCF is missing")
     timing = LatencyOptions(batch=4, runs=2, runtimes=("openvino",))
     section = compressed(file, timing, params=0.8).runtimes
     assert section is not None
@@ -64,7 +64,7 @@ def test_a_file_is_scored_and_timed_in_every_runtime(file: Path, monkeypatch: py
 
 @OPENVINO
 def test_so_is_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtimes, "nncf_obstacle", lambda: "NNCF is missing")
+    monkeypatch.setattr(file_export, "nncf_obstacle", lambda: "NNCF is missing")
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     timing = LatencyOptions(batch=4, runs=2, runtimes=("openvino",))
@@ -98,7 +98,7 @@ def test_layers_plans_and_files_are_timed_where_the_budget_goes_by(
             return open_session(path, runtime=runtime, **options)
 
         monkeypatch.setattr(f"{where}.open_session", look)
-    monkeypatch.setattr(runtimes, "runtime_numbers", lambda *_, **__: None)
+    monkeypatch.setattr(file_export, "runtime_numbers", lambda *_, **__: None)
     monkeypatch.setattr("rankrl.networks.graph.runtime_numbers", lambda *_, **__: None)
     whole = NetworkTimer.whole
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from rankrl.onnx.export import export_onnx, quantise_onnx
-from rankrl.onnx.export.integer_nodes import integer_nodes, join_hard_swishes, pool_means
+from rankrl.onnx.export.int8 import integer_nodes, join_hard_swishes, pool_means
 
 SHAPE = (8, 10, 10)
 

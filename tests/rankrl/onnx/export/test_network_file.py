@@ -26,7 +26,7 @@ from decomposition import (
 )
 from rankrl.errors import ExportError
 from rankrl.onnx.export import class_agreement, export_network, export_onnx, verify_onnx
-from rankrl.onnx.export.integer_nodes import integer_nodes
+from rankrl.onnx.export.int8 import integer_nodes
 from rankrl.onnx.export.static_quantiser import as_in_file, integer_bits, runnable
 from rankrl.onnx.runtimes import open_session
 

@@ -7,8 +7,9 @@ import pytest
 from torch import nn
 
 from rankrl.errors import ConfigError
+from rankrl.onnx import runtimes
 from rankrl.onnx.export import ExportResult
-from rankrl.onnx.runtimes import get_runtime, list_runtimes, onnx_runtime, open_session
+from rankrl.onnx.runtimes import get_runtime, list_runtimes, open_session
 from rankrl.testing import RuntimeContract
 
 
@@ -46,7 +47,7 @@ def test_onnxruntime_without_cuda_says_what_is_missing(
     built: bool, starts: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     providers = ["CPUExecutionProvider", *(["CUDAExecutionProvider"] if built else [])]
-    monkeypatch.setattr(onnx_runtime.onnxruntime, "get_available_providers", lambda: providers)
-    monkeypatch.setattr(onnx_runtime, "_starts", lambda: starts)
+    monkeypatch.setattr(runtimes.onnxruntime, "get_available_providers", lambda: providers)
+    monkeypatch.setattr(runtimes, "_starts", lambda: starts)
     obstacle = get_runtime("onnxruntime_cuda").obstacle()
     assert obstacle is None if said is None else said in str(obstacle)

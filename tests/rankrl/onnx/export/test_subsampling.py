@@ -23,7 +23,7 @@ from decomposition import FitOptions, Quantise, apply_plan, calibrate_ranges, ma
 from rankrl.models.zoo import CifarResNet
 from rankrl.onnx.export import export_network, export_onnx, quantise_onnx
 from rankrl.onnx.export.graph_passes import convolve_subsampling, selects, store_selections
-from rankrl.onnx.export.integer_nodes import integer_nodes
+from rankrl.onnx.export.int8 import integer_nodes
 
 SHAPE = (3, 16, 16)
 END = np.iinfo(np.int64).max

@@ -18,7 +18,7 @@ import rankrl
 from decomposition import DecompositionError
 from rankrl.errors import ExportError
 from rankrl.onnx.export.graph_passes import pad_channels
-from rankrl.onnx.export.integer_nodes import integer_nodes
+from rankrl.onnx.export.int8 import integer_nodes
 from rankrl.onnx.graph import OnnxGraphError, PreparedFile, find_sites, network_costs
 from rankrl.onnx.graph.sites import foreign_reason
 

@@ -14,8 +14,7 @@ from decomposition import CandidateSet, Factorise, memory
 from decomposition.calibration.moments import fit_sizes
 from decomposition.network.rounding import REDUCED_BITS, largest_integer
 from rankrl.networks.graph import fit_library
-from rankrl.networks.graph_losses import GraphLibrary, NodeLosses, NodeTail
-from rankrl.networks.graph_scoring import ScoringGraph
+from rankrl.networks.graph_scoring import GraphLibrary, NodeLosses, NodeTail, ScoringGraph
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.static_quantiser import sums_overflow

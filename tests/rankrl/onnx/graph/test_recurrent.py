@@ -16,8 +16,7 @@ import rankrl
 from decomposition import CompressionPlan, LayerPlan, PlanError, Quantise, inspect_layers
 from decomposition.network.rounding import REDUCED_BITS
 from rankrl.networks.graph import fit_library
-from rankrl.networks.graph_losses import NodeLosses
-from rankrl.networks.graph_scoring import ScoringGraph
+from rankrl.networks.graph_scoring import NodeLosses, ScoringGraph
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.export.static_quantiser import sums_overflow
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile, find_sites
