@@ -32,7 +32,6 @@ from decomposition.rewrites import Rewrite
 from rankrl.networks.graph_scoring import FileMetric, GraphLibrary, NodeLosses, OnnxScoring, SessionScore
 from rankrl.networks.network import CandidateOptions, WrittenFile
 from rankrl.onnx.export import quantise_onnx
-from rankrl.onnx.export.onnx_file import write_checked
 from rankrl.onnx.export.static_quantiser import RangeChoice
 from rankrl.onnx.graph.calibration import collect_moments, collect_sensitivities, first_inputs
 from rankrl.onnx.graph.compressed import CompressedGraph, check_contracted, refitted_graph, write_graph
@@ -41,7 +40,7 @@ from rankrl.onnx.graph.prepared_file import PreparedFile, chosen_ranges, network
 from rankrl.onnx.graph.rewrite import MARKED
 from rankrl.onnx.graph.sites import Site, SiteModules
 from rankrl.onnx.graph_edits import quantises
-from rankrl.onnx.protobuf import to_proto
+from rankrl.onnx.protobuf import to_proto, write_checked
 from rankrl.onnx.runtimes import Session
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.timing import LatencyOptions

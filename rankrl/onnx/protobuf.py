@@ -11,11 +11,15 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 from google.protobuf.message import Message  # type: ignore[import-untyped, unused-ignore]
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as MissingKernel
 
-from rankrl.errors import ExportError
+from rankrl.errors import DefectError, ExportError
+from rankrl.files import write_atomically
 from rankrl.onnx.graph_edits import STANDARD
+from rankrl.onnx.runtimes import inference_session
 
 _MOST_BYTES = 2**31 - 1
 """Largest size of one protobuf message, a whole network, in bytes."""
@@ -235,3 +239,29 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
 def save_model(model: ir.Model, path: str | Path) -> None:
     """Write a model as one file, unchecked."""
     onnx.save(to_proto(model), path)
+
+
+def write_checked(
+    model: ir.Model | onnx.ModelProto, path: str | Path, what: str, *, full_check: bool = False
+) -> int:
+    """Write a file if ONNX's checker accepts it and onnxruntime, if it can, loads it; return its size."""
+    proto = to_proto(model) if isinstance(model, ir.Model) else model
+    try:
+        data = proto.SerializeToString()
+    except Exception as error:  # ValueError or protobuf's own, by its version
+        raise ExportError(
+            f"cannot write {what} as one ONNX file: {error}. A model of 2 GiB or more does not fit into one."
+        ) from error
+    try:
+        onnx.checker.check_model(proto, full_check=full_check)
+        inference_session(data, 1)
+    except MissingKernel:
+        pass
+    except Exception as error:  # neither onnx's errors nor onnxruntime's have a base of their own
+        raise DefectError(
+            f"{what} is damaged, so nothing was written to {path}: {error}. This is a fault of "
+            "rankrl's, not of your network or options: please report it with the command, the original file "
+            f"and the versions, onnx {onnx.__version__} and onnxruntime {onnxruntime.__version__}"
+        ) from error
+    write_atomically(path, data)
+    return len(data)

@@ -20,7 +20,7 @@ from decomposition.formats.tensor_format import _FORMATS
 from decomposition.operations import Quantise
 from decomposition.testing import FormatContract
 from rankrl.errors import ConfigError
-from rankrl.onnx.export.network_file import export_network
+from rankrl.onnx.export.onnx_file import export_network
 from rankrl.onnx.graph.rewrite import writable_formats
 from rankrl.options.decomposition import FILE_FORMATS
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rankrl.onnx.export.int8 import quantise_onnx
-from rankrl.onnx.export.network_file import class_agreement, export_network
-from rankrl.onnx.export.onnx_file import ExportResult, export_onnx
+from rankrl.onnx.export.onnx_file import ExportResult, class_agreement, export_network, export_onnx
 from rankrl.onnx.export.tracing import onnx_accuracy, verify_onnx
 
 __all__ = [

@@ -26,7 +26,6 @@ from onnx_ir.passes import common as passes
 
 from rankrl.errors import ExportError
 from rankrl.onnx.export.graph_passes import selects, store_selections, unpad_channels
-from rankrl.onnx.export.onnx_file import write_checked
 from rankrl.onnx.export.static_quantiser import Cut, Feed, RangeChoice, StaticQuantiser, reduces
 from rankrl.onnx.graph_edits import (
     dequantises,
@@ -43,7 +42,7 @@ from rankrl.onnx.graph_edits import (
     values_in,
     without_unused,
 )
-from rankrl.onnx.protobuf import load_model
+from rankrl.onnx.protobuf import load_model, write_checked
 from rankrl.onnx.runtimes import Batch, open_session
 
 _STEPS = 255  # between the ends of a uint8 range

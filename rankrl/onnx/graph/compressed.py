@@ -44,8 +44,7 @@ from decomposition.plan.apply import fitted_layer
 from decomposition.plan.plan import without_growth
 from rankrl.errors import OnnxGraphError
 from rankrl.onnx.export.int8 import quantise_onnx
-from rankrl.onnx.export.network_file import INT4_OPSET, rounded_tensor, store_integers
-from rankrl.onnx.export.onnx_file import write_checked
+from rankrl.onnx.export.onnx_file import INT4_OPSET, rounded_tensor, store_integers
 from rankrl.onnx.export.static_quantiser import RangeChoice
 from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.calibration import FINAL_ELEMENTS, Captured, drawn_patches, in_parts, most_patches
@@ -66,7 +65,7 @@ from rankrl.onnx.graph_edits import (
     used_by,
     without_unused,
 )
-from rankrl.onnx.protobuf import load_model, save_model, to_proto
+from rankrl.onnx.protobuf import load_model, save_model, to_proto, write_checked
 
 KEPT = 3 * 2**27
 """Bytes that a walk keeps of the values between two nodes, of all batches together.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rankrl.errors import DefectError, ExportError, RankrlError, StorageError
 from rankrl.onnx.export import ExportResult, export_onnx, verify_onnx
-from rankrl.onnx.export.onnx_file import write_checked
+from rankrl.onnx.protobuf import write_checked
 
 SHAPE = (3, 8, 8)
 Maker = Callable[[str], nn.Module]

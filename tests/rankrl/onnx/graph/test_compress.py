@@ -19,7 +19,7 @@ from decomposition import CompressionPlan, DecompositionError, Factorise, Quanti
 from rankrl import file_compression
 from rankrl.errors import ConfigError, NonFiniteError
 from rankrl.networks import graph
-from rankrl.onnx.export.network_file import INT4_OPSET
+from rankrl.onnx.export.onnx_file import INT4_OPSET
 from rankrl.onnx.graph import OnnxGraphError
 from rankrl.options.decomposition import FILE_FORMATS
 from rankrl.options.timing import LatencyOptions
