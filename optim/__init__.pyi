@@ -1,4 +1,5 @@
 from .graph import StepNode, build_step_model, optimizer_from_model, read_step_model, step_inputs
+from .kernels import SparseGradientError
 from .optimizers import OnnxAdagrad, OnnxAdam, OnnxOptimizer, sgd
 from .registry import (
     OptimizerRecord,
@@ -7,7 +8,6 @@ from .registry import (
     optimizer_record,
     register_optimizer,
 )
-from .settings import SparseGradientError
 
 __all__ = [
     "OnnxAdagrad",

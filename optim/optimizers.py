@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from optim.kernels import ALPHA, BETA, EPSILON, foreach_increase_, update_adagrad, update_adam
-from optim.registry import register_optimizer
-from optim.settings import (
+from optim.kernels import (
+    ALPHA,
+    BETA,
+    EPSILON,
     Count,
     SparseGradientError,
     check_coefficient,
@@ -22,7 +23,11 @@ from optim.settings import (
     check_params,
     check_rate,
     check_update_count,
+    foreach_increase_,
+    update_adagrad,
+    update_adam,
 )
+from optim.registry import register_optimizer
 
 # Options added later: states saved without them leave them unchanged.
 _ADDED = {"maximize": False, "foreach": None, "capturable": False}

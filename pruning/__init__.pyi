@@ -1,6 +1,5 @@
-from . import reconstruction
 from .blocks import ResidualBlock, remove_blocks, require_blocks_suffice, residual_blocks
-from .criteria import Criterion
+from .criteria import Criterion, reconstruction
 from .errors import PruningError
 from .groups import ChannelGroup, KeptChannels, channel_groups, removable_groups
 from .masked_network import MaskedNetwork
@@ -8,14 +7,15 @@ from .masks import ChannelMask, GroupLassoMask, HardConcreteMask
 from .registry import Pruner, get_pruner, list_pruners, register_pruner
 from .removal import kept_inputs, kept_norms, remove_channels, untrained_copy
 from .selection import keep_share, keep_within
-from .training import MaskTrainingState, train_masks
-from .training_options import (
+from .training import (
     MaskEpoch,
     MaskTrainingOptions,
     MaskTrainingResult,
+    MaskTrainingState,
     PushPull,
     QualityJump,
     StrengthController,
+    train_masks,
 )
 
 __all__ = [

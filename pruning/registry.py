@@ -44,7 +44,7 @@ class Pruner:
 
 
 _PRUNERS: dict[str, Pruner] = {}
-_MODULES = ("blocks", "criteria", "masks", "reconstruction")
+_MODULES = ("blocks", "criteria", "masks")
 """The modules that register ours."""
 
 

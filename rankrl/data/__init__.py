@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankrl.data import arrays, imagefolder, published
+from rankrl.data import sources
 from rankrl.data.datasets import SourceFiles, dataset_source, list_datasets, load_dataset, register_dataset
 from rankrl.data.images import Augmentation, ImageData, Images, Preprocessing, TestImages
 from rankrl.data.sample import augmented_copy, batches
@@ -14,13 +14,11 @@ __all__ = [
     "Preprocessing",
     "SourceFiles",
     "TestImages",
-    "arrays",
     "augmented_copy",
     "batches",
     "dataset_source",
-    "imagefolder",
     "list_datasets",
     "load_dataset",
-    "published",
     "register_dataset",
+    "sources",
 ]

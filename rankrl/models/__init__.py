@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankrl.models import custom, zoo
+from rankrl.models import zoo
 from rankrl.models.checkpoint import (
     checkpoint_heldout,
     checkpoint_preprocessing,
@@ -25,7 +25,6 @@ __all__ = [
     "checkpoint_heldout",
     "checkpoint_preprocessing",
     "create_model",
-    "custom",
     "default_lr",
     "list_models",
     "load_checkpoint",

@@ -13,8 +13,7 @@ from onnx.backend.test.case.node import adagrad as _adagrad_cases  # noqa: F401 
 from onnx.backend.test.case.node import adam as _adam_cases  # noqa: F401 - registers its cases
 
 from optim import OnnxAdagrad, OnnxAdam
-from optim.kernels import complement
-from optim.settings import adagrad_rates, adam_rates
+from optim.kernels import adagrad_rates, adam_rates, complement
 
 OFFICIAL_CASES = {case.name: case for case in node_cases._NodeTestCases}
 

@@ -26,8 +26,7 @@ from pruning import (
     StrengthController,
     train_masks,
 )
-from pruning.training import FULL_PHASE, adam
-from pruning.training_options import linear
+from pruning.training import FULL_PHASE, adam, linear
 
 INFORMATIVE = [1, 4]
 MASKS: dict[str, Callable[[int], ChannelMask]] = {

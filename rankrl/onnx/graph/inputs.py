@@ -16,8 +16,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from rankrl.data.imagefolder import SUFFIXES, decode_images, image_files
 from rankrl.data.sample import is_number_of_inputs
+from rankrl.data.sources import SUFFIXES, decode_images, image_files
 from rankrl.errors import OnnxGraphError
 from rankrl.onnx.graph.batch_axes import (
     Axes,

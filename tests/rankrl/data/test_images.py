@@ -26,7 +26,7 @@ from rankrl.data import (
     batches,
     load_dataset,
 )
-from rankrl.data.imagefolder import decode_images
+from rankrl.data.sources import decode_images
 from rankrl.errors import ConfigError, DataError
 
 

@@ -15,7 +15,7 @@ from small_graphs import convolutions, images, model_of, network_of, save_photos
 from torchvision import transforms
 
 import rankrl
-from rankrl.data.imagefolder import image_files
+from rankrl.data.sources import image_files
 from rankrl.errors import DataError
 from rankrl.onnx.graph import ImagePreprocessing, OnnxGraphError, OnnxNetwork, read_inputs, split_inputs
 from rankrl.onnx.graph.inputs import checked
