@@ -1,5 +1,4 @@
-from .calibration.moments import InputMoments, collect_moments, reestimate_batch_norm
-from .calibration.sensitivity import collect_sensitivities
+from .calibration.moments import InputMoments, collect_moments, collect_sensitivities, reestimate_batch_norm
 from .choose.allocation import allocate, allocate_many
 from .choose.budget import Budget, LatencyTable
 from .choose.candidates import Candidate, CandidateSet, plan_from_choices

@@ -30,11 +30,11 @@ from decomposition.calibration.moments import (
     UNREACHED,
     InputMoments,
     collect_moments,
+    collect_sensitivities,
     fit_sizes,
     settled,
     warn_unreached,
 )
-from decomposition.calibration.sensitivity import collect_sensitivities
 from decomposition.choose.candidates import Candidate, CandidateSet
 from decomposition.choose.listing import CandidateLister, changing_layers, count_norm_parameters, within
 from decomposition.choose.processes import Spread, in_processes

@@ -11,8 +11,12 @@ from torch import nn
 
 from decomposition.calibration.calibration_set import CalibrationInputs, checked_batches
 from decomposition.calibration.metric import is_finite
-from decomposition.calibration.moments import PATCHES_PER_LAYER, InputMoments, collect_moments
-from decomposition.calibration.sensitivity import collect_sensitivities
+from decomposition.calibration.moments import (
+    PATCHES_PER_LAYER,
+    InputMoments,
+    collect_moments,
+    collect_sensitivities,
+)
 from decomposition.errors import DecompositionError
 from decomposition.fit.fit_options import FitOptions
 from decomposition.fit.refit import Refit, RefitProblem, Solved, absorbs_mean, refit_in_lockstep

@@ -275,7 +275,7 @@ def test_moments_that_nothing_makes_positive_are_refused() -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of more than 20 inputs count as very wide ones."""
-    for module in ("calibration.metric", "calibration.sensitivity"):
+    for module in ("calibration.metric", "calibration.moments"):
         monkeypatch.setattr(f"decomposition.{module}.WIDEST", 20)
 
 
@@ -300,7 +300,7 @@ def test_a_wide_layer_is_compressed_nearly_as_by_its_whole_moments(
     plan = make_plan(model, (4, 8), name, ranks={"0": 2})
     errors = []
     for widest, inputs in ((8192, x), (20, x), (8192, None)):
-        for module in ("calibration.metric", "calibration.sensitivity"):
+        for module in ("calibration.metric", "calibration.moments"):
             monkeypatch.setattr(f"decomposition.{module}.WIDEST", widest)
         with torch.no_grad():
             small = apply_plan(model, plan, inputs, sequential=sequential)
