@@ -7,7 +7,7 @@ alone gets another weight.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,6 +40,7 @@ from rankrl.plan_search.scores.scoring_network import CACHE_BYTES
 from rankrl.plan_search.space.problem import Choices, SearchProblem
 from rankrl.verify.agreement import (
     OutputAgreement,
+    Outputs,
     agreement,
     agreement_score,
     constant_agreement,
@@ -181,15 +182,15 @@ class OnnxScoring:
         return lambda written: original - self.of_session(written.session, "the compressed network")
 
     def _lost(self, session: onnxruntime.InferenceSession) -> float:
-        answers = _Remembered.of(self._answers(session, self.feeds))
+        answers = list(self._answers(session, self.feeds))
         losses = []
-        for index, output in enumerate(agreement(self._original, answers, self._numbers, self.output_scores)):
+        for index, output in enumerate(agreement(self._original, answers, self.output_scores)):
             losses.append(1 - output.score)
             if output.kind == "classes":
                 probabilities = self.output_scores[index].probabilities
                 known, before, after = (
-                    log_probabilities(each.rows(index), probabilities)
-                    for each in (self._known, self._original, answers)
+                    log_probabilities(np.concatenate([outputs[index] for outputs in batches]), probabilities)
+                    for batches in (self._known, self._original.batches, answers)
                 )
                 losses[-1] = max(losses[-1], expected_changes(known, before, after))
         return checked_score(float(np.mean(losses)), "the compressed network")
@@ -205,22 +206,20 @@ class OnnxScoring:
 
     def agreement(self, session: onnxruntime.InferenceSession) -> list[OutputAgreement]:
         """Compare the outputs of an open network with those of the original."""
-        answers = self._answers(session, self.feeds)
-        return agreement(self._original, answers, self._numbers, self.output_scores)
+        return agreement(self._original, self._answers(session, self.feeds), self.output_scores)
 
     def loss(self, session: onnxruntime.InferenceSession) -> float:
         """Return the loss of an open network (`mean_loss`)."""
         answers = self._answers(session, self.feeds)
-        pairs = ((self._original.run(number), answers.run(number)) for number in self._numbers)
-        return mean_loss(self.output_scores, pairs)
+        return mean_loss(self.output_scores, zip(self._original.batches, answers, strict=True))
 
     def constant_agreement(self) -> list[OutputAgreement]:
         """Compare the best constant answer with the original's outputs."""
-        return constant_agreement(self._original, self._numbers)
+        return constant_agreement(self._original)
 
     @cached_property
     def output_scores(self) -> list[OutputScore]:
-        return output_scores(self._original, self._numbers)
+        return output_scores(self._original)
 
     @property
     def fingerprint(self) -> str:
@@ -228,27 +227,19 @@ class OnnxScoring:
         scored_by = (self.metric, self.feeds) if self.score is None else score_identity(self.score)
         return digest(self.network.digest, scored_by)[:16]
 
-    @property
-    def _numbers(self) -> range:
-        return range(len(self.feeds))
+    @cached_property
+    def _original(self) -> Outputs:
+        return outputs_of(self.network.session(), self.feeds, self.network.axes)
 
     @cached_property
-    def _original(self) -> _Remembered:
-        return self._answers_of_original(self.feeds)
-
-    @cached_property
-    def _known(self) -> _Remembered:
+    def _known(self) -> list[Sequence[Array]]:
         """The original's answers to all inputs."""
-        others = self._answers_of_original(self.others)
-        return replace(self._original, answers=[*self._original.answers, *others.answers])
+        others = outputs_of(self.network.session(), self.others, self.network.axes)
+        return [*self._original.batches, *others.batches]
 
-    def _answers_of_original(self, feeds: Sequence[Feed]) -> _Remembered:
-        session = open_session(self.network.model, self.network.source)
-        return _Remembered.of(self._answers(session, feeds))
-
-    def _answers(self, session: onnxruntime.InferenceSession, feeds: Sequence[Feed]) -> NumberedAnswers:
+    def _answers(self, session: onnxruntime.InferenceSession, feeds: Sequence[Feed]) -> Iterator[list[Array]]:
         opened = GraphSession(session, self.network.source, tensors=True)
-        return NumberedAnswers(opened, feeds, self.network.axes)
+        return outputs_by_batch(opened, feeds, self.network.axes)
 
 
 class OnnxPlanEvaluator(RememberingEvaluator):
@@ -278,40 +269,15 @@ class OnnxPlanEvaluator(RememberingEvaluator):
         return each_alone(self.graph.sites, divergence)
 
 
-@dataclass(frozen=True)
-class NumberedAnswers:
-    """A network that answers batches by their number, inputs counted on the first axis of each answer."""
-
-    session: GraphSession
-    feeds: Sequence[Feed]
-    axes: BatchAxes
-
-    @property
-    def output_names(self) -> list[str]:
-        return self.session.output_names
-
-    def run(self, number: int, /) -> list[Array]:
-        answers = zip(self.output_names, self.session.run(self.feeds[number]), strict=True)
-        return [self.axes.first_axis(name, each) for name, each in answers]
+def outputs_by_batch(session: GraphSession, feeds: Sequence[Feed], axes: BatchAxes) -> Iterator[list[Array]]:
+    """Yield the outputs for each batch, inputs counted on their first axis."""
+    for feed in feeds:
+        outputs = zip(session.output_names, session.run(feed), strict=True)
+        yield [axes.first_axis(name, output) for name, output in outputs]
 
 
-@dataclass(frozen=True)
-class _Remembered:
-    """Answers to batches by their number."""
-
-    output_names: list[str]
-    answers: list[list[Array]]
-
-    @classmethod
-    def of(cls, answers: NumberedAnswers) -> _Remembered:
-        return cls(answers.output_names, [answers.run(number) for number in range(len(answers.feeds))])
-
-    def rows(self, index: int) -> Array:
-        """Return the answers of one output to all batches, inputs on the first axis."""
-        return np.concatenate([each[index] for each in self.answers])
-
-    def run(self, number: int, /) -> list[Array]:
-        return self.answers[number]
+def outputs_of(session: GraphSession, feeds: Sequence[Feed], axes: BatchAxes) -> Outputs:
+    return Outputs(session.output_names, list(outputs_by_batch(session, feeds, axes)))
 
 
 def _size(values: _Values) -> int:
@@ -590,10 +556,9 @@ class NodeLosses:
             node = next(node for node in self.nodes if node.name == name)
             model, source = self.network.graph_model(), self.network.source
             quantise_lstms(model, [(node, bits)])
-            after = NumberedAnswers(GraphSession(model, source), self._feeds, self.network.axes)
-            numbers = range(len(self._feeds))
-            answers = ((self._original.run(number), after.run(number)) for number in numbers)
-            return mean_loss(list(self._scores.values()), answers)
+            sessions = self.network.session(), GraphSession(model, source)
+            both = (outputs_by_batch(session, self._feeds, self.network.axes) for session in sessions)
+            return mean_loss(list(self._scores.values()), zip(*both, strict=True))
 
         loss: float = Cache(self.folder).value("losses", str(key), measured)
         return loss
@@ -608,14 +573,9 @@ class NodeLosses:
         return [part for feed in some for part in self.network.axes.parts(feed, size)]
 
     @cached_property
-    def _original(self) -> NumberedAnswers:
-        session = GraphSession(self.network.model, self.network.source)
-        return NumberedAnswers(session, self._feeds, self.network.axes)
-
-    @cached_property
     def _scores(self) -> dict[str, OutputScore]:
-        scores = output_scores(self._original, range(len(self._feeds)))
-        return {score.name: score for score in scores}
+        original = outputs_of(self.network.session(), self._feeds, self.network.axes)
+        return {score.name: score for score in output_scores(original)}
 
     @cached_property
     def _key(self) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,15 +14,16 @@ from rankrl.errors import ExportError
 from rankrl.onnx.output_scores import OutputKind, OutputScore, output_score
 
 
-class Answers(Protocol):
-    """A session, or a network, that returns outputs for batches of inputs."""
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs of a network, by their names, for each of several batches of inputs."""
 
-    @property
-    def output_names(self) -> list[str]:
-        """Names of the outputs."""
+    names: Sequence[str]
+    batches: Sequence[Sequence[Array]]
 
-    def run(self, feed: Any, /) -> list[Array]:
-        """Return all outputs for one batch."""
+    def of(self, index: int) -> list[Array]:
+        """Return one output for each batch, with at least one axis."""
+        return [np.atleast_1d(batch[index]) for batch in self.batches]
 
 
 @dataclass(frozen=True)
@@ -62,34 +63,22 @@ class OutputAgreement:
         return max((unit.error for unit in self.units), default=self.error)
 
 
-def output_scores(original: Answers, batches: Sequence[Any], classes: bool = False) -> list[OutputScore]:
-    _check(batches)
-    answers = [[np.atleast_1d(each) for each in original.run(feed)] for feed in batches]
-    return [
-        output_score(name, [each[index] for each in answers], classes)
-        for index, name in enumerate(original.output_names)
-    ]
-
-
-def _check(batches: Sequence[Any]) -> None:
-    if not batches:
+def output_scores(original: Outputs, classes: bool = False) -> list[OutputScore]:
+    if not original.batches:
         raise ExportError("there are no inputs to compare the networks on")
+    return [output_score(name, original.of(index), classes) for index, name in enumerate(original.names)]
 
 
 def agreement(
-    original: Answers,
-    compressed: Answers,
-    batches: Sequence[Any],
-    scores: Sequence[OutputScore] | None = None,
+    original: Outputs, compressed: Iterable[Sequence[Array]], scores: Sequence[OutputScore]
 ) -> list[OutputAgreement]:
-    _check(batches)
-    scores = output_scores(original, batches) if scores is None else scores
-    names = original.output_names
+    """Compare a compressed network's outputs, batch by batch, with the original's."""
+    names = original.names
     lost = [_SquaredError(score.units) for score in scores]
     same: list[list[Array]] = [[] for _ in names]
     values: list[list[Array]] = [[] for _ in names]
-    for feed in batches:
-        for index, (before, after) in enumerate(zip(original.run(feed), compressed.run(feed), strict=True)):
+    for known, found in zip(original.batches, compressed, strict=True):
+        for index, (before, after) in enumerate(zip(known, found, strict=True)):
             if before.shape != after.shape:
                 raise ExportError(
                     f"the output {names[index]!r} has the shape {after.shape} in the compressed network, "
@@ -167,12 +156,10 @@ def _classes(output: Array) -> Array | None:
     return None
 
 
-def constant_agreement(original: Answers, batches: Sequence[Any]) -> list[OutputAgreement]:
+def constant_agreement(original: Outputs) -> list[OutputAgreement]:
     """Return the agreement of the best constant answer: means of the outputs, the commonest class."""
-    answers = [original.run(feed) for feed in batches]
-    return [
-        _constant(name, [each[index] for each in answers]) for index, name in enumerate(original.output_names)
-    ]
+    columns = zip(*original.batches, strict=True)
+    return [_constant(name, values) for name, values in zip(original.names, columns, strict=True)]
 
 
 def _constant(name: str, values: Sequence[Array]) -> OutputAgreement:

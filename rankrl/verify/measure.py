@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -52,6 +52,7 @@ from rankrl.training.accuracy import correct_test_images, guessing_share, share
 from rankrl.training.networks import images_for_ranges, range_images
 from rankrl.verify.agreement import (
     OutputAgreement,
+    Outputs,
     agreement,
     agreement_score,
     agreement_values,
@@ -346,9 +347,9 @@ class HeldoutScore:
     def __init__(self, dense: nn.Module, sample: Sample, what: str = "heldout") -> None:
         self.sample, self.what = sample, what
         self._batches = split(sample.inputs, BATCH)
-        self._known = _Answers.of(dense, self._batches)
-        for index, answers in enumerate(self._known.answers):
-            for name, values in zip(self._known.output_names, answers, strict=True):
+        self._known = _outputs(dense, self._batches)
+        for index, outputs in enumerate(self._known.batches):
+            for name, values in zip(self._known.names, outputs, strict=True):
                 if values.dtype.kind == "f" and not np.isfinite(values).all():
                     last = min(len(sample), (index + 1) * BATCH) - 1
                     raise DataError(
@@ -356,7 +357,7 @@ class HeldoutScore:
                         f"{index * BATCH} to {last}; check its weights, and how inputs are normalised"
                     )
         self.by_class = sample.scores_classes(dense)
-        self.output_scores = output_scores(self._known, range(len(self._batches)), self.by_class)
+        self.output_scores = output_scores(self._known, self.by_class)
         self._labelled = sample.labelled()
 
     def __call__(self, network: nn.Module) -> float:
@@ -379,23 +380,19 @@ class HeldoutScore:
 
     def _right(self, network: nn.Module) -> Array:
         """Return the mask of the labelled inputs that are classified right."""
-        answers = _Answers.of(network, split(self._labelled.inputs, BATCH)).answers
-        classes = np.concatenate([scores.argmax(1) for (scores,) in answers])
-        right: Array = classes == self._labelled.labels.numpy()
+        outputs = _outputs(network, split(self._labelled.inputs, BATCH))
+        right: Array = _classes(outputs) == self._labelled.labels.numpy()
         return right
 
     def agreement(self, network: nn.Module) -> list[OutputAgreement]:
-        answers = _Answers.of(network, self._batches)
-        return agreement(self._known, answers, range(len(self._batches)), self.output_scores)
+        return agreement(self._known, _outputs(network, self._batches).batches, self.output_scores)
 
     def collapsed(self, network: nn.Module) -> str | None:
         if self.by_class:
-            share, known = guessing_share(self._labelled.labels), self._known.answers
-            dense = np.concatenate([each[0].argmax(1) for each in known])
-            right = (dense == self.sample.labels.numpy())[(self.sample.labels != UNLABELLED).numpy()]
-            return accuracy_collapse(self(network), float(right.mean()), share, len(self._labelled))
-        constant = constant_agreement(self._known, range(len(self._batches)))
-        return collapse(self.agreement(network), constant, len(self.sample))
+            share = guessing_share(self._labelled.labels)
+            dense = _class_accuracy(self._known, self.sample)
+            return accuracy_collapse(self(network), dense, share, len(self._labelled))
+        return collapse(self.agreement(network), constant_agreement(self._known), len(self.sample))
 
 
 class OwnMeasure:
@@ -450,28 +447,23 @@ class OwnInputs(FileInputs):
         return (feed_of(self.model, each) for each in split(self.calibration.inputs, BATCH))
 
     def agreement(self, baseline: Path, path: Path) -> list[OutputAgreement]:
-        return self._agreement(self._answers(baseline), self._answers(path))
+        return self._agreement(self._answers(baseline), self._answers(path).batches)
 
     def score(self, baseline: Path) -> Callable[[Session], float]:
         """Return the function that measures an open file's agreement with `baseline` on held-out inputs."""
         known = self._answers(baseline)
 
         def agreeing(session: Session) -> float:
-            feeds = (feed_of(self.model, each) for each in split(self.heldout.inputs, BATCH))
-            answers = _Answers(known.output_names, [list(session.run(feed)) for feed in feeds])
-            return agreement_score(self._agreement(known, answers))
+            return agreement_score(self._agreement(known, self._run(session)))
 
         return agreeing
 
     def worth(self, baseline: Path, path: Path) -> dict[str, float]:
         """Return the agreement of the dense network in integers and, with labels of classes, its accuracy."""
         found = self._answers(path)
-        worth = {"agreement": agreement_score(self._agreement(self._answers(baseline), found))}
+        worth = {"agreement": agreement_score(self._agreement(self._answers(baseline), found.batches))}
         if self._by_class:
-            labels = self.heldout.labels.numpy()
-            known = labels != UNLABELLED
-            classes = np.concatenate([scores.argmax(1) for (scores,) in found.answers])
-            worth["score"] = float((classes == labels)[known].mean())
+            worth["score"] = _class_accuracy(found, self.heldout)
         return worth
 
     def verified(
@@ -483,11 +475,11 @@ class OwnInputs(FileInputs):
         plain, floats = without_rounding(copied(network)), scratch / "floats.onnx"
         export_onnx(plain, floats, self.shape)
         difference = verify_onnx(plain, floats, some, runtime=runtime)
-        simulated = _Answers.of(network, split(self.heldout.inputs, BATCH))
+        simulated = _outputs(network, split(self.heldout.inputs, BATCH))
         # Errors, not classes: on few inputs a single near tie would decide.
         file, exact = self._answers(path, runtime), self._answers(floats, runtime)
         error, unrounded, moved = (
-            max(each.largest_error for each in self._agreement(known, found))
+            max(each.largest_error for each in self._agreement(known, found.batches))
             for known, found in ((simulated, file), (simulated, exact), (exact, file))
         )
         floats.unlink()
@@ -500,28 +492,29 @@ class OwnInputs(FileInputs):
             )
         return difference, 1 - error
 
-    def _agreement(self, known: _Answers, found: _Answers) -> list[OutputAgreement]:
-        batches = range(len(known.answers))
-        return agreement(known, found, batches, output_scores(known, batches, self._by_class))
+    def _agreement(self, known: Outputs, found: Iterable[Sequence[Array]]) -> list[OutputAgreement]:
+        return agreement(known, found, output_scores(known, self._by_class))
 
-    def _answers(self, path: Path, runtime: str = DEFAULT_RUNTIME) -> _Answers:
+    def _answers(self, path: Path, runtime: str = DEFAULT_RUNTIME) -> Outputs:
         """Return a file's outputs on the held-out inputs."""
-        session, names = open_session(path, runtime=runtime), load_model(path).graph.outputs
-        feeds = (feed_of(self.model, each) for each in split(self.heldout.inputs, BATCH))
-        return _Answers([str(each.name) for each in names], [list(session.run(feed)) for feed in feeds])
+        names = [str(each.name) for each in load_model(path).graph.outputs]
+        return Outputs(names, self._run(open_session(path, runtime=runtime)))
+
+    def _run(self, session: Session) -> list[Sequence[Array]]:
+        return [session.run(feed_of(self.model, each)) for each in split(self.heldout.inputs, BATCH)]
 
 
-@dataclass(frozen=True)
-class _Answers:
-    """Stored outputs, by the number of their batch."""
+def _outputs(network: nn.Module, batches: Iterable[Inputs]) -> Outputs:
+    found = [network_outputs(network, each) for each in batches]
+    return Outputs(output_names(list(found[0])), [list(each.values()) for each in found])
 
-    output_names: list[str]
-    answers: Sequence[list[Array]]
 
-    @classmethod
-    def of(cls, network: nn.Module, batches: Iterable[Inputs]) -> _Answers:
-        found = [network_outputs(network, each) for each in batches]
-        return cls(output_names(list(found[0])), [list(each.values()) for each in found])
+def _classes(outputs: Outputs) -> Array:
+    classes: Array = np.concatenate([scores.argmax(1) for (scores,) in outputs.batches])
+    return classes
 
-    def run(self, feed: int) -> list[Array]:
-        return self.answers[feed]
+
+def _class_accuracy(outputs: Outputs, sample: Sample) -> float:
+    """Return the share of the labelled inputs that get the class of their label."""
+    labels = sample.labels.numpy()
+    return float((_classes(outputs) == labels)[labels != UNLABELLED].mean())

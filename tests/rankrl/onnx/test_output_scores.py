@@ -1,7 +1,5 @@
 """Scores of outputs move with what is lost, where the place of the largest number does not."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +7,14 @@ from hypothesis import strategies as st
 from scipy.special import expit, rel_entr, softmax
 
 from rankrl.onnx.output_scores import Array, expected_changes, output_score
-from rankrl.verify.agreement import OutputAgreement, agreement, agreement_score, agreement_values
+from rankrl.verify.agreement import (
+    OutputAgreement,
+    Outputs,
+    agreement,
+    agreement_score,
+    agreement_values,
+    output_scores,
+)
 
 DRAWN = np.random.default_rng(1)
 
@@ -20,21 +25,13 @@ def _drawn_alike() -> None:
     DRAWN.bit_generator.state = np.random.default_rng(1).bit_generator.state
 
 
-@dataclass(frozen=True)
-class Outputs:
-    answers: list[Array]
-
-    @property
-    def output_names(self) -> list[str]:
-        return [f"y{number}" for number in range(len(self.answers))]
-
-    def run(self, feed: slice, /) -> list[Array]:
-        return [each[feed] for each in self.answers]
-
-
 def compared(before: list[Array], after: list[Array]) -> list[OutputAgreement]:
-    parts = [slice(start, start + 7) for start in range(0, len(before[0]), 7)]
-    return agreement(Outputs(before), Outputs(after), parts)
+    known, found = (
+        [[each[start : start + 7] for each in answers] for start in range(0, len(before[0]), 7)]
+        for answers in (before, after)
+    )
+    original = Outputs([f"y{number}" for number in range(len(before))], known)
+    return agreement(original, found, output_scores(original))
 
 
 def logits(count: int, classes: int) -> Array:

@@ -2,8 +2,7 @@
 
 import html
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import rankrl
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph import compressed
 from rankrl.onnx.graph_edits import stored
-from rankrl.verify.agreement import agreement, constant_agreement
+from rankrl.verify.agreement import Outputs, agreement, constant_agreement, output_scores
 from rankrl.verify.certificate import Certificate, accuracy_collapse, certify, collapse
 from rankrl.verify.measure import HeldoutScore, Sample
 
@@ -115,21 +114,14 @@ DRAWN = np.random.default_rng(0)
 LITTLE: dict[str, Any] = {"candidates": 4, "timing": rankrl.LatencyOptions(batch=2, runs=2)}
 
 
-@dataclass(frozen=True)
-class Function:
-    answer: Callable[[Array], Array]
-
-    @property
-    def output_names(self) -> list[str]:
-        return ["y"]
-
-    def run(self, feed: Array, /) -> list[Array]:
-        return [self.answer(feed)]
+def outputs(function: Callable[[Array], Array], batches: Sequence[Array]) -> Outputs:
+    return Outputs(["y"], [[function(batch)] for batch in batches])
 
 
 def judged(original: Callable[[Array], Array], compressed: Callable[[Array], Array], x: Array) -> str | None:
-    before, after, batches = Function(original), Function(compressed), np.array_split(x, 3)
-    return collapse(agreement(before, after, batches), constant_agreement(before, batches), len(x))
+    before, after = (outputs(function, np.array_split(x, 3)) for function in (original, compressed))
+    found = agreement(before, after.batches, output_scores(before))
+    return collapse(found, constant_agreement(before), len(x))
 
 
 def classes(count: int) -> Array:
@@ -179,7 +171,7 @@ def test_an_original_that_says_one_thing_has_nothing_to_lose() -> None:
 
 def test_the_best_constant_is_the_mean_and_the_commonest_class() -> None:
     x = DRAWN.standard_normal((30, 4)).astype(np.float32)
-    (found,) = constant_agreement(Function(lambda x: x), np.array_split(x, 4))
+    (found,) = constant_agreement(outputs(lambda x: x, np.array_split(x, 4)))
     spread = np.square(x - x.mean(0)).sum() * 30 / 29
     assert found.error == pytest.approx(np.sqrt(spread / np.square(x).sum()), rel=1e-5)
     assert found.top1 == np.bincount(x.argmax(1)).max() / 30
@@ -187,7 +179,7 @@ def test_the_best_constant_is_the_mean_and_the_commonest_class() -> None:
 
 def test_outputs_of_other_lengths_are_compared_with_one_number() -> None:
     batches = [DRAWN.standard_normal((2, length)).astype(np.float32) + 1 for length in (3, 5)]
-    (found,) = constant_agreement(Function(lambda x: x[..., None]), batches)
+    (found,) = constant_agreement(outputs(lambda x: x[..., None], batches))
     numbers = np.concatenate([each.reshape(-1) for each in batches])
     assert found.error**2 == pytest.approx(numbers.var(ddof=1) * 16 / np.square(numbers).sum(), rel=1e-5)
 
