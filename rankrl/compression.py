@@ -56,7 +56,6 @@ FILE_BATCH = 16
 
 
 def _file(network: Any, verb: str) -> Path | None:
-    """Return the path of a network in a file, None for a module."""
     if isinstance(network, str | Path):
         return Path(network)
     if isinstance(network, nn.Module):

@@ -43,7 +43,6 @@ class Precision:
 
 
 def select_device() -> torch.device:
-    """Return the CUDA device when there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -205,7 +204,6 @@ class _InFloat32(TorchFunctionMode):
 
 
 def own_types(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the types of a network's floating-point parameters and buffers, by name."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return {name: tensor.dtype for name, tensor in tensors if tensor.is_floating_point()}
 

@@ -44,7 +44,6 @@ def damaged_state(path: Path, what: str, error: Exception) -> CheckpointError:
 
 
 def read_state(path: Path, version: int, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `write_state` wrote."""
     if not path.is_file():
         raise CheckpointError(f"there is no {what} {path} to resume from")
     try:

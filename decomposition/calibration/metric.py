@@ -111,7 +111,6 @@ def cholesky(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def columns(metric: Metric) -> int:
-    """Return the size D of the metric."""
     return metric.rows.shape[1] if isinstance(metric, RowFactor) else metric.shape[1]
 
 
@@ -145,7 +144,6 @@ def products(rows: torch.Tensor, metric: Metric | None) -> torch.Tensor:
 
 
 def whole(metric: Metric) -> torch.Tensor:
-    """Return the matrix (D, D)."""
     if isinstance(metric, RowFactor):
         matrix = metric.rows.T @ metric.rows
         matrix.diagonal().add_(metric.ridge)

@@ -428,7 +428,6 @@ def collect_sensitivities(
 
 
 def _size(images: Inputs) -> int:
-    """Return the batch size of the backward pass."""
     return max(1, min(_BATCH, _ELEMENTS // max(1, numbers_in_one(images))))
 
 

@@ -335,7 +335,6 @@ def joined(batches: Sequence[Inputs]) -> Inputs:
 
 
 def described(inputs: Inputs) -> str:
-    """Return a batch's shapes and types, for messages."""
     names = list(inputs) if isinstance(inputs, dict) else [""] * len(tensors_of(inputs))
     return "; ".join(
         f"{name} shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}".strip()

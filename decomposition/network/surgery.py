@@ -188,7 +188,6 @@ def copied(model: Module) -> Module:
 
 
 def _uncopyable(model: nn.Module) -> str:
-    """Return which attribute cannot be copied, for messages."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute == "_modules":

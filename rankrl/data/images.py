@@ -50,7 +50,6 @@ class Crops:
         return Crops(self.top.to(device), self.left.to(device), self.mirrored.to(device), self.padding)
 
     def part(self, start: int, stop: int) -> Crops:
-        """Return the draws of images `start` to `stop` (excluded)."""
         return Crops(self.top[start:stop], self.left[start:stop], self.mirrored[start:stop], self.padding)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -118,7 +117,6 @@ class Preprocessing:
         return self.channels, self.height, self.width
 
     def scale_and_offset(self) -> tuple[Tensor, Tensor]:
-        """Return float32 factors (C,) with byte * scale + offset = (byte / 255 - mean) / std."""
         return scale_and_offset(self.mean, self.std)
 
     def normalised(self, images: Tensor) -> Tensor:

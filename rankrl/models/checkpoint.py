@@ -59,7 +59,6 @@ class StateDict:
 
     @cached_property
     def unexpected(self) -> list[str]:
-        """The file's names that the network lacks."""
         return [name for name in self.tensors if name not in self.expected]
 
     @cached_property

@@ -91,7 +91,6 @@ class WrittenGraph:
 
     @cached_property
     def outputs(self) -> tuple[OutputAgreement, ...]:
-        """Agreement of its outputs with the original's on held-out inputs."""
         return tuple(self.scoring.agreement(self.session))
 
 
@@ -126,11 +125,9 @@ class GraphNetwork:
 
     @property
     def caveat(self) -> str | None:
-        """Warning of nodes that hold weights but are no operators of ONNX."""
         return self.file.foreign
 
     def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Convert fractions of the file's costs to fractions of the rewritten network's."""
         return self.file.fractions(kept)
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
@@ -209,7 +206,6 @@ class GraphNetwork:
             return WrittenGraph(graph, network, self._compared)
 
     def write(self, compressed: WrittenGraph, path: Path, metadata: Mapping[str, str]) -> WrittenFile:
-        """Write a compressed network, checked against its contracted weights, and time it; see `Network`."""
         original = self._original
         verified = check_contracted(compressed.graph, self.file.split.heldout[:2], original.source)
         model = compressed.network.model.clone()
@@ -223,7 +219,6 @@ class GraphNetwork:
         return WrittenFile(verified, times, compressed.outputs, numbers, runtimes)
 
     def dense_int8(self) -> dict[str, Any] | None:
-        """Return the section `dense_int8` of metrics.json; None if it is not asked for or cannot be made."""
         split, original = self.file.split, self._original
         computes_half = self.file.original.half.computes
         if not self.timing.int8 or computes_half or any(map(quantises, original.model.graph)):
@@ -276,7 +271,6 @@ class GraphNetwork:
         return costs
 
     def score(self, compressed: WrittenGraph | None) -> float:
-        """Return the user's score, or the agreement of the outputs with the original's."""
         if self.judge is None:
             return 1.0 if compressed is None else agreement_score(compressed.outputs)
         what = "the original network" if compressed is None else "the compressed network"
@@ -301,7 +295,6 @@ class GraphNetwork:
         return Basis("agreement", "held-out inputs") if self.judge is None else OWN_SCORE
 
     def values(self, compressed: WrittenGraph | None) -> np.ndarray | None:
-        """Return the user's score of every input, or the agreement with the original."""
         if self.judge is None:
             return (
                 np.ones(self.compared_inputs)
@@ -334,7 +327,6 @@ class GraphNetwork:
 
     @property
     def compared_inputs(self) -> int:
-        """Number of inputs that `score` uses: the held-out ones."""
         return sum(map(self.file.split.axes.size, self.file.split.heldout))
 
     @cached_property

@@ -205,16 +205,13 @@ class OnnxScoring:
         return checked_score(score, what)
 
     def agreement(self, session: onnxruntime.InferenceSession) -> list[OutputAgreement]:
-        """Compare the outputs of an open network with those of the original."""
         return agreement(self._original, self._answers(session, self.feeds), self.output_scores)
 
     def loss(self, session: onnxruntime.InferenceSession) -> float:
-        """Return the loss of an open network (`mean_loss`)."""
         answers = self._answers(session, self.feeds)
         return mean_loss(self.output_scores, zip(self._original.batches, answers, strict=True))
 
     def constant_agreement(self) -> list[OutputAgreement]:
-        """Compare the best constant answer with the original's outputs."""
         return constant_agreement(self._original)
 
     @cached_property
@@ -252,11 +249,9 @@ class OnnxPlanEvaluator(RememberingEvaluator):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of everything besides the plan on which scores depend; see `Evaluator`."""
         return self.scoring.fingerprint
 
     def value(self, choices: Choices) -> float:
-        """Return the score of the network under a plan; see `evaluate` for the errors."""
         what = f"the plan with candidates {list(choices)}"
         return self.scoring.of_session(self.graph.session(choices), what)
 
@@ -386,7 +381,6 @@ class NodeTail:
         return losses
 
     def _of_network(self, outputs: Sequence[Array]) -> list[Array]:
-        """Return the network's outputs, inputs on the first axis."""
         pairs = zip(self._reached, outputs, strict=False)
         return [np.atleast_1d(self._axes.first_axis(name, output)) for name, output in pairs]
 

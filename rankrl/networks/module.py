@@ -342,7 +342,6 @@ class FileModule(ModuleNetwork):
         return WrittenFile(numbers["max_abs_difference"], times, outputs, numbers, runtimes)
 
     def dense_int8(self) -> dict[str, Any] | None:
-        """Return the section `dense_int8` of metrics.json; None if it is not asked for or cannot be made."""
         if not self.export.int8 or self.without_file:
             return None
         try:

@@ -237,7 +237,6 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
 
 
 def save_model(model: ir.Model, path: str | Path) -> None:
-    """Write a model as one file, unchecked."""
     onnx.save(to_proto(model), path)
 
 

@@ -200,7 +200,6 @@ class OnnxRuntime(Runtime):
         return str(onnxruntime.__version__)
 
     def load(self, path: str, threads: int | None) -> Session:
-        """Open the file with the CPU's provider alone."""
         return OnnxRuntimeSession(inference_session(path, threads))
 
 
@@ -258,7 +257,6 @@ class OnnxRuntimeCuda(OnnxRuntime):
         return None
 
     def load(self, path: str, threads: int | None) -> Session:
-        """Open the file with the CUDA provider first."""
         return OnnxRuntimeSession(_session(path, session_options(threads)))
 
 
@@ -302,7 +300,6 @@ class OpenVino(Runtime):
     runs_nncf: ClassVar[bool] = True
 
     def obstacle(self) -> str | None:
-        """Return a message where the package is missing, else None."""
         try:
             importlib.import_module("openvino")
         except ImportError as error:

@@ -360,7 +360,6 @@ def _rewound(
 def _applied(
     model: nn.Module, plan: CompressionPlan, data: ImageData, options: PruningOptions, calibration: Tensor
 ) -> nn.Module:
-    """Apply a plan to the dense network's weights."""
     return apply_plan(
         model,
         plan,

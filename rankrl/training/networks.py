@@ -51,7 +51,6 @@ class MeanOutputs(nn.Module):
         self.networks = nn.ModuleList(networks)
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        """Return the mean of the networks' outputs, each one tensor of the same shape."""
         return torch.stack([network(*inputs, **named) for network in self.networks]).mean(0)
 
 

@@ -104,7 +104,6 @@ class Activations:
 
 
 def activation_bytes(path: Path, feed: Batch) -> int:
-    """Return the peak memory of a file's activations on one input."""
     return Activations(load_model(path), feed).peak
 
 

@@ -179,7 +179,6 @@ def _constant(name: str, values: Sequence[Array]) -> OutputAgreement:
 
 
 def agreement_score(outputs: Sequence[OutputAgreement]) -> float:
-    """Return the mean of the outputs' scores, 1 at most."""
     return float(np.mean([each.score for each in outputs]))
 
 

@@ -41,7 +41,6 @@ def collapse(
 
 
 def _lost(unit: UnitAgreement) -> str | None:
-    """Return a message if one quantity of an output is no better than its mean, else None."""
     if unit.score > 0:
         return None
     return f"a squared error of {1 - unit.score:.2f} of its variance, more than the original's mean output"

@@ -136,7 +136,6 @@ def _written_anew(prepared: PreparedFile) -> ir.Model:
 
 
 def _rounds(prepared: PreparedFile) -> bool:
-    """Tell whether the original network rounds, to half precision or to integers."""
     return bool(prepared.network.half) or any(map(rounds, prepared.network.graph_model().graph.all_nodes()))
 
 

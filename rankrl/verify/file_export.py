@@ -482,5 +482,4 @@ def _times(timed: TimedTurns, keys: list[_Key], key: _Key) -> dict[str, Any]:
 
 
 def _before(file: str) -> str:
-    """Return the prefix of a file's entries in metrics.json."""
     return f"{file}_" if file else ""

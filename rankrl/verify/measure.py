@@ -221,7 +221,6 @@ class TestAccuracy:
         return len(self.data.test)
 
     def score(self, network: nn.Module) -> float:
-        """Return the accuracy, a fraction."""
         return share(self._correct(network))
 
     def values(self, network: nn.Module) -> Array:
@@ -261,7 +260,6 @@ class ImageInputs(FileInputs):
         return {"accuracy": onnx_accuracy(path, walk)}
 
     def worth(self, baseline: Path, path: Path) -> dict[str, float]:
-        """Return the accuracy of the dense network in integers on the test set."""
         del baseline
         return self.scores(path)
 
@@ -450,7 +448,6 @@ class OwnInputs(FileInputs):
         return self._agreement(self._answers(baseline), self._answers(path).batches)
 
     def score(self, baseline: Path) -> Callable[[Session], float]:
-        """Return the function that measures an open file's agreement with `baseline` on held-out inputs."""
         known = self._answers(baseline)
 
         def agreeing(session: Session) -> float:
@@ -459,7 +456,6 @@ class OwnInputs(FileInputs):
         return agreeing
 
     def worth(self, baseline: Path, path: Path) -> dict[str, float]:
-        """Return the agreement of the dense network in integers and, with labels of classes, its accuracy."""
         found = self._answers(path)
         worth = {"agreement": agreement_score(self._agreement(self._answers(baseline), found.batches))}
         if self._by_class:

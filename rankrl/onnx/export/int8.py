@@ -109,7 +109,6 @@ def _divided(node: ir.Node | None) -> tuple[ir.Value, float] | None:
 
 
 def _number(value: ir.Value | None) -> float | None:
-    """Return a stored scalar as a float, None where the value is none."""
     array = stored(value)
     return None if array is None or array.size != 1 else float(array.reshape(-1)[0])
 
@@ -346,7 +345,6 @@ class QuantiserCopy:
 
 
 def _unused_stem(graph: ir.Graph) -> str:
-    """Return a prefix that no name in a graph and its bodies begins with."""
     names = names_in(graph)
     stem = "q"
     while any(name.startswith(stem) for name in names):
@@ -406,7 +404,6 @@ def _prepared(
     reduce_range: bool | None,
     cut: Cut | None,
 ) -> tuple[QuantiserCopy, StaticQuantiser]:
-    """Read and check a file; return the copy that is quantised, and its quantiser."""
     session = open_session(path)
     model = _checked_model(path, partly=weights is not None)
     passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -520,7 +517,6 @@ def nncf_obstacle() -> str | None:
 
 
 def quantise_with_nncf(path: str | Path, target: str | Path, inputs: Iterable[Batch]) -> Path:
-    """Quantise a file to 8-bit integers with NNCF, through OpenVINO."""
     obstacle = nncf_obstacle()
     if obstacle is not None:
         raise ExportError(obstacle)

@@ -56,7 +56,6 @@ def input_names(model: nn.Module, inputs: Inputs) -> list[str]:
 
 
 def plain_names(count: int) -> list[str]:
-    """Return default input names: `input`, or numbered ones where there are several."""
     return [ONLY_INPUT] if count == 1 else [f"{ONLY_INPUT}_{index}" for index in range(count)]
 
 
@@ -250,7 +249,6 @@ def _given(sample: Inputs) -> str:
 
 
 def _runs(model: nn.Module, sample: Inputs) -> bool:
-    """Tell whether the model accepts the sample at all."""
     try:
         with torch.no_grad():
             run_model(model, sample)

@@ -151,7 +151,6 @@ def check_gaps(network: OnnxNetwork, sites: Sequence[Site], batches: Sequence[Fe
 
 
 def check_finite(network: OnnxNetwork, sites: Sequence[Site], feed: Feed, holds: str) -> None:
-    """Refuse a batch with which nodes receive NaN or infinite values."""
     nodes = [node.input_name for site in sites for node in site.nodes]
     outputs = [str(value.name) for value in network.model.graph.outputs]
     session = Captured(network.model, [*nodes, *outputs], network.source)
@@ -208,7 +207,6 @@ class Captured:
         self._session = GraphSession(until(model, computed), source) if computed else None
 
     def run(self, feed: Feed) -> dict[str, Array]:
-        """Return the values for one batch."""
         values = {name: np.asarray(feed[name]) for name in self._given}
         if self._session is not None:
             values |= dict(zip(self._session.output_names, self._session.run(feed), strict=True))
@@ -577,7 +575,6 @@ def fitting_inputs(network: OnnxNetwork, sites: Sequence[Site], batch: Feed) -> 
 
 
 def first_inputs(batches: Sequence[Feed], count: int, axes: BatchAxes) -> list[Feed]:
-    """Return the first inputs, in batches."""
     parts: list[Feed] = []
     left = count
     for batch in batches:

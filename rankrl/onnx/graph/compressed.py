@@ -450,7 +450,6 @@ def write_graph(
 
 
 def _with_int4(model: ir.Model) -> ir.Model:
-    """Convert a graph to an operator set with 4-bit weights."""
     opset = opset_of(model)
     if opset >= INT4_OPSET:
         return model

@@ -123,7 +123,6 @@ class ImagePreprocessing:
         return height, width
 
     def _normalised(self, pixels: Array) -> Array:
-        """Return pixels (N, H, W, channels) as float32, normalised."""
         channels = pixels.shape[-1]
         values = pixels.astype(np.float32) / 255
         for name, values_by_channel, default in (("mean", self.mean, 0.0), ("std", self.std, 1.0)):

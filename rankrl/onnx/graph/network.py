@@ -125,7 +125,6 @@ def _checked(proto: onnx.ModelProto, path: Path) -> tuple[ir.Model, SetAside]:
 
 
 def _converted(model: ir.Model, path: Path, opset: int) -> ir.Model:
-    """Convert a model to the oldest operator set that is supported."""
     try:
         converted: onnx.ModelProto = version_converter.convert_version(to_proto(model), LEAST_OPSET)
         onnx.checker.check_model(converted)
@@ -184,7 +183,6 @@ class OnnxNetwork:
 
     @classmethod
     def load(cls, path: str | Path) -> OnnxNetwork:
-        """Read a file, with the data that lie next to it, and check it."""
         model, converted, aside = read_graph(Path(path))
         network = cls(model, str(path), converted=converted, aside=aside)
         if not network.inputs:
@@ -195,7 +193,6 @@ class OnnxNetwork:
 
     @cached_property
     def inputs(self) -> tuple[GraphInput, ...]:
-        """Inputs of the network."""
         inputs = []
         for entry in self.model.graph.inputs:
             assert isinstance(entry.type, ir.TensorType)  # others are refused where the file is read
@@ -211,7 +208,6 @@ class OnnxNetwork:
         return axes_in_file(self.inputs) if self.known_axes is None else self.known_axes
 
     def with_axes(self, axes: BatchAxes) -> OnnxNetwork:
-        """Return the same network with these axes for the inputs of a batch."""
         return replace(self, known_axes=axes)
 
     def in_float32(self) -> OnnxNetwork:
@@ -227,13 +223,11 @@ class OnnxNetwork:
         return replace(self, model=in_float32(self.model, half), half=half)
 
     def as_in_file(self) -> OnnxNetwork:
-        """Return the network in the precision of its file."""
         if not self.half:
             return self
         return replace(self, model=in_half(self.model, self.half, self.source), half=HalfValues())
 
     def rewritten(self, model: ir.Model) -> OnnxNetwork:
-        """Return the same network with another graph."""
         return replace(self, model=model)
 
     def without_casts(self, kinds: Collection[ir.DataType] = (ir.DataType.DOUBLE, *HALF)) -> OnnxNetwork:
@@ -246,7 +240,6 @@ class OnnxNetwork:
         return self.aside.put_back(to_proto(self.model), tensors=tensors)
 
     def stored_bytes(self, name: str, tensor: ir.TensorProtocol) -> int:
-        """Return the bytes of a constant in the file."""
         sparse = self.aside.sparse.get(name)
         if sparse is not None and holds(sparse, tensor.numpy()):
             return sparse_bytes(sparse)
@@ -257,12 +250,10 @@ class OnnxNetwork:
         return self.model.clone()
 
     def save(self, path: Path) -> None:
-        """Write the network as one file."""
         save_model(self.model, path)
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the graph and its constants."""
         return digest(to_proto(self.model).SerializeToString())
 
     @cached_property
@@ -272,7 +263,6 @@ class OnnxNetwork:
         return {str(node.name): str(value.name) for node, value in second.items() if value is not None}
 
     def session(self, threads: int = 1) -> GraphSession:
-        """Open the network in onnxruntime."""
         return GraphSession(self.model, self.source, threads=threads)
 
 

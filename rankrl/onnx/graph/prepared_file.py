@@ -362,7 +362,6 @@ class PreparedFile:
         return [site for site in self.changing if not site.hidden]
 
     def check_gaps(self) -> None:
-        """Refuse NaN and infinities in the inputs that a node to be fitted sees (`check_gaps`)."""
         split = self.split
         sites = [site for site in self.sites if site.spec.refusal is None]
         check_gaps(self.network, sites, [*split.calibration, *split.scored, *split.heldout])
@@ -385,7 +384,6 @@ class PreparedFile:
 
     @cached_property
     def original_sites(self) -> list[Site]:
-        """The nodes of the network as the file has it."""
         if self.original is self.network:
             return list(self.sites)
         return find_sites(self.original, self.split.calibration[0])
@@ -402,7 +400,6 @@ class PreparedFile:
 
     @cached_property
     def original_totals(self) -> dict[str, int]:
-        """Costs of the network in the file, before rewriting."""
         return network_costs(self.original, self.original_sites)
 
     def fractions(self, kept: Mapping[str, float | None]) -> dict[str, float | None]:

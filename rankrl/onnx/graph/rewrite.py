@@ -68,7 +68,6 @@ def _runs_in_a_row(tensor_format: TensorFormat) -> bool:
 
 
 def check_formats(names: Sequence[str]) -> None:
-    """Refuse formats that cannot be written as plain nodes."""
     for name in names:
         get_format(name)  # an unknown one has a message of its own
         if name not in writable_formats():

@@ -145,7 +145,6 @@ class SiteModules(nn.Module):
 
 
 def foreign_weight(node: ir.Node) -> Array | None:
-    """Return the weight that a node of a foreign domain holds, or None."""
     if is_standard(node):
         return None
     tensors = [ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None]
@@ -160,7 +159,6 @@ def is_foreign(node: ir.Node | None) -> bool:
 
 
 def foreign_reason(node: ir.Node) -> str:
-    """Return why a node of a foreign domain stays as it is, and what to do about it."""
     if node.domain == MICROSOFT or node.domain.startswith(f"{MICROSOFT}."):
         return (
             f"it is onnxruntime's own {node.op_type} ({node.domain}); give the file from before onnxruntime "
