@@ -30,7 +30,7 @@ from rankrl.plan_search.selectors import (
 )
 from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.selectors.selector import _SELECTORS
-from rankrl.testing.selectors import surroundings
+from rankrl.testing import surroundings
 
 EPISODES = 10
 FAST_POLICY = {"warmup_episodes": 4, "updates_per_episode": 4, "batch_size": 8}

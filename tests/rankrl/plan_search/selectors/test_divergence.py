@@ -10,7 +10,7 @@ import torch
 from rankrl.errors import ConfigError
 from rankrl.plan_search.scores.evaluators import probes, weighed
 from rankrl.plan_search.selectors import create_selector
-from rankrl.testing.selectors import small_problem as made
+from rankrl.testing import small_problem as made
 
 
 def test_each_is_that_of_the_answers_of_one_compressed_layer(small_problem, small_evaluator) -> None:

@@ -23,8 +23,7 @@ from rankrl.plan_search.selectors.random_plans import random_choices
 from rankrl.plan_search.selectors.selector import _SELECTORS
 from rankrl.plan_search.selectors.tpe import STUDY_FILE, STUDY_NAME
 from rankrl.plan_search.space.problem import SearchProblem
-from rankrl.testing import SelectorContract
-from rankrl.testing.selectors import plans_of, proposals_of, rewards_of
+from rankrl.testing import SelectorContract, plans_of, proposals_of, rewards_of
 
 EPISODES = 8
 FAST_POLICY = {"warmup_episodes": 3, "updates_per_episode": 2, "batch_size": 8}
