@@ -23,10 +23,9 @@ from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.compressed import check_plan
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
-from rankrl.onnx.graph.positions import METADATA, from_metadata, to_metadata
 from rankrl.onnx.graph.precisions import check_without_integers, without_integers
 from rankrl.onnx.graph.prepared_file import FileInputs, PreparedFile
-from rankrl.onnx.graph.rewrite import check_formats
+from rankrl.onnx.graph.rewrite import METADATA, check_formats, from_metadata, to_metadata
 from rankrl.onnx.runtimes import check_runtimes
 from rankrl.plan_search.run import ChosenPlan, SearchResult
 from rankrl.plan_search.session import SearchSession, check_reachable

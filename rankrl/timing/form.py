@@ -22,7 +22,7 @@ from decomposition.network.surgery import copied, replace_module
 from decomposition.progress import progress_bar
 from rankrl.onnx.export import export_onnx
 from rankrl.onnx.graph.network import Feed, OnnxNetwork
-from rankrl.onnx.graph.positions import (
+from rankrl.onnx.graph.rewrite import (
     SeveralPositions,
     possible_positions,
     to_metadata,

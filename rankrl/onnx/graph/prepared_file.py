@@ -31,8 +31,8 @@ from rankrl.onnx.graph.inputs import (
     split_inputs,
 )
 from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
-from rankrl.onnx.graph.positions import PositionsByNode, with_several_positions
 from rankrl.onnx.graph.precisions import constant, packed, parameters_of
+from rankrl.onnx.graph.rewrite import PositionsByNode, with_several_positions
 from rankrl.onnx.graph.sites import Site, find_sites, foreign_reason, is_foreign, use_counts
 from rankrl.onnx.graph_edits import (
     Array,

@@ -18,8 +18,8 @@ from small_graphs import OPSETS, Array, generator, model_of, network_of
 import rankrl
 from decomposition import CompressionPlan, PlanError
 from rankrl.onnx.graph.network import OnnxNetwork
-from rankrl.onnx.graph.positions import METADATA, SeveralPositions, possible_positions, with_several_positions
 from rankrl.onnx.graph.prepared_file import PreparedFile
+from rankrl.onnx.graph.rewrite import METADATA, SeveralPositions, possible_positions, with_several_positions
 from rankrl.onnx.graph.sites import Site, find_sites
 from rankrl.onnx.protobuf import to_proto
 from rankrl.options.decomposition import FILE_FORMATS
