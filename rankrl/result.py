@@ -21,8 +21,7 @@ from rankrl.request import Request
 from rankrl.runs.run_folder import RunFolder
 from rankrl.timing.latency import LatencyComparison
 from rankrl.training import EpochRow
-from rankrl.verify.agreement import OutputAgreement, agreement_score
-from rankrl.verify.certificate import Certificate, certify, uncertified
+from rankrl.verify.agreement import Certificate, OutputAgreement, agreement_score, certify, uncertified
 
 log = logging.getLogger(__name__)
 

@@ -49,8 +49,14 @@ from rankrl.report import LayerRow
 from rankrl.timing.latency import LatencyComparison
 from rankrl.timing.network_timer import GraphFiles, NetworkTimer, compared_with_original
 from rankrl.verify.activations import Activations, DenseGraph, activation_bytes
-from rankrl.verify.agreement import OutputAgreement, agreement_score, agreement_values
-from rankrl.verify.certificate import OWN_SCORE, Basis, collapse
+from rankrl.verify.agreement import (
+    OWN_SCORE,
+    Basis,
+    OutputAgreement,
+    agreement_score,
+    agreement_values,
+    collapse,
+)
 from rankrl.verify.file_export import ComparedFiles, rival_numbers, runtime_numbers
 from rankrl.verify.measure import layer_row, once_per_network
 

@@ -54,7 +54,7 @@ from rankrl.plan_search.scores.scoring import FunctionScoring, Scoring
 from rankrl.report import LayerRow
 from rankrl.timing.network_timer import ModuleFiles, NetworkTimer
 from rankrl.verify.activations import DenseGraph, activation_bytes, one_input
-from rankrl.verify.certificate import Basis
+from rankrl.verify.agreement import Basis
 from rankrl.verify.file_export import (
     NO_CACHE,
     FileInputs,

@@ -22,8 +22,7 @@ from rankrl.report import LayerRow
 from rankrl.timing.latency import LatencyComparison
 from rankrl.timing.network_timer import NetworkTimer
 from rankrl.verify.activations import DenseGraph
-from rankrl.verify.agreement import OutputAgreement
-from rankrl.verify.certificate import Basis
+from rankrl.verify.agreement import Basis, OutputAgreement
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from rankrl.training.accuracy import accuracy, guessing_share, near_guessing, predict_logits, report_accuracy
-from rankrl.training.epochs import TrainingProgress, TrainingResult
+from rankrl.training.epochs import EpochRow, TrainingProgress, TrainingResult
 from rankrl.training.loop import Loss, check_loss, train, train_on
 from rankrl.training.recipe import TrainingRecipe, list_schedules
-from rankrl.training.state import EpochRow
 
 __all__ = [
     "EpochRow",

@@ -39,11 +39,11 @@ from rankrl.training.epochs import (
     GraphedPass,
     TrainingProgress,
     TrainingResult,
+    TrainingState,
     decayed_products,
     follow,
 )
 from rankrl.training.recipe import TrainingRecipe
-from rankrl.training.state import TrainingState
 
 log = logging.getLogger(__name__)
 

@@ -51,15 +51,18 @@ from rankrl.report import LayerRow
 from rankrl.training.accuracy import correct_test_images, guessing_share, share
 from rankrl.training.networks import images_for_ranges, range_images
 from rankrl.verify.agreement import (
+    OWN_SCORE,
+    Basis,
     OutputAgreement,
     Outputs,
+    accuracy_collapse,
     agreement,
     agreement_score,
     agreement_values,
+    collapse,
     constant_agreement,
     output_scores,
 )
-from rankrl.verify.certificate import OWN_SCORE, Basis, accuracy_collapse, collapse
 from rankrl.verify.fidelity import network_outputs
 from rankrl.verify.file_export import NO_CACHE, FileInputs, allowed_error
 

@@ -14,7 +14,7 @@ from small_graphs import convolutions, images
 from torch import nn
 
 import rankrl
-from rankrl.verify.certificate import certify
+from rankrl.verify.agreement import certify
 
 QUICK: dict[str, Any] = {
     "candidates": 3,

@@ -52,6 +52,7 @@ from rankrl.report import (
 from rankrl.result import Compression, MeasuredModule, run_numbers, write_run
 from rankrl.runs.run_folder import RunFolder, cache_folder
 from rankrl.training import EpochRow, TrainingRecipe, TrainingResult, guessing_share
+from rankrl.training.epochs import extend_training
 from rankrl.training.networks import (
     Teacher,
     build_network,
@@ -61,8 +62,7 @@ from rankrl.training.networks import (
     read_teacher,
     write_training_step,
 )
-from rankrl.training.state import extend_training
-from rankrl.verify.certificate import accuracy_collapse
+from rankrl.verify.agreement import accuracy_collapse
 from rankrl.verify.measure import cost_ratios, layer_rows, network_numbers, test_accuracy, with_preprocessing
 
 log = logging.getLogger(__name__)

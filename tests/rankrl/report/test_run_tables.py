@@ -32,7 +32,7 @@ from rankrl.report.run_tables import (
     latency_note,
     stages,
 )
-from rankrl.verify.certificate import OWN_SCORE, Basis, certify, uncertified
+from rankrl.verify.agreement import OWN_SCORE, Basis, certify, uncertified
 
 
 def plain(text: str) -> str:

@@ -12,7 +12,7 @@ from rankrl.data import ImageData
 from rankrl.device import Precision
 from rankrl.errors import NonFiniteError
 from rankrl.training import EpochRow, TrainingProgress, TrainingRecipe, TrainingResult, train
-from rankrl.training.state import TrainingState
+from rankrl.training.epochs import TrainingState
 
 FLOAT32 = Precision(torch.device("cpu"), torch.float32)
 TOO_FAST = TrainingRecipe(

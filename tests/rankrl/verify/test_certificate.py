@@ -22,8 +22,16 @@ import rankrl
 from rankrl.errors import ConfigError
 from rankrl.onnx.graph import compressed
 from rankrl.onnx.graph_edits import stored
-from rankrl.verify.agreement import Outputs, agreement, constant_agreement, output_scores
-from rankrl.verify.certificate import Certificate, accuracy_collapse, certify, collapse
+from rankrl.verify.agreement import (
+    Certificate,
+    Outputs,
+    accuracy_collapse,
+    agreement,
+    certify,
+    collapse,
+    constant_agreement,
+    output_scores,
+)
 from rankrl.verify.measure import HeldoutScore, Sample
 
 
