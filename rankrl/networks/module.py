@@ -169,15 +169,7 @@ class ModuleNetwork:
 
     def lister(self, candidates: CandidateOptions) -> CandidateLister:
         return CandidateLister.of_network(
-            self.model,
-            self.input_shape,
-            candidates.formats,
-            skip=candidates.skip,
-            only=candidates.only,
-            precisions=candidates.precisions,
-            floating=self.floating(candidates),
-            tensorised=candidates.tensorised,
-            **self._removable(candidates),
+            self.model, self.input_shape, candidates.formats, **self._listed(candidates)
         )
 
     def floating(self, candidates: CandidateOptions) -> Collection[str]:
@@ -192,16 +184,11 @@ class ModuleNetwork:
             candidates.formats,
             self.inputs,
             weigh_outputs=candidates.weigh_outputs,
-            skip=candidates.skip,
-            only=candidates.only,
-            precisions=candidates.precisions,
-            floating=self.floating(candidates),
-            tensorised=candidates.tensorised,
             multiple=candidates.multiple,
-            **self._removable(candidates),
             options=replace(CHOOSING, iterations=candidates.iterations),
             folder=cache,
             seed=seed,
+            **self._listed(candidates),
         )
 
     def dense_graph(self) -> DenseGraph:
@@ -252,16 +239,18 @@ class ModuleNetwork:
     def rows(self, plan: CompressionPlan, compressed: nn.Module) -> list[LayerRow]:
         return layer_rows(plan, self.model, compressed)
 
-    def _removable(self, candidates: CandidateOptions) -> dict[str, Any]:
-        """Return the channels and blocks that may be removed, as arguments of `FitLibrary`."""
-        removable: dict[str, Any] = {}
+    def _listed(self, candidates: CandidateOptions) -> dict[str, Any]:
+        """Return what is listed for every layer, as arguments of `CandidateLister` and `FitLibrary`."""
+        names = ("skip", "only", "precisions", "tensorised")
+        listed: dict[str, Any] = {name: getattr(candidates, name) for name in names}
+        listed["floating"] = self.floating(candidates)
         if candidates.channels:
-            removable["narrowings"] = channel_narrowings(
+            listed["narrowings"] = channel_narrowings(
                 self.model, self.input_shape, candidates.channels, candidates.multiple
             )
         if candidates.blocks:
-            removable["removals"] = block_removals(self.model, self.input_shape)
-        return removable
+            listed["removals"] = block_removals(self.model, self.input_shape)
+        return listed
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
