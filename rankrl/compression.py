@@ -31,8 +31,8 @@ from rankrl.module_compression import (
     write_module_kit,
 )
 from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
-from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
+from rankrl.onnx.graph.network import Axes
 from rankrl.option_types import checked_arguments
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.search import BudgetOptions, SearchOptions

@@ -20,9 +20,9 @@ from rankrl.kits.kit import WrittenKit
 from rankrl.networks.graph import GraphNetwork, measured_sensitivities
 from rankrl.networks.graph_scoring import FileMetric, OnnxScoring, SessionScore
 from rankrl.networks.network import CandidateOptions
-from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.compressed import check_plan
 from rankrl.onnx.graph.inputs import HELDOUT, ImagePreprocessing
+from rankrl.onnx.graph.network import Axes
 from rankrl.onnx.graph.precisions import check_without_integers, without_integers
 from rankrl.onnx.graph.prepared_file import FileInputs, PreparedFile
 from rankrl.onnx.graph.rewrite import METADATA, check_formats, from_metadata, to_metadata

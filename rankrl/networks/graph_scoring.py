@@ -25,10 +25,9 @@ from decomposition.choose.candidates import Candidate
 from decomposition.network.layers import OPAQUE_KINDS
 from decomposition.operations import ACTIVATION_NOISE, Operation
 from rankrl.errors import ConfigError
-from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.calibration import Captured, behind, first_inputs, fitting_inputs
 from rankrl.onnx.graph.compressed import quantise_lstms
-from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, open_session
+from rankrl.onnx.graph.network import BatchAxes, Feed, GraphSession, OnnxNetwork, open_session
 from rankrl.onnx.graph.rewrite import OpenConstants, open_constants
 from rankrl.onnx.graph.sites import Site
 from rankrl.onnx.graph_edits import Array, is_standard, names_in, new_name, set_types, without_unused

@@ -42,8 +42,7 @@ from decomposition.memory import within_room
 from decomposition.network.geometry import labels_of_batch, sample_labelled_patches
 from decomposition.network.layers import DecomposableModule
 from rankrl.errors import OnnxGraphError, counted
-from rankrl.onnx.graph.batch_axes import BatchAxes, by_input
-from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
+from rankrl.onnx.graph.network import BatchAxes, Feed, GraphSession, OnnxNetwork, by_input
 from rankrl.onnx.graph.sites import Site
 from rankrl.onnx.graph_edits import Array, depending, part_of, set_types, until, used_by
 from rankrl.onnx.output_scores import OutputScore, output_score

@@ -46,9 +46,8 @@ from rankrl.errors import OnnxGraphError
 from rankrl.onnx.export.int8 import quantise_onnx
 from rankrl.onnx.export.onnx_file import INT4_OPSET, rounded_tensor, store_integers
 from rankrl.onnx.export.static_quantiser import RangeChoice
-from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.calibration import FINAL_ELEMENTS, Captured, drawn_patches, in_parts, most_patches
-from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork, open_session
+from rankrl.onnx.graph.network import BatchAxes, Feed, GraphSession, OnnxNetwork, open_session
 from rankrl.onnx.graph.precisions import HalfValues, in_half, rounds, store_narrow
 from rankrl.onnx.graph.rewrite import MARKED, check_formats, replace_node, store_pivoted
 from rankrl.onnx.graph.sites import Site

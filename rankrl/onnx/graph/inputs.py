@@ -19,16 +19,18 @@ import numpy as np
 from rankrl.data.sample import is_number_of_inputs
 from rankrl.data.sources import SUFFIXES, decode_images, image_files
 from rankrl.errors import OnnxGraphError
-from rankrl.onnx.graph.batch_axes import (
+from rankrl.onnx.graph.network import (
     Axes,
     BatchAxes,
+    Feed,
     GraphInput,
+    GraphSession,
+    OnnxNetwork,
     Shape,
     declared_batch,
     shown_axes,
     suggested_axes,
 )
-from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph_edits import Array
 
 _CHANNELS = (1, 3)  # grey or colour images

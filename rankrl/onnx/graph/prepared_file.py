@@ -20,7 +20,6 @@ from decomposition.plan.plan import without_growth
 from rankrl.errors import DefectError, ExportError, OnnxGraphError, counted
 from rankrl.onnx.export.int8 import choose_ranges, quantise_onnx
 from rankrl.onnx.export.static_quantiser import RangeChoice
-from rankrl.onnx.graph.batch_axes import Axes
 from rankrl.onnx.graph.calibration import check_gaps
 from rankrl.onnx.graph.inputs import (
     HELDOUT,
@@ -30,7 +29,7 @@ from rankrl.onnx.graph.inputs import (
     read_inputs,
     split_inputs,
 )
-from rankrl.onnx.graph.network import Feed, GraphSession, OnnxNetwork
+from rankrl.onnx.graph.network import Axes, Feed, GraphSession, OnnxNetwork
 from rankrl.onnx.graph.precisions import constant, packed, parameters_of
 from rankrl.onnx.graph.rewrite import PositionsByNode, with_several_positions
 from rankrl.onnx.graph.sites import Site, find_sites, foreign_reason, is_foreign, use_counts

@@ -20,8 +20,8 @@ from rankrl.networks.graph_scoring import NodeLosses, ScoringGraph
 from rankrl.networks.network import CandidateOptions
 from rankrl.onnx.export.static_quantiser import sums_overflow
 from rankrl.onnx.graph import OnnxNetwork, PreparedFile, find_sites
-from rankrl.onnx.graph.batch_axes import BatchAxes
 from rankrl.onnx.graph.compressed import quantise_lstms
+from rankrl.onnx.graph.network import BatchAxes
 from rankrl.onnx.graph.prepared_file import network_costs, plan_costs
 from rankrl.onnx.output_scores import output_score
 from rankrl.onnx.protobuf import save_model
