@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from rankrl.models import zoo
-from rankrl.models.checkpoint import (
-    checkpoint_heldout,
-    checkpoint_preprocessing,
-    load_checkpoint,
-    save_checkpoint,
-)
 from rankrl.models.classifiers import (
     build_model,
     check_classifier,
+    checkpoint_heldout,
+    checkpoint_preprocessing,
     create_model,
     default_lr,
     list_models,
+    load_checkpoint,
     model_source,
     register_model,
+    save_checkpoint,
 )
 
 __all__ = [
