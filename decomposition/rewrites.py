@@ -383,34 +383,25 @@ def _compare(
             module.train(training)
             for x in reached[name]:
                 with torch.no_grad():
-                    expected, actual = plain[name](x), module(x)
-                if not _alike(expected, actual):
+                    difference = _difference(plain[name](x), module(x))
+                if difference is not None:
                     raise DecompositionError(
                         f"{what} computes something else than the plain layer with its weights "
-                        f"({_difference(expected, actual)} in {'training' if training else 'evaluation'} "
-                        "mode); leave it out"
+                        f"({difference} in {'training' if training else 'evaluation'} mode); leave it out"
                     )
             module.train(mode)
 
 
-def _alike(expected: torch.Tensor, actual: object) -> bool:
-    if (
-        not isinstance(actual, torch.Tensor)
-        or actual.shape != expected.shape
-        or actual.dtype != expected.dtype
-    ):
-        return False
-    scale = float(expected.abs().max().clamp_min(1e-30)) if expected.numel() else 1.0
-    return torch.allclose(actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE * scale)
-
-
-def _difference(expected: torch.Tensor, actual: object) -> str:
+def _difference(expected: torch.Tensor, actual: object) -> str | None:
     if not isinstance(actual, torch.Tensor):
         return f"a {type(actual).__name__} instead of a tensor"
     if actual.shape != expected.shape:
         return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     if actual.dtype != expected.dtype:
         return f"{actual.dtype} instead of {expected.dtype}"
+    scale = float(expected.abs().max().clamp_min(1e-30)) if expected.numel() else 1.0
+    if torch.allclose(actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE * scale):
+        return None
     return f"outputs differ by up to {float((actual - expected).abs().max()):.2g}"
 
 
