@@ -161,12 +161,16 @@ def producing(graph: ir.Graph, values: Sequence[ir.Value]) -> set[ir.Node]:
 def used_by(node: ir.Node, graph: ir.Graph) -> list[ir.Value]:
     """Return the values of the main graph that a node or its bodies read."""
     values = [value for value in node.inputs if value is not None]
-    for attribute in node.attributes.values():
-        bodies = [attribute.as_graph()] if attribute.type == ir.AttributeType.GRAPH else []
-        bodies += attribute.as_graphs() if attribute.type == ir.AttributeType.GRAPHS else []
-        for inner in (inner for body in bodies for inner in body.all_nodes()):
-            values += [value for value in inner.inputs if value is not None and value.graph is graph]
+    for inner in (inner for body in bodies_of(node) for inner in body.all_nodes()):
+        values += [value for value in inner.inputs if value is not None and value.graph is graph]
     return values
+
+
+def bodies_of(node: ir.Node) -> list[ir.Graph]:
+    """Return the graphs that a node runs (If, Loop, Scan)."""
+    kinds = ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS
+    held = [attribute for attribute in node.attributes.values() if attribute.type in kinds]
+    return [body for one in held for body in ([one.as_graph()] if one.type == kinds[0] else one.as_graphs())]
 
 
 def without_unused(model: ir.Model) -> ir.Model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,7 @@ from decomposition.network.geometry import Geometry
 from rankrl.onnx.export import quantise_onnx
 from rankrl.onnx.export.static_quantiser import tensors_of
 from rankrl.onnx.graph.sites import constant_name
-from rankrl.onnx.graph_edits import Array, depending, dequantises, is_standard, quantises, used_by
+from rankrl.onnx.graph_edits import Array, bodies_of, depending, dequantises, is_standard, quantises, used_by
 from rankrl.onnx.protobuf import load_model, save_model, to_proto
 from rankrl.onnx.runtimes import Batch
 
@@ -66,7 +66,7 @@ class Activations:
         for value, first in self._first.items():
             self.live[first : self._last[value] + 1] += _bytes(value)
         for node, step in self._steps.items():
-            self.live[step] += max(map(_peak_of_body, _bodies(node)), default=0)
+            self.live[step] += max(map(_peak_of_body, bodies_of(node)), default=0)
 
     def _use(self, value: ir.Value, step: int, counted: Collection[ir.Value]) -> None:
         if value in counted:
@@ -180,20 +180,12 @@ def _computes_integers(node: ir.Node, counted: Collection[ir.Value]) -> bool:
     return bool(between and readers) and all(map(quantises, readers))
 
 
-def _bodies(node: ir.Node) -> Iterator[ir.Graph]:
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield attribute.as_graph()
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            yield from attribute.as_graphs()
-
-
 def _peak_of_body(graph: ir.Graph) -> int:
     """Return the peak memory of what a body computes and takes itself."""
     first = dict.fromkeys(graph.inputs, 0)
     last, inner = dict(first), dict[int, int]()
     for step, node in enumerate(graph):
-        inner[step] = max(map(_peak_of_body, _bodies(node)), default=0)
+        inner[step] = max(map(_peak_of_body, bodies_of(node)), default=0)
         if is_standard(node, "Constant"):
             continue
         for value in node.outputs:
