@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -167,18 +167,10 @@ class Preprocessing:
         for name in ("mean", "std", "class_names"):
             if not isinstance(values[name], list) and not (name == "class_names" and values[name] is None):
                 raise DataError(f"preprocessing: {name} must be a list, got {values[name]!r}")
-        names = values["class_names"]
-        preprocessing = cls(
-            channels=values["channels"],
-            height=values["height"],
-            width=values["width"],
-            mean=tuple(values["mean"]),
-            std=tuple(values["std"]),
-            resize=None if resize is None else resize.get("shorter_side"),
-            colours=values["colours"],
-            class_names=None if names is None else tuple(names),
-            in_graph=values["in_graph"],
-        )
+        given: dict[str, Any] = {field.name: values[field.name] for field in fields(cls)}
+        given["resize"] = None if resize is None else resize.get("shorter_side")
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        preprocessing = cls(**given | lists)
         for name, expected in preprocessing.to_dict().items():
             if values[name] != expected:
                 raise DataError(f"preprocessing: {name} is {values[name]!r}; it must be {expected!r}")
