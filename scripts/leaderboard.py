@@ -32,7 +32,7 @@ from decomposition import DecompositionError
 from rankrl import reuse_memory
 from rankrl.bench.task import answering_tasks
 from rankrl.cli.config.compose import load_plugins
-from rankrl.cli.config.options import selector_entry
+from rankrl.cli.tasks.task_run import selector_entry
 from rankrl.device import processor_name
 from rankrl.errors import RankrlError, counted
 from rankrl.files import write_atomically

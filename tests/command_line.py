@@ -23,6 +23,7 @@ from rankrl.cli.app import _run_task, checked_arguments, main
 from rankrl.cli.config.checks import check_command, check_effect
 from rankrl.cli.config.compose import composing, parsed_flags, parsed_overrides
 from rankrl.cli.config.schema import AppConfig, built, group_names, store_groups
+from rankrl.cli.tasks.task_run import TaskRun
 from rankrl.errors import ConfigError, RankrlError
 from rankrl.models import save_checkpoint
 from rankrl.runs.run_folder import RunFolder
@@ -126,6 +127,11 @@ def settings(*overrides: str) -> AppConfig:
     """Return the configuration with these overrides, as tasks get it."""
     plain: Any = OmegaConf.to_container(configuration(*overrides), resolve=True)
     return built(AppConfig, plain)
+
+
+def task_run(*overrides: str) -> TaskRun:
+    """Return what a task gets with these overrides."""
+    return TaskRun(settings(*overrides), RunFolder(Path("run")))
 
 
 def check_overrides(arguments: Sequence[str]) -> None:

@@ -112,6 +112,7 @@ def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
     checks.check_files(plain)
     for chatty in ("onnxscript", "onnx_ir", "torch.onnx", "alembic", "tensorboard"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    from rankrl.cli.tasks.task_run import TaskRun
     from rankrl.device import device_note, reuse_memory
     from rankrl.training.epochs import subnormals_as_zero
 
@@ -121,7 +122,7 @@ def _run_task(plain: dict[str, Any], folder: RunFolder) -> RunNotes:
     kind, options = settings.tracking.name, settings.tracking.options
     with subnormals_as_zero(), start_tracking(kind, folder.path, plain, options) as tracking:
         tracked = RunFolder(folder.path, tracking)
-        run(settings, tracked)
+        run(TaskRun(settings, tracked))
     return tracked.notes
 
 
@@ -227,12 +228,6 @@ class SweepCallback(Callback):
             # joblib's processes write to this terminal themselves and would break a live line.
             live = "joblib" not in launcher
             self._watch = SweepWatch(folder, self._total, live=live)
-
-    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Say which job of how many begins, where they run one after the other."""
-        if config.hydra.mode == RunMode.MULTIRUN and str(config.hydra.launcher._target_) == _IN_THIS_PROCESS:
-            of_all = "" if self._total is None else f" of {self._total}"
-            log.info("job %d%s: %s", int(config.hydra.job.num) + 1, of_all, config.hydra.sweep.subdir)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the table of the jobs, and list the failed ones."""

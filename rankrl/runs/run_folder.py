@@ -28,6 +28,7 @@ from rankrl.files import (
     RESULTS,
     bring_back,
     check_own,
+    read_object,
     recording,
     remove_previous,
     remove_written,
@@ -279,10 +280,7 @@ class RunFolder:
 
     def recorded(self) -> dict[str, Any] | None:
         """Return the recorded configuration, or None if there is no readable one."""
-        try:
-            config = json.loads(self.record.read_text(encoding="utf-8"))["config"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        config = read_object(self.record).get("config")
         return config if isinstance(config, dict) else None
 
     def discard(self) -> None:

@@ -61,16 +61,6 @@ def check_command(flags: Namespace, composed: Composed) -> list[dict[str, Any]]:
             raise ConfigError(f"the option {name!r} is unknown. `rankrl --help` lists all options.")
     try:
         config = composed(next(tried_overrides(parsed)))
-        if config.hydra.job.chdir:
-            raise ConfigError(
-                "hydra.job.chdir=true would change the folder that the paths of options begin in; "
-                "leave it out: whatever a run writes lies in hydra.run.dir"
-            )
-        if flags.package not in (None, "_global_") and OmegaConf.select(config, flags.package) is None:
-            raise ConfigError(
-                f"--package={flags.package}: the configuration has no such section, or it is null."
-                f"{did_you_mean(flags.package, _dotted(config))}"
-            )
         if flags.multirun or config.hydra.mode == RunMode.MULTIRUN:
             parsed = with_swept(config, flags.overrides)
             jobs = list(tried_overrides(parsed))

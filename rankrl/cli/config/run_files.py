@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,21 +11,12 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from rankrl.cli.config.checks import FILES, named_paths, option_value
-from rankrl.cli.config.compose import (
-    COMPOSITION_ERRORS,
-    Composed,
-    parsed_flags,
-    parsed_overrides,
-    plain_values,
-    quoted,
-)
+from rankrl.cli.config.compose import Composed, parsed_flags, parsed_overrides, plain_values, quoted
 from rankrl.cli.config.schema import GROUPS
 from rankrl.errors import ConfigError
-from rankrl.files import write_atomically
+from rankrl.files import read_object, write_atomically
 from rankrl.runs.run_folder import COMPRESS, SAME_CALL, RunFolder, changed_options, check_free, with_effect
 
 _DATA = "RANKRL_DATA"
@@ -82,7 +72,7 @@ def options_of_run(arguments: Sequence[str]) -> list[str]:
     if not taken and (not named or "experiment" in set_here):
         return []
     folder = RunFolder(Path(taken) if taken else Path(named).parent)
-    record = _record(folder)
+    record = read_object(folder.record)
     try:
         overrides, config = parsed_overrides([str(each) for each in record["overrides"]]), record["config"]
         sections = _OF_TASK[task] if taken else _OF_NETWORK
@@ -119,14 +109,6 @@ def _text(overrides: Mapping[str, Override], option: str) -> str:
     if override is None or override.is_sweep_override() or not override.value():
         return ""
     return str(override.value())
-
-
-def _record(folder: RunFolder) -> Any:
-    """Return the content of a run's record; None if it is missing or damaged."""
-    try:
-        return json.loads(folder.record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _of_group(
@@ -188,7 +170,7 @@ def resumed_arguments(arguments: Sequence[str]) -> list[str]:
     others = [each for each in arguments if each not in of_run]
     new = {each.partition("=")[0]: each for each in others}
     kept = [each for each in _recorded_overrides(folder, new) if each.partition("=")[0] not in new]
-    record = _record(RunFolder(folder)) or {}
+    record = read_object(RunFolder(folder).record)
     home = _home(record, RunFolder(folder))
     if home != Path.cwd():
         folder = folder.resolve()
@@ -210,18 +192,12 @@ def resumed_folder(arguments: Sequence[str]) -> Path | None:
 def _recorded_overrides(folder: Path, new: Mapping[str, str]) -> list[str]:
     """Return the overrides of the run in a folder; the new ones say where files are that are gone."""
     run = RunFolder(folder)
-    content, config = _record(run), run.recorded()
-    if config is None:  # Hydra's record stands in for a damaged one
-        try:
-            overrides = OmegaConf.to_container(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
-        except (OSError, YAMLError, OmegaConfBaseException):
-            overrides = None
-        if not isinstance(overrides, list):
-            raise ConfigError(
-                f"resume={folder}: there is no rankrl run in that folder, or its record {run.record} is "
-                "damaged; begin a new run in another folder"
-            )
-        return [str(each) for each in overrides]
+    content, config = read_object(run.record), run.recorded()
+    if config is None:
+        raise ConfigError(
+            f"resume={folder}: there is no rankrl run in that folder, or its record {run.record} is damaged; "
+            "begin a new run in another folder"
+        )
     if config.get("task") == COMPRESS:
         raise ConfigError(f"resume={folder}: that is the folder of a call of {COMPRESS}; {SAME_CALL}")
     before = {str(each).lstrip("+").partition("=")[0]: str(each) for each in content["overrides"]}
@@ -236,10 +212,7 @@ def check_resumed(folder: Path, overrides: Sequence[str], composed: Composed, no
     """Refuse options that would change the results of a resumed run; tell whether it is finished."""
     check_free(folder)
     new = {each.partition("=")[0]: each for each in overrides}
-    try:
-        before = plain_values(composed(_recorded_overrides(folder, new)))
-    except COMPOSITION_ERRORS:  # one of its options is no longer known
-        before = dict(now)
+    before = plain_values(composed(_recorded_overrides(folder, new)))
     changes = changed_options(with_effect(before), with_effect(now))
     finished = RunFolder(folder).finished
     if changes:

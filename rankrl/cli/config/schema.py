@@ -46,7 +46,6 @@ from rankrl.options.tasks import (
 )
 from rankrl.options.timing import ExportOptions
 from rankrl.options.training import PRUNERS, FineTuningOptions, OptimizerOptions, TrainingOptions
-from rankrl.runs.run_folder import RunFolder
 
 Options = TypeVar("Options")
 Choice = Mapping[str, Any]
@@ -323,7 +322,6 @@ def store_groups() -> None:
             store.store(group=name, name=choice, node=group.node(choice), provider="rankrl")
 
 
-TaskFunction = Callable[[AppConfig, RunFolder], None]
 TASKS = {
     "apply": "rewrite the network under plan=PATH or that of run=FOLDER, without fine-tuning",
     "compare": "several selectors on the same evaluator or RankBench's tables, over several seeds",
@@ -345,13 +343,13 @@ ON_FILE = ("apply", "inspect", "timing_kit", "verify_kit", "pipeline")
 """The tasks that work on a network in an ONNX file, too."""
 
 
-def task_function(config: AppConfig) -> TaskFunction:
-    """Import the function of the task for the kind of network in a configuration."""
+def task_function(config: AppConfig) -> Callable[[Any], None]:
+    """Import the function of the task for the kind of network in a configuration; it takes a `TaskRun`."""
     task, module = config.task, "overviews" if config.task in _OVERVIEWS else "compression"
     if config.model.get("architecture") == "onnx" and task not in ON_FILE:
         raise ConfigError(
             f"task={task} has no use for model=onnx, a network in a file that is not trained "
             f"here; choose task={' or task='.join(ON_FILE)}"
         )
-    function: TaskFunction = getattr(importlib.import_module(f"rankrl.cli.tasks.{module}"), task)
+    function: Callable[[Any], None] = getattr(importlib.import_module(f"rankrl.cli.tasks.{module}"), task)
     return function

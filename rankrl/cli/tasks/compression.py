@@ -1,4 +1,4 @@
-"""Train, compress, fine-tune, evaluate and export networks: a task each, and the steps that tasks share."""
+"""Train, compress, fine-tune, evaluate and export networks: a task each, and the end that tasks share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +14,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from decomposition import (
-    CompressionPlan,
-    Factorise,
-    count_macs,
-    count_parameters,
-    load_compressed,
-    save_compressed,
-)
-from decomposition.errors import DecompositionError
-from pruning import PruningError, list_pruners
+from decomposition import CompressionPlan, save_compressed
+from pruning import PruningError
 from rankrl import compression
-from rankrl.cli.config import compose, options
-from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.config import compose
+from rankrl.cli.tasks.task_run import TaskRun, method_of, only_removes
 from rankrl.compression import apply_plan, compress
-from rankrl.data import ImageData
 from rankrl.errors import CheckpointError, ConfigError, counted
-from rankrl.models import checkpoint_heldout, save_checkpoint
-from rankrl.module_compression import file_metadata, finetune_in, image_classifier, train_in
-from rankrl.networks.module import FileModule, ModuleNetwork
-from rankrl.onnx.graph import ImagePreprocessing
+from rankrl.module_compression import file_metadata, finetune_in
 from rankrl.onnx.output_scores import SCORES
-from rankrl.options.decomposition import AUTO
-from rankrl.options.names import InputsOptions
 from rankrl.plan_search.run import search_numbers
-from rankrl.plan_search.session import check_reachable
-from rankrl.pruners.prune import THEN, PruningSteps, check_target, compress_pruned
+from rankrl.pruners.prune import PruningSteps, check_target, compress_pruned
 from rankrl.report import (
     LayerRow,
     conclusion,
@@ -51,414 +36,185 @@ from rankrl.report import (
 )
 from rankrl.result import Compression, MeasuredModule, run_numbers, write_run
 from rankrl.runs.run_folder import RunFolder, cache_folder
-from rankrl.training import EpochRow, TrainingRecipe, TrainingResult, guessing_share
+from rankrl.training import EpochRow, guessing_share
+from rankrl.training.networks import heldout_accuracy, write_training_step
 from rankrl.training.epochs import extend_training
-from rankrl.training.networks import (
-    Teacher,
-    build_network,
-    guessing_warning,
-    heldout_accuracy,
-    model_title,
-    read_teacher,
-    write_training_step,
-)
 from rankrl.verify.agreement import accuracy_collapse
-from rankrl.verify.measure import cost_ratios, layer_rows, network_numbers, test_accuracy, with_preprocessing
+from rankrl.verify.measure import layer_rows, network_numbers, test_accuracy, with_preprocessing
 
 log = logging.getLogger(__name__)
-INPUTS = "inputs"
-"""The dataset of model=onnx: inputs without labels."""
 _LITTLE = 0.5
 """Agreement with the original below which hardly anyone would use a network."""
 
 
-def compressed_from(config: AppConfig, data: ImageData) -> tuple[nn.Module, nn.Module, CompressionPlan]:
-    """Return the compressed network that `weights` names, the dense architecture, and the plan."""
-    if not config.weights:
-        raise ConfigError(
-            f"task={config.task} needs weights=RUN/model.safetensors, the compressed network of an "
-            "earlier run"
-        )
-    dense = build_network(config.model, data, seed=config.seed)
-    with _fitting(config, data, f"weights={config.weights}"):
-        network, plan = load_compressed(dense, Path(config.weights))
-    recorded, own = plan.metadata.get("preprocessing"), data.preprocessing.to_dict()
-    known = recorded if isinstance(recorded, dict) else {}
-    for name in ("mean", "std"):
-        if known.get(name, own[name]) != own[name]:
-            made, taken = f"{config.weights} was made with images of {name} {known[name]}", own[name]
-            log.warning("%s, those of dataset=%s have %s; dataset.%s sets it", made, data.name, taken, name)
-    return network.eval(), plan.prepared(dense), plan
-
-
-@contextmanager
-def _fitting(config: AppConfig, data: ImageData, option: str) -> Iterator[None]:
-    """Name network and data where a plan does not fit them."""
-    try:
-        yield
-    except DecompositionError as error:
-        raise ConfigError(
-            f"{option} does not fit model={config.model['architecture']} for dataset={data.name}: {error}. "
-            "Give the options model and dataset that its run had; a dense network is model.checkpoint=PATH"
-        ) from error
-
-
-def method_of(plan: CompressionPlan) -> dict[str, str | None]:
-    """Return the compression method for metrics.json: formats, selector and pruner."""
-    formats = {operation.format for operation in plan.chosen(Factorise).values()}
-    method: dict[str, str | None] = {
-        "decomposition": AUTO if len(formats) > 1 else next(iter(formats), None),
-        "selector": plan.chosen_by,
-    }
-    first, then, second = plan.chosen_by.partition(THEN)
-    only_removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
-    if then or (only_removed and first in [pruner.name for pruner in list_pruners()]):
-        method |= {"selector": second or None, "pruner": first}
-    return method
-
-
-def both_numbers(
-    config: AppConfig, data: ImageData, dense: nn.Module, network: nn.Module, plan: CompressionPlan
-) -> dict[str, Any]:
-    """Return the entries of metrics.json for a compressed network next to the dense one.
-
-    The dense one has a test accuracy if its weights are known: from a checkpoint, or trained by task=apply.
-    """
-    if config.model.get("checkpoint") or config.task == "apply":
-        before = network_numbers(dense, data)
-    else:
-        before = {"params": count_parameters(dense), "macs": count_macs(dense, data.input_shape)}
-    after = network_numbers(network, data)
-    head = run_head(config, data, dense, method_of(plan))
-    return {**head, "baseline": before, "compressed": after, "ratios": cost_ratios(before, after)}
-
-
-def train(config: AppConfig, folder: RunFolder) -> None:
+def train(run: TaskRun) -> None:
     """Train and write `dense.safetensors`."""
-    options.training_recipe(config, None)
-    data = options.dataset(config)
-    network = build_network(config.model, data, seed=config.seed)
-    epochs = dense_training(config, data, network, folder).history
-    metrics = {**run_head(config, data, network), "baseline": network_numbers(network, data)}
-    finish(folder, metrics, epochs=epochs)
+    run.training_recipe()
+    epochs = run.train_dense().history
+    finish(run.folder, {**run.head(), "baseline": network_numbers(run.network, run.data)}, epochs=epochs)
 
 
-def pipeline(config: AppConfig, folder: RunFolder) -> None:
+def pipeline(run: TaskRun) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
-    tuning = config.finetune.epochs > 0 and not in_file(config)
-    options.check(config, finetuning=tuning)
-    network: Any
-    inputs: Any
-    if in_file(config):
-        network, inputs, told = file_inputs(config)
-        if not config.budget.fractions:
-            raise ConfigError(
-                "model=onnx needs a budget: budget.latency=0.5 keeps at most half of the time; "
-                "budget.params, budget.macs and budget.bytes likewise"
-            )
-        head = file_head(config, told["images"], searched(config))
-    else:
-        inputs = data = options.dataset(config)
-        check_budget(config, data)
-        told = {"teacher": named_teacher(config, data), "calibration": config.calibration.images}
-        network = dense_network(config, data, folder)
-        if tuning:
-            new = heldout_is_new(config, data)
-            told["finetune"] = options.finetuning_recipe(config, heldout_is_new=new)
-        head = run_head(config, data, network, searched(config))
-    folder.notes.about.update(head)
-    result: Any = compress(network, inputs, folder, **options.verb_arguments(config), **told)
-    finish_compressed(config, result, folder)
+    tuning = run.config.finetune.epochs > 0 and not run.in_file
+    run.check(finetuning=tuning)
+    further: dict[str, Any] = {}
+    if run.in_file and not run.config.budget.fractions:
+        raise ConfigError(
+            "model=onnx needs a budget: budget.latency=0.5 keeps at most half of the time; "
+            "budget.params, budget.macs and budget.bytes likewise"
+        )
+    if not run.in_file:
+        run.check_budget()
+        further["teacher"] = run.teacher
+    network, inputs, told = run.given()
+    if tuning:
+        further["finetune"] = run.finetuning_recipe(heldout_is_new=run.heldout_is_new)
+    run.folder.notes.about.update(run.head(run.searched))
+    result: Any = compress(network, inputs, run.folder, **run.verb_arguments(), **told, **further)
+    finish_compressed(run, result)
 
 
-def search(config: AppConfig, folder: RunFolder) -> None:
+def search(run: TaskRun) -> None:
     """Search and write the plan; no test image is read."""
-    options.check(config, finetuning=False)
-    data = options.dataset(config)
-    check_budget(config, data)
-    dense = dense_network(config, data, folder)
-    asked = options.verb_arguments(config)
-    found = compression.search(dense, data, folder=folder, calibration=config.calibration.images, **asked)
-    metrics = {**run_head(config, data, dense, searched(config)), **search_numbers(found)}
-    finish(folder, {**metrics, "ratios": found.ratios}, layers=layer_rows(found.plan, dense))
+    run.check(finetuning=False)
+    run.check_budget()
+    network, data, told = run.given()
+    found = compression.search(network, data, folder=run.folder, **told, **run.verb_arguments())
+    metrics = {**run.head(run.searched), **search_numbers(found), "ratios": found.ratios}
+    finish(run.folder, metrics, layers=layer_rows(found.plan, network))
 
 
-def apply(config: AppConfig, folder: RunFolder) -> None:
+def apply(run: TaskRun) -> None:
     """Write the compressed network as `model.safetensors`, that of an ONNX file as `model.onnx`."""
+    config, folder = run.config, run.folder
     if not config.plan:
         raise ConfigError("task=apply needs plan=RUN/plan.json, the plan of an earlier run or your own")
     plan = CompressionPlan.load(config.plan)
-    told: dict[str, Any] = {"decomposition": config.decomposition, "seed": config.seed}
-    if in_file(config):
-        path, inputs, read = file_inputs(config)
-        timing, cache = options.search_goal(config).timing, cache_folder()
-        result = apply_plan(path, plan, inputs, folder.onnx, timing=timing, cache=cache, **told, **read)
+    asked: dict[str, Any] = {"decomposition": config.decomposition, "seed": config.seed}
+    if run.in_file:
+        network, inputs, told = run.given()
+        asked |= {"timing": run.goal.timing, "cache": cache_folder()}
+        result = apply_plan(network, plan, inputs, folder.onnx, **asked, **told)
         plan.save(folder.plan)
-        folder.notes.about.update(file_head(config, read["images"], method_of(plan)))
-        finish_compressed(config, result, folder)
+        folder.notes.about.update(run.head(method_of(plan)))
+        finish_compressed(run, result)
         return
-    data = options.dataset(config)
-    with _fitting(config, data, f"plan={config.plan}"):  # before a network is trained for it
-        plan.specs(build_network(config.model, data, seed=config.seed))
-    plan = with_preprocessing(plan, data.preprocessing)
-    dense = dense_network(config, data, folder)
-    compressed = apply_plan(dense, plan, data, calibration=config.calibration.images, **told)
-    save_compressed(compressed, plan, folder.model, dense=dense)
-    plan.save(folder.plan)
-    metrics = both_numbers(config, data, dense, compressed, plan)
-    check_collapse(folder, metrics, data)
+    with run.fitting(f"plan={config.plan}"):  # before a network is trained for it
+        plan.specs(run.network)
+    plan = with_preprocessing(plan, run.data.preprocessing)
+    dense, data, told = run.given()
+    compressed = apply_plan(dense, plan, data, **asked, **told)
+    _save(folder, compressed, plan, dense)
+    metrics = run.numbers(dense, compressed, plan)
+    _check_collapse(run, metrics, metrics["baseline"]["accuracy"])
     finish(folder, metrics, layers=layer_rows(plan, dense, compressed))
 
 
-def prune(config: AppConfig, folder: RunFolder) -> None:
+def prune(run: TaskRun) -> None:
     """Remove channels or blocks, decompose what is left if asked, fine-tune, verify and time."""
-    pruning, left, epochs = options.pruning(config), config.prune.budget, config.prune.finetune_epochs
-    decomposing = None if left is None else replace(config, budget=left)
-    between = config if epochs is None else options.with_epochs(config, epochs)
-    options.check(decomposing or config, finetuning=config.finetune.epochs > 0)
-    if between.finetune.epochs > 0:
-        options.finetuning_recipe(between, after_removal=True)
-    data = options.dataset(config)
+    pruning, left, epochs = run.pruning(), run.config.prune.budget, run.config.prune.finetune_epochs
+    decomposing = None if left is None else TaskRun(replace(run.config, budget=left), run.folder)
+    (decomposing or run).check(finetuning=run.config.finetune.epochs > 0)
+    run.tuning_recipe(epochs=epochs, after_removal=True)
     try:
-        check_target(build_network(config.model, data, seed=config.seed), data.input_shape, pruning)
+        check_target(run.network, run.data.input_shape, pruning)
     except PruningError as error:
         raise ConfigError(f"the network cannot be pruned as asked: {error}") from error
-    teacher = named_teacher(config, data)
-    dense = dense_network(config, data, folder)
-    new = heldout_is_new(config, data)
-
-    def recipe(config: AppConfig, *, removed: bool) -> TrainingRecipe | None:
-        return options.tuning_recipe(config, after_removal=removed, heldout_is_new=new)
-
+    teacher, dense, new = run.teacher, run.dense, run.heldout_is_new
     following = PruningSteps(
-        recipe(config, removed=decomposing is None),
-        None if decomposing is None else options.request(decomposing),
-        None if decomposing is None else recipe(between, removed=True),
+        run.tuning_recipe(after_removal=decomposing is None, heldout_is_new=new),
+        None if decomposing is None else decomposing.request(),
+        None
+        if decomposing is None
+        else run.tuning_recipe(epochs=epochs, after_removal=True, heldout_is_new=new),
         teacher,
         new,
     )
-    method = None if decomposing is None else searched(config)
-    head = {**run_head(config, data, dense, method), "pruner": config.pruner["name"]}
-    folder.notes.about.update(head)
-    result = compress_pruned(dense, data, folder, pruning, following, options.request(config))
-    finish_compressed(config, result, folder)
+    method = {} if decomposing is None else run.searched
+    run.folder.notes.about.update(run.head({**method, "pruner": run.config.pruner["name"]}))
+    result = compress_pruned(dense, run.data, run.folder, pruning, following, run.request())
+    finish_compressed(run, result)
 
 
-def finetune(config: AppConfig, folder: RunFolder) -> None:
+def finetune(run: TaskRun) -> None:
     """Write the fine-tuned network as `model.safetensors`."""
-    recipe = options.finetuning_recipe(config)
-    data = options.dataset(config)
-    network, dense, plan = compressed_from(config, data)
-    plan = with_preprocessing(plan, data.preprocessing)
-    teacher = named_teacher(config, data)
-    if recipe.distillation > 0 and teacher is None and not config.model.get("checkpoint"):
+    recipe = run.finetuning_recipe()
+    network, dense, plan = run.compressed()
+    plan = with_preprocessing(plan, run.data.preprocessing)
+    if recipe.distillation > 0 and run.teacher is None and not run.checkpoint:
         raise ConfigError(
             "task=finetune distils from the dense network: give its weights with model.checkpoint=PATH or "
             "another teacher with finetune.teacher=PATH, or set finetune.distillation=0"
         )
-    metrics = both_numbers(config, data, dense, network, plan)
-    removed = bool(plan.group_kinds) and not any(layer.layer_operations for layer in plan)
-    with _taken_up(config, folder):
-        new = heldout_is_new(config, data)
-        recipe = options.finetuning_recipe(config, after_removal=removed, heldout_is_new=new)
-        epochs = finetune_in(folder, network, data, recipe, dense, teacher, heldout_is_new=new)
-    save_compressed(network, plan, folder.model, dense=dense)
-    plan.save(folder.plan)
-    metrics["finetuned"] = {"accuracy": test_accuracy(network, data)}
-    known = config.model.get("checkpoint")
-    before = heldout_accuracy(dense, data) if known else metrics["compressed"]["accuracy"]
-    check_collapse(folder, metrics, data, before)
-    finish(folder, metrics, epochs=epochs)
+    metrics, new = run.numbers(dense, network, plan), run.heldout_is_new
+    with _taken_up(run):
+        recipe = run.finetuning_recipe(after_removal=only_removes(plan), heldout_is_new=new)
+        told: dict[str, Any] = {"teacher": run.teacher, "heldout_is_new": new}
+        epochs = finetune_in(run.folder, network, run.data, recipe, dense, **told)
+    _save(run.folder, network, plan, dense)
+    metrics["finetuned"] = {"accuracy": test_accuracy(network, run.data)}
+    before = heldout_accuracy(dense, run.data) if run.checkpoint else metrics["compressed"]["accuracy"]
+    _check_collapse(run, metrics, before)
+    finish(run.folder, metrics, epochs=epochs)
 
 
 @contextmanager
-def _taken_up(config: AppConfig, folder: RunFolder) -> Iterator[None]:
+def _taken_up(run: TaskRun) -> Iterator[None]:
     """Continue the fine-tuning of the run that `run` names, if it kept its state."""
-    own, before = (run.training_state("finetune") for run in (folder, RunFolder(Path(config.run or ""))))
-    if not config.run or own.exists() or not before.is_file():
+    earlier = RunFolder(Path(run.config.run or ""))
+    own, before = (folder.training_state("finetune") for folder in (run.folder, earlier))
+    if not run.config.run or own.exists() or not before.is_file():
         yield
         return
-    extend_training(before, own, config.finetune.epochs)
+    extend_training(before, own, run.config.finetune.epochs)
     try:
         yield
     except CheckpointError as error:
         own.unlink()
         raise ConfigError(
-            f"run={config.run} goes on with a fine-tuning as it began, but for finetune.epochs: {error} "
-            f"A new one begins with weights={config.weights}, without run"
+            f"run={run.config.run} goes on with a fine-tuning as it began, but for finetune.epochs: {error} "
+            f"A new one begins with weights={run.config.weights}, without run"
         ) from error
 
 
-def evaluate(config: AppConfig, folder: RunFolder) -> None:
+def evaluate(run: TaskRun) -> None:
     """Measure the dense network, the compressed one, or both."""
-    if not config.weights and not config.model.get("checkpoint"):
+    if not run.config.weights and not run.checkpoint:
         raise ConfigError(
             "task=evaluate needs a trained network: model.checkpoint=PATH, weights=RUN/model.safetensors, "
             "or both"
         )
-    data = options.dataset(config)
-    if config.weights:
-        network, dense, plan = compressed_from(config, data)
-        metrics = both_numbers(config, data, dense, network, plan)
+    if run.config.weights:
+        network, dense, plan = run.compressed()
+        metrics = run.numbers(dense, network, plan)
     else:
-        dense = build_network(config.model, data, seed=config.seed)
-        metrics = {**run_head(config, data, dense), "baseline": network_numbers(dense, data)}
-    finish(folder, metrics)
+        metrics = {**run.head(), "baseline": network_numbers(run.network, run.data)}
+    finish(run.folder, metrics)
 
 
-def export(config: AppConfig, folder: RunFolder) -> None:
+def export(run: TaskRun) -> None:
     """Write `model.onnx`, compare it with PyTorch and time it along with the dense network."""
-    options.export_options(config)  # refuses a missing runtime before anything is read
-    data = options.dataset(config)
-    network, dense, plan = compressed_from(config, data)
-    metrics = both_numbers(config, data, dense, network, plan)
+    _ = run.export  # refuses a missing runtime before anything is read
+    network, dense, plan = run.compressed()
+    metrics = run.numbers(dense, network, plan)
     ratios = metrics.pop("ratios")
-    original = searched_network(config, data, dense, folder)
-    file = original.write(network, folder.onnx, file_metadata(plan, metrics))
-    exported_step(config, network, folder)
+    file = run.searched_network(dense).write(network, run.folder.onnx, file_metadata(plan, metrics))
+    _write_step(run, network)
     measured = {"ratios": {**ratios, "latency": file.latency.ratio}, "onnx": dict(file.numbers)}
-    finish(folder, {**metrics, **measured, "runtimes": file.runtimes})
+    finish(run.folder, {**metrics, **measured, "runtimes": file.runtimes})
 
 
-def dense_network(config: AppConfig, data: ImageData, folder: RunFolder) -> nn.Module:
-    """Load the dense network from its checkpoint, or train it; warn if it is no better than guessing."""
-    network = build_network(config.model, data, seed=config.seed)
-    if not config.model.get("checkpoint"):
-        dense_training(config, data, network, folder)
-        return network
-    warning = guessing_warning(network, data)
-    if warning is not None:
-        folder.warn(
-            f"{warning}. Check that model.checkpoint={config.model['checkpoint']} was trained on this "
-            "dataset, with its classes in this order and with its normalisation."
-        )
-    return network
+def _save(folder: RunFolder, network: nn.Module, plan: CompressionPlan, dense: nn.Module) -> None:
+    save_compressed(network, plan, folder.model, dense=dense)
+    plan.save(folder.plan)
 
 
-def named_teacher(config: AppConfig, data: ImageData) -> Teacher | None:
-    """Return the teacher that finetune.teacher names, its accuracy on held-out images logged; else None."""
-    options = config.finetune
-    if not options.teachers or options.epochs == 0 or options.distillation == 0:
-        return None
-    read = read_teacher(options, config.model, data, seed=config.seed)
-    log.info("fine-tune: the teacher, %s: held-out accuracy %.4f", read.title, read.accuracy)
-    return read
-
-
-def check_budget(config: AppConfig, data: ImageData) -> None:
-    """Refuse a budget that the network cannot reach, before it is trained."""
-    if config.model.get("checkpoint"):  # no training to save; the search checks before it fits
-        return
-    network = build_network(config.model, data, seed=config.seed)
-    request = options.request(config)
-    check_reachable(ModuleNetwork(network, data.input_shape), request.timed_candidates(), request.goal)
-
-
-def heldout_is_new(config: AppConfig, data: ImageData) -> bool:
-    """Tell whether the dense network is known to be trained without the held-out images."""
-    checkpoint = config.model.get("checkpoint")
-    return not checkpoint or checkpoint_heldout(checkpoint) == data.heldout.digest()
-
-
-def dense_training(
-    config: AppConfig, data: ImageData, network: nn.Module, folder: RunFolder
-) -> TrainingResult:
-    """Train the dense network in place and save it; warn if it is no better than guessing."""
-    recipe = options.training_recipe(config, network)
-    result = train_in(folder, "train", network, data, recipe)
-    new = heldout_is_new(config, data)  # false for initial weights that may have seen the held-out images
-    save_checkpoint(
-        network,
-        folder.dense,
-        heldout=data.heldout.digest() if new else None,
-        preprocessing=data.preprocessing.to_dict(),
-    )
-    warning = guessing_warning(network, data)
-    if warning is not None:
-        folder.warn(
-            f"{warning}. It was trained for {counted(recipe.epochs, 'epoch')} (train.epochs) at the learning "
-            f"rate {result.lr:.3g} (train.optim.lr). Train it longer or at another rate, or give trained "
-            "weights with model.checkpoint=PATH."
-        )
-    return result
-
-
-def in_file(config: AppConfig) -> bool:
-    """Tell whether the network is an ONNX file, trained elsewhere."""
-    return bool(config.model.get("architecture") == "onnx")
-
-
-def file_inputs(config: AppConfig) -> tuple[Path, Path, dict[str, Any]]:
-    """Return the paths of an ONNX file and of its inputs, and how these are read, for the verbs."""
-    given = config.dataset
-    if given.get("name") != INPUTS:
-        raise ConfigError(
-            f"model=onnx takes its inputs from a file, but dataset={given.get('name')} is chosen; give "
-            f"dataset={INPUTS} dataset.path=inputs.npz, one array for each input of the network"
-        )
-    inputs = Path(given["path"])
-    values = {name: given[name] for name in ("size", "resize", "scale", "order", "mean", "std")}
-    defaults = {each.name: each.default for each in fields(InputsOptions)}
-    set_here = [name for name, value in values.items() if value != defaults[name]]
-    if set_here and not inputs.is_dir():
-        raise ConfigError(
-            f"dataset.{set_here[0]} is for a folder of images; {inputs} is none, and arrays in a file are "
-            "taken as they are. Leave it out"
-        )
-    images = ImagePreprocessing(**values) if inputs.is_dir() else None
-    return Path(config.model["path"]), inputs, {"images": images, "batch_axes": given.get("batch_axes")}
-
-
-def searched_network(config: AppConfig, data: ImageData, dense: nn.Module, folder: RunFolder) -> FileModule:
-    return image_classifier(dense, data, options.request(config), folder.state)
-
-
-def run_head(
-    config: AppConfig, data: ImageData, network: nn.Module, method: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    checkpoint = config.model.get("checkpoint")
-    return {
-        "task": config.task,
-        "model": model_title(config.model, network),
-        "checkpoint": Path(checkpoint).name if checkpoint else None,
-        "heldout_is_new": heldout_is_new(config, data),
-        "dataset": data.name,
-        "decomposition": None,
-        "selector": None,
-        **(method or {}),
-        "seed": config.seed,
-        "preprocessing": data.preprocessing.to_dict(),
-    }
-
-
-def file_head(
-    config: AppConfig, images: ImagePreprocessing | None, method: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the entries of metrics.json on a run for an ONNX file."""
-    return {
-        "task": config.task,
-        "model": Path(config.model["path"]).stem,
-        "dataset": Path(config.dataset["path"]).name,
-        **({} if images is None else {"preprocessing": asdict(images)}),
-        **method,
-        "seed": config.seed,
-    }
-
-
-def searched(config: AppConfig) -> dict[str, Any]:
-    """Return the method of this run's search: format, selector and budget."""
-    return {
-        "decomposition": config.decomposition.format,
-        "selector": config.selector["name"],
-        "budget": options.search_goal(config).budget_numbers,
-    }
-
-
-def finish_compressed(config: AppConfig, result: MeasuredModule | Compression, folder: RunFolder) -> None:
-    searched = {} if result.search is None else search_numbers(result.search)
+def finish_compressed(run: TaskRun, result: MeasuredModule | Compression) -> None:
+    folder, searched = run.folder, {} if result.search is None else search_numbers(result.search)
     metrics = {**folder.notes.about, **run_numbers(result), **searched}
     if isinstance(result, MeasuredModule):
-        exported_step(config, result.model, folder)
+        _write_step(run, result.model)
     else:
         Console().print(_outputs(result))
     told = result if isinstance(result, Compression) else result.search  # the search, where there is no file
@@ -492,12 +248,12 @@ def _outputs(result: Compression) -> Table:
     return table
 
 
-def exported_step(config: AppConfig, network: nn.Module, folder: RunFolder) -> None:
+def _write_step(run: TaskRun, network: nn.Module) -> None:
     """Write the optimizer's step as ONNX if the configuration asks for it."""
-    if config.export.training:
+    if run.config.export.training:
         # A recipe needs an epoch; a step does not depend on their number.
-        recipe = options.finetuning_recipe(options.with_epochs(config, max(1, config.finetune.epochs)))
-        write_training_step(network, recipe, folder.optimizer_step)
+        recipe = run.finetuning_recipe(epochs=max(1, run.config.finetune.epochs))
+        write_training_step(network, recipe, run.folder.optimizer_step)
 
 
 def finish(
@@ -547,14 +303,10 @@ def print_end(console: Console, metrics: Mapping[str, Any], page: Path) -> None:
     console.print(f"report: {page}", soft_wrap=True)
 
 
-def check_collapse(
-    folder: RunFolder, metrics: Mapping[str, Any], data: ImageData, baseline: float | None = None
-) -> None:
+def _check_collapse(run: TaskRun, metrics: Mapping[str, Any], before: float) -> None:
     """Warn if the accuracy of the last network in the metrics is no better than guessing."""
-    last = metrics.get("finetuned") or metrics["compressed"]
-    before = metrics["baseline"]["accuracy"] if baseline is None else baseline
-    share = guessing_share(data.heldout.y)
-    text = accuracy_collapse(last["accuracy"], before, share, len(data.test))
+    last, data = metrics.get("finetuned") or metrics["compressed"], run.data
+    text = accuracy_collapse(last["accuracy"], before, guessing_share(data.heldout.y), len(data.test))
     if text is not None:
         log.error(text)
-        folder.collapse(text)
+        run.folder.collapse(text)

@@ -12,30 +12,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from decomposition import CandidateSet, CompressionPlan, Factorise, LayerSpec, get_format, inspect_layers
 from decomposition.network.layers import skipping
 from decomposition.progress import Deadline, progress_bar
 from rankrl import compression
 from rankrl.bench.task import answering_tasks
-from rankrl.cli.config import options
-from rankrl.cli.config.schema import AppConfig
-from rankrl.cli.tasks.compression import (
-    add_notes,
-    check_budget,
-    command,
-    dense_network,
-    file_inputs,
-    heldout_is_new,
-    in_file,
-    named_teacher,
-    print_end,
-    run_head,
-    searched,
-    searched_network,
-)
-from rankrl.data import ImageData
+from rankrl.cli.tasks.compression import add_notes, command, print_end
+from rankrl.cli.tasks.task_run import TaskRun
 from rankrl.errors import ConfigError, ExportError, counted
 from rankrl.file_compression import FileSource
 from rankrl.kits.kit import FinishedFile, WrittenKit, write_verify_kit
@@ -62,7 +46,7 @@ from rankrl.report.run_folder import read_metrics
 from rankrl.report.run_tables import rival_note
 from rankrl.request import Request, opened_session
 from rankrl.runs.run_folder import RunFolder
-from rankrl.training.networks import build_network, model_title
+from rankrl.training.networks import model_title
 from rankrl.verify.file_export import export_dense
 from rankrl.verify.measure import (
     ImageInputs,
@@ -79,19 +63,17 @@ _FITTED_RANKS = 3  # of each layer, as examples
 _WIDTH = 160  # characters of a line in a file or a pipe
 
 
-def inspect(config: AppConfig, folder: RunFolder) -> None:
+def inspect(run: TaskRun) -> None:
     """Print one row for each layer: shape, cost, and feasible ranks or the reason that it stays.
 
     `inspect.errors` adds relative output errors on training images.
     """
-    if in_file(config):
-        _show_nodes(_source(config), options.request(config))
+    if run.in_file:
+        _show_nodes(_source(run), run.request())
         return
-    candidates = options.request(config).timed_candidates()
-    data = options.dataset(config)
-    network = build_network(config.model, data, seed=config.seed)
-    specs = skipping(inspect_layers(network, data.input_shape), candidates.skip, candidates.only)
-    fitted = _fitted(config, data, network, specs, folder) if config.inspect.errors else None
+    candidates = run.request().timed_candidates()
+    specs = skipping(inspect_layers(run.network, run.data.input_shape), candidates.skip, candidates.only)
+    fitted = _fitted(run, specs) if run.config.inspect.errors else None
     params, macs = sum(spec.params for spec in specs), sum(spec.macs for spec in specs)
 
     def cells(spec: LayerSpec) -> list[str]:
@@ -99,7 +81,7 @@ def inspect(config: AppConfig, folder: RunFolder) -> None:
         examples = "" if fitted is None or spec.refusal else _examples(fitted[spec.name])
         return [*_cost_cells(spec, params, macs), ranks, spec.refusal or examples]
 
-    title = f"{model_title(config.model, network)} as {config.decomposition.format}"
+    title = f"{model_title(run.config.model, run.network)} as {run.config.decomposition.format}"
     why = "stays as it is because" if fitted is None else "rank: params, error"
     _show_sites(title, ["layer"], ["ranks"], why, [[spec.name, *cells(spec)] for spec in specs])
     if fitted is None:
@@ -140,8 +122,8 @@ def _show_sites(
     console.print(table)
 
 
-def _source(config: AppConfig) -> FileSource:
-    path, inputs, read = file_inputs(config)
+def _source(run: TaskRun) -> FileSource:
+    path, inputs, read = run.file()
     return FileSource(path, inputs, **read)
 
 
@@ -152,12 +134,10 @@ def _cost_cells(spec: LayerSpec, params: int, macs: int) -> list[str]:
     return ["x".join(map(str, spec.weight_shape)), *shares[0], *shares[1]]
 
 
-def _fitted(
-    config: AppConfig, data: ImageData, network: nn.Module, specs: Sequence[LayerSpec], folder: RunFolder
-) -> Mapping[str, CandidateSet]:
+def _fitted(run: TaskRun, specs: Sequence[LayerSpec]) -> Mapping[str, CandidateSet]:
     """Return a few fitted candidates of every layer that can be decomposed."""
-    request, known = options.request(config), searched_network(config, data, network, folder)
-    library = known.library(request.timed_candidates(), cache=request.fits, seed=config.seed)
+    request, known = run.request(), run.searched_network(run.network)
+    library = known.library(request.timed_candidates(), cache=request.fits, seed=request.seed)
     sites = {}
     with progress_bar("fit layers", len(library.specs)) as bar:
         for spec in specs:
@@ -185,9 +165,10 @@ def _examples(site: CandidateSet) -> str:
     return "; ".join(shown) or "no rank makes it smaller"
 
 
-def compare(config: AppConfig, folder: RunFolder) -> None:
+def compare(run: TaskRun) -> None:
     """Search with every selector and seed, and write one table, page and set of metrics."""
-    rows, metrics = (_compared if config.bench is None else _compared_on_tables)(config, folder)
+    config, folder = run.config, run.folder
+    rows, metrics = (_compared if config.bench is None else _compared_on_tables)(run)
     means = mean_over_tasks(rows)
     metrics["search"] |= {
         "episodes": sum(row.episodes for row in rows),
@@ -210,39 +191,36 @@ def compare(config: AppConfig, folder: RunFolder) -> None:
     print_end(console, metrics, page)
 
 
-def _compared(config: AppConfig, folder: RunFolder) -> tuple[list[ComparisonRow], dict[str, Any]]:
+def _compared(run: TaskRun) -> tuple[list[ComparisonRow], dict[str, Any]]:
     """Search on a network, and fine-tune the plans with one recipe.
 
     Every search keeps its state in `searches/NAME-SEED`; `plan.json` is the plan with the best reward.
     """
-    applied = config.compare.apply
-    options.check(config, finetuning=applied and config.finetune.epochs > 0)
-    entered = compared_searches(options.compared_selectors(config), config.compare.seeds)
-    data = options.dataset(config)
-    check_budget(config, data)
-    new = heldout_is_new(config, data)
-    recipe = options.tuning_recipe(config, heldout_is_new=new)
-    teacher = named_teacher(config, data) if applied else None
-    dense = dense_network(config, data, folder)
-    network = searched_network(config, data, dense, folder)
-    source = dense if teacher is None else teacher.network
+    applied, folder = run.config.compare.apply, run.folder
+    run.check(finetuning=applied and run.config.finetune.epochs > 0)
+    entered = compared_searches(run.compared_selectors(), run.config.compare.seeds)
+    run.check_budget()
+    recipe, data = run.tuning_recipe(heldout_is_new=run.heldout_is_new), run.data
+    teacher = run.teacher if applied else None
+    network = run.searched_network(run.dense)
+    source = run.dense if teacher is None else teacher.network
     final = FinalTest(data, source, recipe, folder.state / "plans") if applied else None
-    request = replace(options.request(config), deadline=Deadline(math.inf))  # each search has its own
+    request = replace(run.request(), deadline=Deadline(math.inf))  # each search has its own
     with opened_session(network, request.timed_candidates(), request) as session:
         best, rows = compare_selectors(session, entered, folder.searches, final)
     with_preprocessing(best.plan, data.preprocessing).save(folder.plan)
     return rows, {
-        **run_head(config, data, dense, searched(config)),
-        "selector": ",".join(config.compare.selectors),
-        "baseline": network_numbers(dense, data),
+        **run.head(run.searched),
+        "selector": ",".join(run.config.compare.selectors),
+        "baseline": network_numbers(run.dense, data),
         "search": {key: name for key, name in best.objective.items() if key != "action"},
         "dense_int8": network.dense_int8() if applied else None,
     }
 
 
-def _compared_on_tables(config: AppConfig, folder: RunFolder) -> tuple[list[ComparisonRow], dict[str, Any]]:
+def _compared_on_tables(run: TaskRun) -> tuple[list[ComparisonRow], dict[str, Any]]:
     """Search RankBench's tables; every search keeps its state and plan in `searches/TASK/NAME-SEED`."""
-    entries = options.compared_selectors(config)
+    config, folder, entries = run.config, run.folder, run.compared_selectors()
     without = [each for each in entries if not selector_class(each.selector).needs_weights]
     left_out = ", ".join(each.text for each in entries if each not in without)
     if entries and not without:
@@ -295,27 +273,20 @@ def _table(rows: list[ComparisonRow]) -> Table:
     return table
 
 
-def report(config: AppConfig, folder: RunFolder) -> None:
+def report(run: TaskRun) -> None:
     """Write `report.html` and `runs.csv` into the folder of the runs."""
-    if not config.runs:
+    if not run.config.runs:
         raise ConfigError("task=report needs runs=FOLDER, the folder of a sweep or of several runs")
-    page = write_sweep_report(config.runs)
+    page = write_sweep_report(run.config.runs)
     Console().print(f"report: {page}", soft_wrap=True)
 
 
-def timing_kit(config: AppConfig, folder: RunFolder) -> None:
+def timing_kit(run: TaskRun) -> None:
     """Write the kit of a network."""
-    network: Any
-    inputs: Any
-    told: dict[str, Any] = {"calibration": config.calibration.images}
-    if in_file(config):
-        network, inputs, told = file_inputs(config)
-    else:
-        inputs = options.dataset(config)
-        network = dense_network(config, inputs, folder)
-    asked = options.verb_arguments(config)
+    asked = run.verb_arguments()
     shared = {name: asked[name] for name in ("decomposition", "timing", "cache", "seed")}
-    show(compression.timing_kit(network, inputs, folder.kit, **shared, **told))
+    network, inputs, told = run.given()
+    show(compression.timing_kit(network, inputs, run.folder.kit, **shared, **told))
 
 
 def show(kit: WrittenKit, then: str = "Then search with timing.table=times.json") -> None:
@@ -327,22 +298,21 @@ def show(kit: WrittenKit, then: str = "Then search with timing.table=times.json"
     )
 
 
-def verify_kit(config: AppConfig, folder: RunFolder) -> None:
+def verify_kit(run: TaskRun) -> None:
     """Write the kit of the finished runs below `runs`, with the original in float32 and in integers."""
-    finished, scores = finished_files(config.runs)
-    timing = replace(options.export_options(config), pad_channels=False)
+    finished, scores = finished_files(run.config.runs)
+    timing, folder = replace(run.export, pad_channels=False), run.folder
     told: dict[str, Any] = {}
     ranges: Any
     feed: Any
-    if in_file(config):
-        titles, source = ("original", "original in int8"), _source(config)
-        file = source.read(options.request(config))
+    if run.in_file:
+        titles, source = ("original", "original in int8"), _source(run)
+        file = source.read(run.request())
         path, ranges, feed = source.path, file.split.calibration, file.feed(timing.batch)
         told["cut"] = file.split.axes.parts
     else:
-        titles, data = ("dense", "dense int8"), options.dataset(config)
-        network = dense_network(config, data, folder)
-        path = export_dense(network, ImageInputs(data, timing), folder.state)
+        titles, data = ("dense", "dense int8"), run.data
+        path = export_dense(run.dense, ImageInputs(data, timing), folder.state)
         ranges, told["reduce_range"] = range_batches(data, timing), timing.reduce_range
         images, _ = next(file_batches(data.heldout.first(timing.batch), timing.batch, data, timing))
         feed = images.numpy()

@@ -198,7 +198,6 @@ INSPECT = ("task=inspect", "model=conv4", "dataset=digits")
         ("hydra.nosuch=1", "To append to your config use +hydra.nosuch=1"),
         ("hydra.callbacks.mine._target_=A", "use +hydra.callbacks.mine._target_=A"),
         ("hydra=x", "No match in the defaults list"),
-        ("hydra.job.chdir=true", "leave it out: whatever a run writes lies in hydra.run.dir"),
         ("hydra.job.env_copy=[NOSUCH]", "KeyError: 'NOSUCH'"),
     ],
 )
@@ -326,13 +325,13 @@ def _begun(*_: object, **__: object) -> Any:
 def test_options_are_refused_before_data_are_read(
     monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], expected: str
 ) -> None:
-    monkeypatch.setattr("rankrl.cli.config.options.load_dataset", _begun)
+    monkeypatch.setattr("rankrl.cli.tasks.task_run.load_dataset", _begun)
     monkeypatch.setattr("rankrl.request.suited_multiple", _begun)
     assert expected in task_refusal(*arguments)
 
 
 def test_a_run_is_refused_before_data_are_read(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankrl.cli.config.options.load_dataset", _begun)
+    monkeypatch.setattr("rankrl.cli.tasks.task_run.load_dataset", _begun)
     assert "search.finalists must be at least 1" in refused("search.finalists=0")
 
 
@@ -350,7 +349,7 @@ def test_what_is_fine_gets_as_far_as_the_data(
     def read(*_: object, **__: object) -> None:
         raise DataError("the data are read")
 
-    monkeypatch.setattr("rankrl.cli.config.options.load_dataset", read)
+    monkeypatch.setattr("rankrl.cli.tasks.task_run.load_dataset", read)
     assert "the data are read" in task_refusal(*arguments)
 
 

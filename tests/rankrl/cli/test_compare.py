@@ -12,9 +12,8 @@ from command_line import QUICK, call, read_json, small_network, workplace
 
 from decomposition import CompressionPlan
 from rankrl.bench import bench_task
-from rankrl.cli.config import options
-from rankrl.cli.config.options import selector_entry
 from rankrl.cli.config.schema import AppConfig
+from rankrl.cli.tasks.task_run import TaskRun, selector_entry
 from rankrl.errors import ConfigError
 from rankrl.options.search import SearchOptions
 from rankrl.options.tasks import CompareOptions
@@ -22,9 +21,10 @@ from rankrl.plan_search import compare
 from rankrl.plan_search.bounded_loss import SearchCall
 from rankrl.plan_search.compare import compared_searches, search_all
 from rankrl.plan_search.scores.evaluation import recorded_steps
-from rankrl.plan_search.selectors import list_selectors, selector_class
+from rankrl.plan_search.selectors import SelectorEntry, list_selectors, selector_class
 from rankrl.plan_search.session import SearchSession
 from rankrl.plan_search.space.problem import SearchProblem
+from rankrl.runs.run_folder import RunFolder
 
 Command = Callable[..., None]
 LOCAL = "local:step=0.4,plans_per_step=1"
@@ -159,11 +159,15 @@ def test_plans_need_not_be_applied_and_the_table_is_there_for_latex(
     assert "reward accuracy, metric soft_agreement, budget params 0.2" in (folder / "report.html").read_text()
 
 
+def _compared(config: AppConfig) -> list[SelectorEntry]:
+    return TaskRun(config, RunFolder(Path("run"))).compared_selectors()
+
+
 def test_each_selector_has_the_options_of_its_file() -> None:
     config = AppConfig(
         selector={"name": "ddpg", "noise": 0.7}, compare=CompareOptions(tuple(list_selectors()), (0,))
     )
-    found = {each.text: each.options for each in options.compared_selectors(config)}
+    found = {each.text: each.options for each in _compared(config)}
     assert found["ddpg"] == {"noise": 0.7}
     for name in ("local", "random", "tpe", "greedy"):
         assert set(found[name]) == set(selector_class(name).default_options())
@@ -172,7 +176,7 @@ def test_each_selector_has_the_options_of_its_file() -> None:
 def test_an_entry_may_set_options_over_those_of_the_command_line() -> None:
     entries = ["bayes", "bayes:candidates=64,step=0.4", "local:step=0.5"]
     config = AppConfig(selector={"name": "bayes", "step": 0.2}, compare=CompareOptions(tuple(entries), (0,)))
-    plain, narrow, local = options.compared_selectors(config)
+    plain, narrow, local = _compared(config)
     assert plain.options == {"step": 0.2}
     assert narrow.options == {"step": 0.4, "candidates": 64}
     assert local.options == {**selector_class("local").default_options(), "step": 0.5}
@@ -198,9 +202,7 @@ def test_selectors_that_draw_nothing_run_once() -> None:
 )
 def test_bad_selectors_are_refused(selectors: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        options.compared_selectors(
-            AppConfig(selector={"name": "ddpg"}, compare=CompareOptions(tuple(selectors)))
-        )
+        _compared(AppConfig(selector={"name": "ddpg"}, compare=CompareOptions(tuple(selectors))))
 
 
 @pytest.mark.parametrize(("seeds", "message"), [([], "at least one"), ([1, 1], "different"), ([-1], ">= 0")])

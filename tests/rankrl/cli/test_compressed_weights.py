@@ -19,7 +19,7 @@ from decomposition import (
     make_plan,
     save_compressed,
 )
-from rankrl.cli.tasks.compression import method_of
+from rankrl.cli.tasks.task_run import method_of
 from rankrl.operations import KeepChannels
 from rankrl.pruners.prune import THEN
 from rankrl.report.run_folder import gather_runs

@@ -12,13 +12,12 @@ from typing import Any
 
 import hydra
 import pytest
-from command_line import QUICK, read_json, settings, small_network, task_refusal
+from command_line import QUICK, read_json, settings, small_network, task_refusal, task_run
 from omegaconf import OmegaConf
 
 import rankrl
 from decomposition import CompressionPlan, FitOptions, apply_plan
 from decomposition.operations import FINAL, PRECISIONS
-from rankrl.cli.config import options
 from rankrl.cli.config.schema import AppConfig, config_folder
 from rankrl.data import load_dataset
 from rankrl.errors import ConfigError, ExportError
@@ -39,15 +38,15 @@ from rankrl.verify import measure
 
 
 def test_a_budget_in_time_is_measured_as_the_export_is() -> None:
-    found = options.search_goal(settings("budget.latency=0.6", "export.batch=8", "export.threads=2"))
+    found = task_run("budget.latency=0.6", "export.batch=8", "export.threads=2").goal
     assert found.budget.latency == 0.6
     assert (found.timing.batch, found.timing.threads) == (8, 2)
     assert found.counted["params"] is None
 
 
 def test_without_a_budget_accuracy_keeps_a_share_of_the_parameters() -> None:
-    assert options.search_goal(settings()).counted["params"] == 0.4
-    assert options.search_goal(settings("reward=amc")).counted["params"] is None
+    assert task_run().goal.counted["params"] == 0.4
+    assert task_run("reward=amc").goal.counted["params"] is None
 
 
 @pytest.mark.parametrize(
@@ -64,8 +63,7 @@ def test_without_a_budget_accuracy_keeps_a_share_of_the_parameters() -> None:
 def test_scores_see_the_refit_where_they_can_and_finalists_are_refitted_elsewhere(
     overrides: tuple[str, ...], expected: tuple[str, str, int]
 ) -> None:
-    config = settings(*overrides)
-    search = options.request(config).goal.search
+    search = task_run(*overrides).request().goal.search
     assert (search.statistics, search.metric, search.finalists) == expected
     assert search.episodes == 50
 
@@ -80,26 +78,26 @@ def test_the_command_line_takes_the_selector_that_calls_take(of_file: tuple[str,
 @pytest.mark.parametrize("value", ["0", "1.5", "-0.2"])
 def test_budgets_outside_the_range_are_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"budget\.{name}=.* is outside \(0, 1\]"):
-        options.search_goal(settings(f"budget.{name}={value}"))
+        _ = task_run(f"budget.{name}={value}").goal
 
 
 def test_a_search_keeps_two_budgets_at_most() -> None:
-    found = options.search_goal(settings("budget.bytes=0.3"))
+    found = task_run("budget.bytes=0.3").goal
     assert (found.budget.bytes, found.counted["params"]) == (0.3, None)
-    found = options.search_goal(settings("budget.latency=0.5", "budget.bytes=0.3"))
+    found = task_run("budget.latency=0.5", "budget.bytes=0.3").goal
     assert (found.budget.bytes, found.budget.latency) == (0.3, 0.5)
     with pytest.raises(
         ConfigError, match=r"budget\.params=0\.5, budget\.macs=0\.4 and budget\.bytes=0\.3 are all set"
     ):
-        options.search_goal(settings("budget.params=0.5", "budget.macs=0.4", "budget.bytes=0.3"))
+        _ = task_run("budget.params=0.5", "budget.macs=0.4", "budget.bytes=0.3").goal
 
 
 def test_layers_choose_among_the_formats_that_are_listed() -> None:
-    assert options.request(settings("decomposition=tucker")).timed_candidates().formats == ("tucker",)
-    assert options.request(settings()).timed_candidates().formats == ("cp", "tucker", "tensor_ring")
+    assert task_run("decomposition=tucker").request().timed_candidates().formats == ("tucker",)
+    assert task_run().request().timed_candidates().formats == ("cp", "tucker", "tensor_ring")
     assert settings().decomposition == rankrl.DecompositionOptions()
-    few = settings("decomposition=auto", "decomposition.formats=[cp,tucker]")
-    assert options.request(few).timed_candidates().formats == ("cp", "tucker")
+    few = task_run("decomposition=auto", "decomposition.formats=[cp,tucker]")
+    assert few.request().timed_candidates().formats == ("cp", "tucker")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +117,7 @@ def test_ranks_fill_the_processor_s_lanes_and_precisions_lower_what_the_budget_c
 ) -> None:
     monkeypatch.setattr("rankrl.request.suited_multiple", lambda timing: 32)
     monkeypatch.setattr("rankrl.onnx.export.static_quantiser.sums_overflow", lambda: False)
-    found = options.request(settings(*overrides)).timed_candidates()
+    found = task_run(*overrides).request().timed_candidates()
     assert (found.multiple, found.precisions) == (multiple, precisions)
 
 
@@ -133,12 +131,12 @@ def test_ranks_fill_the_processor_s_lanes_and_precisions_lower_what_the_budget_c
 )
 def test_precisions_and_multiples_that_are_none_are_refused(option: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        options.request(settings(f"decomposition.{option}")).timed_candidates()
+        task_run(f"decomposition.{option}").request().timed_candidates()
 
 
 def test_weighed_outputs_can_be_switched_off() -> None:
-    assert options.request(settings()).timed_candidates().weigh_outputs
-    assert not options.request(settings("decomposition.weigh_outputs=false")).timed_candidates().weigh_outputs
+    assert task_run().request().timed_candidates().weigh_outputs
+    assert not task_run("decomposition.weigh_outputs=false").request().timed_candidates().weigh_outputs
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,7 @@ def test_weighed_outputs_can_be_switched_off() -> None:
     [((), False, 1e-4), ((), True, 1e-3), (("optim.lr=2e-4",), True, 2e-4), (("optim=sgd",), True, 1e-2)],
 )
 def test_fine_tuning_takes_larger_steps_after_a_removal(overrides, after_removal, lr) -> None:
-    assert options.finetuning_recipe(settings(*overrides), after_removal=after_removal).lr == lr
+    assert task_run(*overrides).finetuning_recipe(after_removal=after_removal).lr == lr
 
 
 @pytest.mark.parametrize(
@@ -163,10 +161,11 @@ def test_fine_tuning_takes_larger_steps_after_a_removal(overrides, after_removal
     ],
 )
 def test_training_from_scratch_takes_the_networks_own_rate(overrides, shape, lr) -> None:
-    config = settings(*overrides)
+    run = task_run(*overrides)
+    config = run.config
     given = {key: value for key, value in config.model.items() if key not in ("architecture", "checkpoint")}
     network = build_model(config.model["architecture"], shape, 10, given)
-    assert options.training_recipe(config, network).lr == lr
+    assert run.training_recipe(network).lr == lr
 
 
 @pytest.mark.parametrize(
@@ -183,19 +182,18 @@ def test_training_from_scratch_takes_the_networks_own_rate(overrides, shape, lr)
     ],
 )
 def test_training_from_scratch_gives_each_optimizer_options_of_its_own(overrides, expected) -> None:
-    recipe = options.training_recipe(settings(*overrides), None)
-    assert recipe.optimizer_options == expected
-    options.check(settings("task=train", *overrides))
+    assert task_run(*overrides).training_recipe().optimizer_options == expected
+    task_run("task=train", *overrides).check()
 
 
 def test_other_optimizers_need_a_rate() -> None:
     with pytest.raises(ConfigError, match=r"the learning rate of sgd is null.*optim\.lr=0\.01"):
-        options.finetuning_recipe(settings("optim=sgd", "~finetune.rates.sgd"))
+        task_run("optim=sgd", "~finetune.rates.sgd").finetuning_recipe()
 
 
 def test_the_recipe_at_length_differs_from_the_short_one() -> None:
-    short, full = (options.finetuning_recipe(settings(f"finetune={name}")) for name in ("short", "full"))
-    assert options.finetuning_recipe(settings()) == short
+    short, full = (task_run(f"finetune={name}").finetuning_recipe() for name in ("short", "full"))
+    assert task_run().finetuning_recipe() == short
     assert (short.product_decay, short.ema_decay) == (0.0, None)
     assert full.product_decay > 0
     assert full.ema_decay is not None
@@ -205,7 +203,7 @@ def test_the_recipe_at_length_differs_from_the_short_one() -> None:
 
 
 def test_the_recipe_for_what_lost_much_is_the_one_at_length_with_larger_steps() -> None:
-    full, retrain = (options.finetuning_recipe(settings(f"finetune={name}")) for name in ("full", "retrain"))
+    full, retrain = (task_run(f"finetune={name}").finetuning_recipe() for name in ("full", "retrain"))
     assert retrain.lr == 10 * full.lr
     assert replace(retrain, lr=full.lr) == full
 
@@ -215,7 +213,7 @@ def test_the_recipe_for_what_lost_much_is_the_one_at_length_with_larger_steps() 
     [((), True, True), ((), False, False), (("finetune.restore_best=true",), False, True)],
 )
 def test_images_that_the_network_was_trained_on_choose_no_epoch(overrides, new, restored) -> None:
-    recipe = options.finetuning_recipe(settings(*overrides), heldout_is_new=new)
+    recipe = task_run(*overrides).finetuning_recipe(heldout_is_new=new)
     assert recipe.restore_best is restored
 
 

@@ -331,7 +331,7 @@ def test_a_run_goes_on_to_the_results_of_its_own_options_alone(
     assert not (unfinished / "run.lock").exists()
 
 
-@pytest.mark.parametrize("name", ["metrics.json", "state/configuration.json", "state/files.json"])
+@pytest.mark.parametrize("name", ["metrics.json", "state/files.json"])
 def test_a_resumed_run_makes_up_for_a_damaged_file(rankrl: Command, finished: Path, name: str) -> None:
     path = finished / name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

