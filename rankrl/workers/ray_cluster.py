@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,51 +29,40 @@ from rankrl.workers.processes import (
 log = logging.getLogger(__name__)
 
 _PATIENCE = 30.0  # seconds without any worker before the log says so
-
-
-@dataclass
-class _Work:
-    """The work of actors: a builder in Ray's store, the tasks of actors, and those to be done again."""
-
-    key: int
-    build: Any
-    running: dict[Any, tuple[Any, int, Any]] = field(default_factory=dict)
-    again: list[tuple[int, Any]] = field(default_factory=list)
-    deaths: dict[int, int] = field(default_factory=dict)
+_Work = tuple[int, Any]  # a key, and a builder in Ray's store
 
 
 class RayCluster:
     """Actors on the cluster that the environment variable RAY_ADDRESS names, else on one made here.
 
-    Actors get work as soon as they are up, so that a cluster with room for only some works with those. A task
-    whose actor died (a killed process, a lost node) goes to another one.
+    Actors get work as soon as they are up, so that a cluster with room for only some works with those. Ray
+    starts an actor that died (a killed process, a lost node) again, which then repeats its task.
     """
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
         self._ray = connected_ray("search.cluster=ray")
         self._check_room()
-        self._actor = self._ray.remote(num_cpus=workers.cpus, num_gpus=workers.gpus)(_Actor)
-        self._starting: dict[Any, Any] = {}
+        restarted = {"max_restarts": -1, "max_task_retries": MOST_DEATHS}
+        kind = self._ray.remote(num_cpus=workers.cpus, num_gpus=workers.gpus, **restarted)(_Actor)
+        self._actors = [kind.remote(workers.cpus) for _ in range(workers.size)]
+        self._starting = {actor.place.remote(): actor for actor in self._actors}
         self._idle: list[Any] = []
         self._keys = itertools.count()
-        self._failed_starts = 0
-        for _ in range(workers.size):
-            self._start()
 
     def spread(self, function: Callable[[Any], Any], jobs: Iterable[Any], work: str) -> Iterator[Any]:
         del work
-        for _, result in self._results(self._new_work(lambda: torch.no_grad()(function)), jobs):
+        for _, result in self._results(self._built(lambda: torch.no_grad()(function)), jobs):
             yield result
 
     def pool(self, build: Builder) -> WorkerPool:
-        return _Pool(self, self._new_work(build), self.workers.size)
+        return _Pool(self, self._built(build), self.workers.size)
 
     def close(self) -> None:
         """End the actors; a cluster that was there before stays."""
-        for actor in (*self._idle, *self._starting.values()):
+        for actor in self._actors:
             self._ray.kill(actor)
-        self._idle, self._starting = [], {}
+        self._actors, self._idle, self._starting = [], [], {}
 
     def _check_room(self) -> None:
         needed = {"CPU": float(self.workers.cpus), "GPU": float(self.workers.gpus)}
@@ -90,76 +78,55 @@ class RayCluster:
             raise ConfigError(f"{message}. Ask for less, or name a cluster with RAY_ADDRESS")
         log.warning("%s. Waiting for a node that has", message)  # autoscalers add nodes when asked
 
-    def _start(self) -> None:
-        actor = self._actor.remote(self.workers.cpus)
-        self._starting[actor.place.remote()] = actor
-
-    def _new_work(self, build: Builder) -> _Work:
-        return _Work(next(self._keys), self._ray.put(build))
+    def _built(self, build: Builder) -> _Work:
+        return next(self._keys), self._ray.put(build)
 
     def _results(self, work: _Work, tasks: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         fresh = enumerate(tasks)
+        running: dict[Any, tuple[Any, int]] = {}
         try:
             while True:
-                while self._idle:
-                    job = work.again.pop() if work.again else next(fresh, None)
-                    if job is None:
-                        break
-                    actor, (index, task) = self._idle.pop(), job
-                    work.running[actor.apply.remote(work.key, work.build, task)] = (actor, index, task)
-                if not work.running and self._idle:
+                while self._idle and (job := next(fresh, None)) is not None:
+                    (index, task), actor = job, self._idle.pop()
+                    running[actor.apply.remote(*work, task)] = actor, index
+                if not running and self._idle:
                     return
-                yield from self._finished(work)
+                yield from self._finished(running)
         finally:
             # An actor works through its queue, so that an abandoned task only delays its next one.
-            self._idle += [actor for actor, _, _ in work.running.values()]
-            work.running, work.again, work.deaths = {}, [], {}
+            self._idle += [actor for actor, _ in running.values()]
 
-    def _finished(self, work: _Work) -> Iterator[tuple[int, Any]]:
+    def _finished(self, running: dict[Any, tuple[Any, int]]) -> Iterator[tuple[int, Any]]:
         """Wait for a started actor or for a result, and yield a result."""
         errors = self._ray.exceptions
-        done, _ = self._ray.wait([*work.running, *self._starting], num_returns=1, timeout=_PATIENCE)
-        if not done and not work.running:
+        done, _ = self._ray.wait([*running, *self._starting], num_returns=1, timeout=_PATIENCE)
+        if not done and not running:
             log.warning("no worker has started yet; the cluster has %s", self._ray.available_resources())
         for reference in done:
             if reference in self._starting:
                 self._take_in(reference)
                 continue
-            actor, index, task = work.running.pop(reference)
+            actor, index = running.pop(reference)
+            self._idle.append(actor)
             try:
-                result = self._ray.get(reference)
+                yield index, self._ray.get(reference)
             except errors.RayTaskError as error:
-                self._idle.append(actor)
                 raise error.cause if isinstance(error.cause, Exception) else error from error
             except errors.RayError as error:
-                work.deaths[index] = work.deaths.get(index, 0) + 1
-                self._ray.kill(actor)
-                self._start()
-                if work.deaths[index] > MOST_DEATHS:
-                    raise WorkerError(
-                        f"a worker of the Ray cluster died: {_first_line(error)} {GO_ON}"
-                    ) from error
-                log.warning("a worker of the Ray cluster died; its work is done again")
-                work.again.append((index, task))
-            else:
-                self._idle.append(actor)
-                yield index, result
+                raise WorkerError(
+                    f"a worker of the Ray cluster died: {_first_line(error)} {GO_ON}"
+                ) from error
 
     def _take_in(self, reference: Any) -> None:
-        """Add an actor to the idle ones if it is up; start another one otherwise."""
+        """Add an actor that is up to the idle ones."""
         actor = self._starting.pop(reference)
         try:
             host, device, on_gpu = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            self._failed_starts += 1
-            if self._failed_starts > MOST_DEATHS:
-                raise WorkerError(
-                    f"workers of the Ray cluster do not start: {_first_line(error)} Every node needs rankrl "
-                    "and its requirements"
-                ) from error
-            self._start()
-            return
-        self._failed_starts = 0
+            raise WorkerError(
+                f"workers of the Ray cluster do not start: {_first_line(error)} Every node needs rankrl and "
+                "its requirements"
+            ) from error
         self._idle.append(actor)
         if self.workers.gpus > 0 and not on_gpu:
             log.warning("the worker on %s computes on the CPU: torch sees no GPU there", host)

@@ -76,7 +76,7 @@ def test_every_worker_has_a_gpu_and_the_work_of_a_killed_one_is_done_again(
             results = workers.pool(lambda: told(tmp_path / "died")).map(range(8))
         assert [square for square, _ in results] == [number**2 for number in range(8)]
         assert {gpu for _, gpu in results} <= {"0", "1"}
-        assert "a worker of the Ray cluster died; its work is done again" in caplog.text
+        assert (tmp_path / "died").exists()
         if not torch.cuda.is_available():
             assert "computes on the CPU: torch sees no GPU there" in caplog.text
         assert sorted(workers.spread(lambda job: -job, range(5), "negatives")) == [-4, -3, -2, -1, 0]
