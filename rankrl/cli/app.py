@@ -257,7 +257,7 @@ def _show_results(folder: Path) -> None:
         table = results_table(folder)
     except ReportError:  # jobs without results, as those of task=inspect
         return
-    if table.row_count:
+    if table:
         Console().print(table)
 
 

@@ -168,24 +168,20 @@ def _rounded(summary: SelectorSummary, measure: str) -> float:
     return round(summary.measures[measure].mean, 9)
 
 
-def comparison_cells(
-    rows: Sequence[ComparisonRow], measures: Sequence[str] = tuple(_SHOWN)
-) -> tuple[list[str], list[list[str]]]:
+def means_table(
+    rows: Sequence[ComparisonRow], caption: str = "", measures: Sequence[str] = tuple(_SHOWN)
+) -> Table:
     summaries = summarise(rows)
     taken = [name for name in measures if any(name in summary.measures for summary in summaries)]
     cells = [
         [summary.selector, str(summary.runs), *(_cell(summary.measures.get(name), name) for name in taken)]
         for summary in summaries
     ]
-    return ["Selector", "Runs", *(_SHOWN[name][0] for name in taken)], cells
+    return Table(caption, ["Selector", "Runs", *(_SHOWN[name][0] for name in taken)], cells)
 
 
 def _cell(spread: Spread | None, measure: str) -> str:
     return UNKNOWN if spread is None else spread.text(*_SHOWN[measure][1:])
-
-
-def means_table(rows: Sequence[ComparisonRow], caption: str = "") -> Table:
-    return Table(caption, *comparison_cells(rows))
 
 
 def progress_table(rows: Sequence[ComparisonRow], caption: str = "") -> Table:
@@ -358,15 +354,15 @@ _LATEX = {
 
 def comparison_latex(rows: Sequence[ComparisonRow], about: str = "") -> str:
     """Write the table of means for LaTeX's package booktabs; a comment says what was compared."""
-    columns, cells = comparison_cells(rows)
+    table = means_table(rows)
     head, *body = (
         " & ".join("".join(_LATEX.get(sign, sign) for sign in cell) for cell in line) + r" \\"
-        for line in (columns, *cells)
+        for line in (table.columns, *table.rows)
     )
     note = interval_note(summary.runs for summary in summarise(rows))
     lines = [
         *(f"% {line}." for line in (about, note and f"Numbers: {note}") if line),
-        rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
+        rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}",
         *(r"\toprule", head, r"\midrule", *body, r"\bottomrule"),
         r"\end{tabular}",
     ]

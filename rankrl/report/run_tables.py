@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich import table as terminal
 
@@ -52,10 +52,6 @@ class Table:
     def __bool__(self) -> bool:
         return bool(self.rows)
 
-    @property
-    def row_count(self) -> int:
-        return len(self.rows)
-
     def __rich__(self) -> terminal.Table:
         shown = terminal.Table(
             title=self.title, title_style="bold", header_style="bold", caption=self.caption
@@ -67,7 +63,8 @@ class Table:
         is_broken = sum(map(max, cells, map(len, self.columns))) + 3 * len(cells) + 1 > _TERMINAL
         for index, (column, width) in enumerate(zip(self.columns, cells, strict=True)):
             heading = "\n".join(wrap(column, max(1, width), break_long_words=False)) if is_broken else column
-            shown.add_column(heading, justify="right" if index else "left", overflow="fold")
+            justify: Literal["left", "right"] = "left" if index in self.text_columns else "right"
+            shown.add_column(heading, justify=justify, overflow="fold")
         for row in self.rows:
             shown.add_row(*row)
         return shown
@@ -93,61 +90,47 @@ class Card(NamedTuple):
     note: str
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One state of the model; None where a number was not measured."""
+class Stage(NamedTuple):
+    """One state of the model, and its numbers; None where one was not measured."""
 
     name: str
-    accuracy: float | None = None
-    params: float | None = None
-    macs: float | None = None
-    latency_ms: float | None = None
-    agreement: float | None = None
-    score: float | None = None
-    file_bytes: float | None = None
-    activation_bytes: float | None = None
+    numbers: dict[str, float | None]
 
 
 _STAGES = {"baseline": BASELINE, "compressed": "Compressed", "finetuned": "Fine-tuned"}
-_MEASURED = ("accuracy", "params", "macs", "agreement", "score", "activation_bytes")
+_COUNTED = ("params", "macs", "activation_bytes")
+_WORTH = ("accuracy", "agreement", "score")
 
 
 def stages(metrics: Mapping[str, Any]) -> list[Stage]:
     found = [
-        Stage(name, **{key: number(metrics, section, key) for key in _MEASURED})
+        Stage(name, {key: number(metrics, section, key) for key in (*_WORTH, *_COUNTED)})
         for section, name in _STAGES.items()
         if metrics.get(section)
     ]
     if metrics.get("finetuned"):
         tuned = found.pop()
-        last = found[-1] if found else Stage("")
-        if metrics.get("epochs") or tuned.accuracy != last.accuracy or "agreement" in metrics["finetuned"]:
-            costs = {key: getattr(last, key) for key in ("params", "macs", "activation_bytes")}
-            found.append(replace(tuned, **costs))
+        last = found[-1].numbers if found else dict.fromkeys(tuned.numbers)
+        differs = tuned.numbers["accuracy"] != last["accuracy"] or "agreement" in metrics["finetuned"]
+        if differs or metrics.get("epochs"):
+            found.append(Stage(tuned.name, tuned.numbers | {key: last[key] for key in _COUNTED}))
     for index, prefix in ((-1, ""), *([(0, "baseline_")] if metrics.get("baseline") else [])):
-        if found:
-            latency, size = (number(metrics, "onnx", prefix + key) for key in ("latency_ms", "file_bytes"))
-            found[index] = replace(found[index], latency_ms=latency, file_bytes=size)
+        for key in ("latency_ms", "file_bytes") if found else ():
+            found[index].numbers[key] = number(metrics, "onnx", prefix + key)
     return found
 
 
-def dense_int8(metrics: Mapping[str, Any]) -> Stage | None:
+def _dense_int8(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the numbers of the dense network in 8-bit integers; empty if it was not measured."""
     if not metrics.get("dense_int8"):
-        return None
-    latency, faster = (
-        number(metrics, "onnx", "baseline_latency_ms"),
-        number(metrics, "dense_int8", "latency_ratio"),
-    )
-    return Stage(
-        "Dense, int8",
-        params=number(metrics, "baseline", "params"),
-        macs=number(metrics, "baseline", "macs"),
-        latency_ms=None if latency is None or faster is None else latency / faster,
-        **{
-            key: number(metrics, "dense_int8", key)
-            for key in ("accuracy", "agreement", "score", "file_bytes")
-        },
-    )
+        return {}
+    latency = number(metrics, "onnx", "baseline_latency_ms")
+    faster = number(metrics, "dense_int8", "latency_ratio")
+    return {
+        **{key: number(metrics, "baseline", key) for key in ("params", "macs")},
+        **{key: number(metrics, "dense_int8", key) for key in (*_WORTH, "file_bytes")},
+        "latency_ms": None if latency is None or faster is None else latency / faster,
+    }
 
 
 def number(metrics: Mapping[str, Any], section: str, key: str) -> float | None:
@@ -312,7 +295,7 @@ HELDOUT_ACCURACY = Measure("Held-out accuracy")
 
 def score_measure(metrics: Mapping[str, Any]) -> Measure | None:
     """Return the score that plans were chosen by, if the run names it (`score_name`)."""
-    name, values = metrics.get("score_name"), [stage.score for stage in stages(metrics)]
+    name, (values, _) = metrics.get("score_name"), _values(metrics, "score")
     known = [value for value in values if value is not None]
     if not name or not known:
         return None
@@ -376,28 +359,22 @@ def costs(metrics: Mapping[str, Any]) -> list[Measure]:
     return found
 
 
-def _values(metrics: Mapping[str, Any], attribute: str) -> tuple[tuple[float | None, ...], float | None]:
-    rival = dense_int8(metrics)
-    values = tuple(getattr(stage, attribute) for stage in stages(metrics))
-    return values, None if rival is None else getattr(rival, attribute)
+def _values(metrics: Mapping[str, Any], key: str) -> tuple[tuple[float | None, ...], float | None]:
+    return tuple(stage.numbers.get(key) for stage in stages(metrics)), _dense_int8(metrics).get(key)
 
 
 def before_after(metrics: Mapping[str, Any]) -> Table:
-    run_stages, rival = stages(metrics), dense_int8(metrics)
-    several = len(run_stages) > 1
-    columns = [
-        *("", *(stage.name for stage in run_stages)),
-        *(["Change"] if several else []),
-        *([] if rival is None else [rival.name]),
-    ]
+    names, rival = [stage.name for stage in stages(metrics)], bool(metrics.get("dense_int8"))
+    several = len(names) > 1
     rows = [
         [
             *(each.title, *map(each.write, each.values)),
             *([each.change] if several else []),
-            *([] if rival is None else [each.write(each.rival)]),
+            *([each.write(each.rival)] if rival else []),
         ]
         for each in (*qualities(metrics), *costs(metrics))
     ]
+    columns = ["", *names, *(["Change"] if several else []), *(["Dense, int8"] if rival else [])]
     return Table(_measured_how(metrics), columns, rows)
 
 

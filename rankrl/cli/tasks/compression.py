@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from decomposition import CompressionPlan, save_compressed
@@ -34,6 +33,7 @@ from rankrl.report import (
     runtimes_table,
     summary_table,
 )
+from rankrl.report.run_tables import Table
 from rankrl.result import Compression, MeasuredModule, run_numbers, write_run
 from rankrl.runs.run_folder import RunFolder, cache_folder
 from rankrl.training import EpochRow, guessing_share
@@ -234,18 +234,16 @@ def finish_compressed(run: TaskRun, result: MeasuredModule | Compression) -> Non
 
 
 def _outputs(result: Compression) -> Table:
-    table = Table(title=f"Agreement with the original on {counted(result.heldout, 'held-out input')}")
-    table.add_column("output", overflow="fold")
-    table.add_column("agreement", justify="right")
-    table.add_column("relative error", justify="right")
-    table.add_column("agreement is", overflow="fold")
+    rows = []
     for each in result.outputs:
         meaning = f"{SCORES[each.kind]}, since {each.reason}"
-        table.add_row(each.name, f"{each.score:.2%}", f"{each.error:.4f}", meaning)
+        rows.append([each.name, f"{each.score:.2%}", f"{each.error:.4f}", meaning])
         for unit in each.units:
             name = f"{each.name}[{unit.channels}]"
-            table.add_row(name, f"{unit.score:.2%}", f"{unit.error:.4f}", "the same")
-    return table
+            rows.append([name, f"{unit.score:.2%}", f"{unit.error:.4f}", "the same"])
+    columns = ["output", "agreement", "relative error", "agreement is"]
+    title = f"Agreement with the original on {counted(result.heldout, 'held-out input')}"
+    return Table("", columns, rows, text_columns=(0, 3), title=title)
 
 
 def _write_step(run: TaskRun, network: nn.Module) -> None:
@@ -272,7 +270,7 @@ def finish(
     console = Console()
     for make in (measured_table, device_table, runtimes_table, summary_table):
         table = make(metrics)
-        if table.row_count:
+        if table:
             console.print(table)
     print_end(console, metrics, page)
 

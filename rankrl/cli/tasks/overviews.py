@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from decomposition import CandidateSet, CompressionPlan, Factorise, LayerSpec, get_format, inspect_layers
 from decomposition.network.layers import skipping
@@ -36,14 +35,14 @@ from rankrl.report import collect_setup, write_sweep_report
 from rankrl.report.comparison import (
     SHORT,
     ComparisonRow,
-    comparison_cells,
     interval_note,
     mean_over_tasks,
+    means_table,
     summarise,
     write_comparison,
 )
 from rankrl.report.run_folder import read_metrics
-from rankrl.report.run_tables import rival_note
+from rankrl.report.run_tables import Table, rival_note
 from rankrl.request import Request, opened_session
 from rankrl.runs.run_folder import RunFolder
 from rankrl.training.networks import model_title
@@ -61,6 +60,7 @@ log = logging.getLogger(__name__)
 _LOOKED_UP = "it becomes a look-up: what it multiplies is a one-hot code"
 _FITTED_RANKS = 3  # of each layer, as examples
 _WIDTH = 160  # characters of a line in a file or a pipe
+_COSTS = ("weight", "params", "share", "MACs", "share")
 
 
 def inspect(run: TaskRun) -> None:
@@ -83,7 +83,8 @@ def inspect(run: TaskRun) -> None:
 
     title = f"{model_title(run.config.model, run.network)} as {run.config.decomposition.format}"
     why = "stays as it is because" if fitted is None else "rank: params, error"
-    _show_sites(title, ["layer"], ["ranks"], why, [[spec.name, *cells(spec)] for spec in specs])
+    rows = [[spec.name, *cells(spec)] for spec in specs]
+    _print(Table("", ["layer", *_COSTS, "ranks", why], rows, text_columns=(0, 1, 7), title=title))
     if fitted is None:
         Console().print("inspect.errors=true fits every layer at a few ranks and shows what they lose.")
 
@@ -101,21 +102,11 @@ def _show_nodes(source: FileSource, request: Request) -> None:
         for site in given.looked_up
     ]
     title = f"{source.path.name}: {params:,} parameters, {macs:,} MACs"
-    _show_sites(title, ["node", "operator"], [], "stays because", rows)
+    columns = ["node", "operator", *_COSTS, "stays because"]
+    _print(Table("", columns, rows, text_columns=(0, 1, 2, 7), title=title))
 
 
-def _show_sites(
-    title: str, names: Sequence[str], further: Sequence[str], why: str, rows: Sequence[Sequence[str]]
-) -> None:
-    table = Table(title=title)
-    for name in names:
-        table.add_column(name, overflow="fold")  # never cut, as plans and options need the whole name
-    table.add_column("weight", no_wrap=True)
-    for column in ("params", "share", "MACs", "share", *further):
-        table.add_column(column, justify="right")
-    table.add_column(why)
-    for row in rows:
-        table.add_row(*row)
+def _print(table: Table) -> None:
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width; rich would assume 80
         console.width = _WIDTH
@@ -184,7 +175,7 @@ def compare(run: TaskRun) -> None:
     page = write_comparison(folder.path, rows, metrics, setup, latex=config.compare.latex)
     folder.finish(metrics)
     console, numbers = Console(), interval_note(summary.runs for summary in summarise(means))
-    console.print(_table(means))
+    console.print(means_table(means, measures=SHORT))
     for note in (numbers and f"Numbers: {numbers}.", rival_note(metrics) and f"{rival_note(metrics)}."):
         if note:
             console.print(note, soft_wrap=True)
@@ -259,18 +250,6 @@ def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:
         }
         for summary in summarise(rows)
     }
-
-
-def _table(rows: list[ComparisonRow]) -> Table:
-    columns, cells = comparison_cells(rows, SHORT)
-    table = Table(header_style="bold")
-    # On a narrow terminal entries with many options are folded, numbers never.
-    table.add_column(columns[0], overflow="fold")
-    for column in columns[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in cells:
-        table.add_row(*row)
-    return table
 
 
 def report(run: TaskRun) -> None:
