@@ -15,8 +15,8 @@ from rankrl.kits.kit import WrittenKit
 from rankrl.networks.network import CandidateOptions, PricedNetwork, SearchableNetwork
 from rankrl.onnx.runtimes import check_runtimes
 from rankrl.options.decomposition import DecompositionOptions
+from rankrl.options.search import CalibrationOptions
 from rankrl.options.selectors import DEFAULT_SELECTOR
-from rankrl.options.tasks import CalibrationOptions
 from rankrl.options.timing import LatencyOptions
 from rankrl.plan_search.bounded_loss import MEASURE_PLANS, SearchCall
 from rankrl.plan_search.latency_budget import LatencyBudget

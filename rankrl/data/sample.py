@@ -33,7 +33,7 @@ from decomposition.network.inputs import (
 from rankrl.data.images import Augmentation, ImageData, Images, check_normalisation, scale_and_offset
 from rankrl.device import model_device
 from rankrl.errors import ConfigError, DataError
-from rankrl.options.tasks import check_calibration
+from rankrl.options.search import check_calibration
 
 CALIBRATION_BATCH = 256
 """Inputs that pass through a network at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +183,16 @@ TRACKERS: dict[str, type] = {
     NONE: FileOptions,
 }
 """Options by the tracker's name."""
+
+
+@dataclass(frozen=True)
+class TrackingOptions:
+    """Where the run is tracked as it proceeds.
+
+    Attributes:
+        name: A registered tracker.
+        options: Its own options.
+    """
+
+    name: str = "tensorboard"
+    options: Mapping[str, Any] = field(default_factory=dict)

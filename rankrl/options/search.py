@@ -312,3 +312,47 @@ def check_workers(size: int | None, cluster: str, cpus: int = 1, gpus: float = 0
             f"search.worker_gpus={gpus:g} asks a cluster for GPUs; local workers use the one that this "
             "process uses. Leave it out, or set search.cluster=ray"
         )
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """The training images that layers are fitted on.
+
+    Attributes:
+        images: How many. More than 1,000 rarely help.
+    """
+
+    images: int = 768
+
+    def __post_init__(self) -> None:
+        check_calibration(self.images)
+
+
+def check_calibration(count: int) -> None:
+    """Refuse a number of calibration images."""
+    if count < 1:
+        raise ConfigError(f"calibration.images must be at least 1, got {count}")
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Selectors and seeds of task=compare, on the same evaluator with search.episodes evaluations each.
+
+    Selectors that are not random run once. finetune.epochs=0 leaves out fine-tuning.
+
+    Attributes:
+        selectors: Their names. Each has its own defaults; the one that `selector` names has those of the
+            configuration. "NAME:OPTION=VALUE,OPTION=VALUE" sets options of one entry, so that a selector may
+            enter several times: [bayes, "bayes:step=0.2"].
+        seeds: The seeds that each runs with.
+        apply: Apply, refit, test and fine-tune the plan of every search; false stops at the searches' scores.
+        latex: Write the table of means as compare.tex (booktabs) and the curves as plots/rewards.pdf, too.
+    """
+
+    selectors: tuple[str, ...] = (
+        *("bayes", "ddpg", "tpe", "cmaes", "local", "random"),
+        *("greedy", "energy", "vbmf", "uniform"),
+    )
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    apply: bool = True
+    latex: bool = False

@@ -135,3 +135,16 @@ class ExportOptions(LatencyOptions):
 
     training: bool = False
     skip: bool = False
+
+
+@dataclass(frozen=True)
+class TimingOptions:
+    """Where the times of a budget in time come from.
+
+    Attributes:
+        table: The times.json that the kit of task=timing_kit measured on another device, for which plans are
+            then searched; or a list of it and of those that kits of task=verify_kit measured there, whose
+            times of whole networks correct those of layers. None times on this machine.
+    """
+
+    table: str | Path | tuple[str | Path, ...] | None = None

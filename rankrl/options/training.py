@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from rankrl.errors import ConfigError
-from rankrl.options.search import check_choice
+from rankrl.options.search import BudgetOptions, check_choice
 
 
 @dataclass(frozen=True)
@@ -269,3 +269,43 @@ PRUNERS: dict[str, type] = {
     "reconstruction": CriterionOptions,
 }
 """Options by the pruner's name."""
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """Steps of task=prune once budget.params or budget.macs is reached (0.5 of the MACs if neither is set).
+
+    Attributes:
+        decompose_params: Decompose what is left (decomposition, selector, search) to this fraction of its
+            parameters; None does not.
+        decompose_macs: The same for its multiply-accumulates.
+        finetune_epochs: Epochs of fine-tuning before the decomposition; None takes finetune.epochs, 0 is
+            none.
+    """
+
+    decompose_params: float | None = None
+    decompose_macs: float | None = None
+    finetune_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.decompose_params is not None and self.decompose_macs is not None:
+            raise ConfigError("set prune.decompose_params or prune.decompose_macs, not both")
+        for name in ("decompose_params", "decompose_macs"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ConfigError(
+                    f"prune.{name}={value} is outside (0, 1); it is the fraction of the pruned network to "
+                    "keep"
+                )
+        if self.finetune_epochs is not None and self.finetune_epochs < 0:
+            raise ConfigError(
+                f"prune.finetune_epochs must be a whole number >= 0, got {self.finetune_epochs}; 0 "
+                "decomposes the pruned network as it is"
+            )
+
+    @property
+    def budget(self) -> BudgetOptions | None:
+        """Fractions of the pruned network that the decomposition keeps; None where there is none."""
+        if self.decompose_params is None and self.decompose_macs is None:
+            return None
+        return BudgetOptions(params=self.decompose_params, macs=self.decompose_macs)

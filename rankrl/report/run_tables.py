@@ -203,14 +203,6 @@ def format_ratio(ratio: float | None, better: str, worse: str) -> str:
     return f"{ratio:.2f}× {better}" if ratio >= 1 else f"{1 / ratio:.2f}× {worse}"
 
 
-def _ratio(metrics: Mapping[str, Any], name: str, before: float | None, after: float | None) -> float | None:
-    """Return the ratio original ÷ compressed: the metrics' own, or that of the two values."""
-    recorded = number(metrics, "ratios", name)
-    if recorded is not None or before is None or not after:
-        return recorded
-    return before / after
-
-
 def format_speed(faster: float, low: float | None, high: float | None) -> str:
     """Write a ratio of times with its interval: `1.70× faster`, `1.25× slower` or `unchanged`."""
     return UNCHANGED if is_unchanged(faster, low, high) else format_ratio(faster, "faster", "slower")
@@ -347,7 +339,9 @@ def costs(metrics: Mapping[str, Any]) -> list[Measure]:
         if all(value is None for value in values):
             continue
         before, after = values[0], values[-1]
-        reduction = _ratio(metrics, key.removesuffix("_ms"), before, after)
+        reduction = number(metrics, "ratios", key.removesuffix("_ms"))
+        if reduction is None and before is not None and after:
+            reduction = before / after
         if key == "latency_ms" and reduction is not None:
             change = format_speed(reduction, *_latency_interval(metrics))
         else:

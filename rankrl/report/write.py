@@ -85,17 +85,13 @@ def render(
 
     The parts of a section go by the names of their macros in `parts.html.jinja`.
     """
-    filled = {
-        heading: {name: content for name, content in parts.items() if content}
-        for heading, parts in sections.items()
-    }
     return _TEMPLATES.get_template("page.html.jinja").render(
         title=title,
         eyebrow=eyebrow,
         lead=lead,
         warnings=warnings,
         cards=cards,
-        sections={heading: parts for heading, parts in filled.items() if parts},
+        sections=sections,
     )
 
 

@@ -32,20 +32,19 @@ from rankrl.options.names import (
     OPTIMIZERS,
     TRACKERS,
     ModelOptions,
+    TrackingOptions,
     option_fields,
 )
-from rankrl.options.search import REWARDS, BudgetOptions, SearchOptions
+from rankrl.options.search import REWARDS, BudgetOptions, CalibrationOptions, CompareOptions, SearchOptions
 from rankrl.options.selectors import SELECTORS, NoOptions
-from rankrl.options.tasks import (
-    CalibrationOptions,
-    CompareOptions,
-    InspectOptions,
+from rankrl.options.timing import ExportOptions, TimingOptions
+from rankrl.options.training import (
+    PRUNERS,
+    FineTuningOptions,
+    OptimizerOptions,
     PruneOptions,
-    TimingOptions,
-    TrackingOptions,
+    TrainingOptions,
 )
-from rankrl.options.timing import ExportOptions
-from rankrl.options.training import PRUNERS, FineTuningOptions, OptimizerOptions, TrainingOptions
 
 Options = TypeVar("Options")
 Choice = Mapping[str, Any]
@@ -57,6 +56,17 @@ SEARCHING = ("pipeline", "search", "compare", "prune")
 _FINETUNING = ("pipeline", "compare", "prune", "finetune", "export")  # export.training writes its optimizer
 _TRAINING = ("train", "apply", *KITS, *SEARCHING)
 _FITTING = ("inspect", "apply", "timing_kit", *SEARCHING)
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """Columns that task=inspect adds to every layer's shape, cost and feasible ranks.
+
+    Attributes:
+        errors: Fit every layer at a few ranks on the calibration images and show what they cost and lose.
+    """
+
+    errors: bool = False
 
 
 @dataclass(frozen=True)

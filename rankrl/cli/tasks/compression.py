@@ -22,6 +22,7 @@ from rankrl.compression import apply_plan, compress
 from rankrl.errors import CheckpointError, ConfigError, counted
 from rankrl.module_compression import file_metadata, finetune_in
 from rankrl.onnx.output_scores import SCORES
+from rankrl.onnx.runtimes import check_runtimes
 from rankrl.plan_search.run import search_numbers
 from rankrl.pruners.prune import PruningSteps, check_target, compress_pruned
 from rankrl.report import (
@@ -57,16 +58,13 @@ def train(run: TaskRun) -> None:
 def pipeline(run: TaskRun) -> None:
     """Run all steps; each finished step is reused when the run is resumed."""
     tuning = run.config.finetune.epochs > 0 and not run.in_file
-    run.check(finetuning=tuning)
-    further: dict[str, Any] = {}
+    run.check_before_training(finetuning=tuning)
+    further: dict[str, Any] = {} if run.in_file else {"teacher": run.teacher}
     if run.in_file and not run.config.budget.fractions:
         raise ConfigError(
             "model=onnx needs a budget: budget.latency=0.5 keeps at most half of the time; "
             "budget.params, budget.macs and budget.bytes likewise"
         )
-    if not run.in_file:
-        run.check_budget()
-        further["teacher"] = run.teacher
     network, inputs, told = run.given()
     if tuning:
         further["finetune"] = run.finetuning_recipe(heldout_is_new=run.heldout_is_new)
@@ -77,8 +75,7 @@ def pipeline(run: TaskRun) -> None:
 
 def search(run: TaskRun) -> None:
     """Search and write the plan; no test image is read."""
-    run.check(finetuning=False)
-    run.check_budget()
+    run.check_before_training(finetuning=False)
     network, data, told = run.given()
     found = compression.search(network, data, folder=run.folder, **told, **run.verb_arguments())
     metrics = {**run.head(run.searched), **search_numbers(found), "ratios": found.ratios}
@@ -195,7 +192,7 @@ def evaluate(run: TaskRun) -> None:
 
 def export(run: TaskRun) -> None:
     """Write `model.onnx`, compare it with PyTorch and time it along with the dense network."""
-    _ = run.export  # refuses a missing runtime before anything is read
+    check_runtimes(run.config.export)  # before anything is read
     network, dense, plan = run.compressed()
     metrics = run.numbers(dense, network, plan)
     ratios = metrics.pop("ratios")
@@ -267,12 +264,8 @@ def finish(
         metrics["epochs"] = [asdict(row) for row in epochs]
     add_notes(metrics, folder)
     page = write_run(folder, metrics, command=command(), layers=layers, epochs=epochs)
-    console = Console()
-    for make in (measured_table, device_table, runtimes_table, summary_table):
-        table = make(metrics)
-        if table:
-            console.print(table)
-    print_end(console, metrics, page)
+    tables = (measured_table, device_table, runtimes_table, summary_table)
+    print_end(metrics, page, [make(metrics) for make in tables])
 
 
 def command() -> list[str]:
@@ -289,8 +282,11 @@ def add_notes(metrics: dict[str, Any], folder: RunFolder) -> None:
     folder.tracking.result({key: value for key, value in metrics.items() if key not in inputs})
 
 
-def print_end(console: Console, metrics: Mapping[str, Any], page: Path) -> None:
-    """Print the warnings and the path of the report below the final table."""
+def print_end(metrics: Mapping[str, Any], page: Path, tables: Sequence[Table]) -> None:
+    """Print the tables that have rows, and below them the warnings and the path of the report."""
+    console = Console()
+    for table in filter(None, tables):
+        console.print(table)
     plain: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
     if any(metrics.get(key) for key in ("search", "epochs")) and heldout_note(metrics):
         console.print(heldout_note(metrics), **plain)

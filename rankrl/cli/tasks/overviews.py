@@ -23,6 +23,7 @@ from rankrl.errors import ConfigError, ExportError, counted
 from rankrl.file_compression import FileSource
 from rankrl.kits.kit import FinishedFile, WrittenKit, write_verify_kit
 from rankrl.onnx.export import quantise_onnx
+from rankrl.onnx.runtimes import check_runtimes
 from rankrl.plan_search.compare import (
     FinalTest,
     compare_selectors,
@@ -167,19 +168,20 @@ def compare(run: TaskRun) -> None:
         "seconds": sum(row.seconds for row in rows),
         "best_reward": max(row.best_reward for row in means),
     }
-    metrics["compare"] = _numbers(means)
+    summaries = summarise(means)
+    metrics["compare"] = {
+        each.selector: {"runs": each.runs, **{name: asdict(spread) for name, spread in each.measures.items()}}
+        for each in summaries
+    }
     add_notes(metrics, folder)
     setup = collect_setup(command(), config.seed)
     if config.bench is not None:
         setup["Seed"] = ", ".join(map(str, config.compare.seeds))
     page = write_comparison(folder.path, rows, metrics, setup, latex=config.compare.latex)
     folder.finish(metrics)
-    console, numbers = Console(), interval_note(summary.runs for summary in summarise(means))
-    console.print(means_table(means, measures=SHORT))
-    for note in (numbers and f"Numbers: {numbers}.", rival_note(metrics) and f"{rival_note(metrics)}."):
-        if note:
-            console.print(note, soft_wrap=True)
-    print_end(console, metrics, page)
+    numbers = interval_note(each.runs for each in summaries)
+    notes = [f"{note}." for note in (numbers and f"Numbers: {numbers}", rival_note(metrics)) if note]
+    print_end(metrics, page, [means_table(means, " ".join(notes), SHORT)])
 
 
 def _compared(run: TaskRun) -> tuple[list[ComparisonRow], dict[str, Any]]:
@@ -190,7 +192,8 @@ def _compared(run: TaskRun) -> tuple[list[ComparisonRow], dict[str, Any]]:
     applied, folder = run.config.compare.apply, run.folder
     run.check(finetuning=applied and run.config.finetune.epochs > 0)
     entered = compared_searches(run.compared_selectors(), run.config.compare.seeds)
-    run.check_budget()
+    if not run.checkpoint:  # else no training is saved, and the search checks before it fits
+        run.check_budget()
     recipe, data = run.tuning_recipe(heldout_is_new=run.heldout_is_new), run.data
     teacher = run.teacher if applied else None
     network = run.searched_network(run.dense)
@@ -241,17 +244,6 @@ def _compared_on_tables(run: TaskRun) -> tuple[list[ComparisonRow], dict[str, An
     }
 
 
-def _numbers(rows: list[ComparisonRow]) -> dict[str, Any]:
-    """Return the section `compare` of metrics.json."""
-    return {
-        summary.selector: {
-            "runs": summary.runs,
-            **{name: asdict(spread) for name, spread in summary.measures.items()},
-        }
-        for summary in summarise(rows)
-    }
-
-
 def report(run: TaskRun) -> None:
     """Write `report.html` and `runs.csv` into the folder of the runs."""
     if not run.config.runs:
@@ -279,6 +271,7 @@ def show(kit: WrittenKit, then: str = "Then search with timing.table=times.json"
 
 def verify_kit(run: TaskRun) -> None:
     """Write the kit of the finished runs below `runs`, with the original in float32 and in integers."""
+    check_runtimes(run.config.export)
     finished, scores = finished_files(run.config.runs)
     timing, folder = replace(run.export, pad_channels=False), run.folder
     told: dict[str, Any] = {}

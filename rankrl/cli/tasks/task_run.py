@@ -76,11 +76,17 @@ class TaskRun:
         if finetuning:
             self.finetuning_recipe()
         self.training_recipe()
+        check_runtimes(self.config.export)
+
+    def check_before_training(self, *, finetuning: bool = True) -> None:
+        """Refuse options and a budget that no search can meet; without a training the search is as quick."""
+        if not (self.checkpoint or self.in_file):
+            self.check(finetuning=finetuning)
+            self.check_budget()
 
     @property
     def export(self) -> ExportOptions:
-        """The options of export and timing, with runtimes that are available here."""
-        check_runtimes(self.config.export)
+        """The options of export and timing."""
         return replace(self.config.export, table=self.config.timing.table)
 
     @property
@@ -90,9 +96,7 @@ class TaskRun:
 
     @property
     def selector(self) -> tuple[str, dict[str, Any]]:
-        name, options = _named(self.config.selector)
-        check_selector(name, options)
-        return name, options
+        return _named(self.config.selector)
 
     def request(self) -> Request:
         """Return a request whose time begins now."""
@@ -225,10 +229,9 @@ class TaskRun:
         return read
 
     def check_budget(self) -> None:
-        """Refuse a budget that the network cannot reach, before it is trained."""
-        if not self.checkpoint:  # else no training is saved, and the search checks before it fits
-            request, network = self.request(), ModuleNetwork(self.network, self.data.input_shape)
-            check_reachable(network, request.timed_candidates(), request.goal)
+        """Refuse a budget that the network cannot reach."""
+        request, network = self.request(), ModuleNetwork(self.network, self.data.input_shape)
+        check_reachable(network, request.timed_candidates(), request.goal)
 
     def searched_network(self, network: nn.Module) -> FileModule:
         return image_classifier(network, self.data, self.request(), self.folder.state)

@@ -118,19 +118,13 @@ def run_on_ray(
         refuse(error)
     log.info("Ray runs %s of the sweep %s", counted(len(jobs), "job"), jobs.folder)
     run = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=retries)(SweepJobs.run)
-    shared = ray.put(jobs)
-    numbers = {run.remote(shared, number, cpus): number for number in range(len(jobs))}
-    results: dict[int, JobReturn] = {}
-    waiting = list(numbers)
-    while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1)
-        for reference in done:
-            number = numbers[reference]
-            try:
-                results[number] = ray.get(reference)
-            except ray.exceptions.RayError as error:
-                results[number] = jobs.lost(number, error)
-    return [results[number] for number in range(len(jobs))]
+    shared, results = ray.put(jobs), []
+    for number, job in enumerate([run.remote(shared, number, cpus) for number in range(len(jobs))]):
+        try:
+            results.append(ray.get(job))
+        except ray.exceptions.RayError as error:
+            results.append(jobs.lost(number, error))
+    return results
 
 
 def run_locally(

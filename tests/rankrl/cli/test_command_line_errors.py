@@ -234,7 +234,6 @@ def test_what_no_job_can_be_made_of_is_refused_before_the_sweep(sweep: str, expe
         (("-m", "hydra.sweeper._target_=nosuch.A", "seed=0,1", *INSPECT), "Invalid plugin 'nosuch.A'"),
         (("-m", "budget.params=interval(0.4,0.6)"), "BasicSweeper does not support"),
         (("--config-dir", "nosuch", *INSPECT), "nosuch' not found"),
-        (("--cfg", "job", "--package", "serch"), "--package=serch: the configuration has no such section"),
     ],
 )
 def test_what_hydra_itself_refuses_is_one_paragraph(

@@ -15,8 +15,7 @@ from rankrl.bench import bench_task
 from rankrl.cli.config.schema import AppConfig
 from rankrl.cli.tasks.task_run import TaskRun, selector_entry
 from rankrl.errors import ConfigError
-from rankrl.options.search import SearchOptions
-from rankrl.options.tasks import CompareOptions
+from rankrl.options.search import CompareOptions, SearchOptions
 from rankrl.plan_search import compare
 from rankrl.plan_search.bounded_loss import SearchCall
 from rankrl.plan_search.compare import compared_searches, search_all
