@@ -89,9 +89,6 @@ def _run_alone(
             folder.begin_anew()
         elif plain["resume"] is None:
             checks.refuse_used_folder(folder, plain)
-        elif folder.finished:  # by another `resume`, since the command line was checked
-            _show_finished(folder.path)
-            return RunNotes()
         folder.prepare()
         folder.claim(plain, overrides, resume=True, choices=choices)
         run_files.write_record(config, folder.path)
@@ -158,10 +155,6 @@ def checked_arguments(written: Sequence[str]) -> list[str] | None:
     """Check a command line before Hydra runs it; return the arguments, or None where nothing is to be run."""
     arguments = compose.readable_arguments(written)
     arguments = ["export.skip=true" if each == "export=false" else each for each in arguments]
-    earlier = run_files.resumed_folder(arguments)
-    if earlier is not None and len(arguments) == 1 and RunFolder(earlier).finished:
-        _show_finished(earlier)
-        return None
     arguments = run_files.resumed_arguments(arguments)
     earlier = run_files.resumed_folder(arguments)
     known = run_files.options_of_run(arguments)

@@ -142,40 +142,32 @@ def _plain(row: ComparisonRow) -> dict[str, Any]:
     return {name: value for name, value in asdict(row).items() if name != "best_rewards"}
 
 
-@dataclass(frozen=True)
-class SelectorSummary:
-    selector: str
-    runs: int
-    measures: dict[str, Spread]
+def by_selector(rows: Sequence[ComparisonRow]) -> dict[str, list[ComparisonRow]]:
+    """Group searches by their selector, the highest mean reward first."""
+    groups: dict[str, list[ComparisonRow]] = {}
+    for row in rows:
+        groups.setdefault(row.selector, []).append(row)
+    return dict(sorted(groups.items(), key=lambda group: -_rounded(group[1], "best_reward")))
 
 
-def summarise(rows: Sequence[ComparisonRow]) -> list[SelectorSummary]:
-    """Return a summary of every selector, the highest mean reward first."""
-    summaries = []
-    for name in dict.fromkeys(row.selector for row in rows):
-        runs = [row for row in rows if row.selector == name]
-        measures = {}
-        for measure in MEASURES:
-            values = [getattr(row, measure) for row in runs if getattr(row, measure) is not None]
-            if values:
-                measures[measure] = Spread.of(values)
-        summaries.append(SelectorSummary(name, len(runs), measures))
-    return sorted(summaries, key=lambda summary: -_rounded(summary, "best_reward"))
+def spread(runs: Sequence[ComparisonRow], measure: str) -> Spread | None:
+    values = [value for run in runs if (value := getattr(run, measure)) is not None]
+    return Spread.of(values) if values else None
 
 
-def _rounded(summary: SelectorSummary, measure: str) -> float:
+def _rounded(runs: Sequence[ComparisonRow], measure: str) -> float:
     """Return a mean without the noise of floating point, by which equal searches would differ."""
-    return round(summary.measures[measure].mean, 9)
+    known = (value for run in runs if (value := getattr(run, measure)) is not None)
+    return round(statistics.fmean(known), 9)
 
 
 def means_table(
     rows: Sequence[ComparisonRow], caption: str = "", measures: Sequence[str] = tuple(_SHOWN)
 ) -> Table:
-    summaries = summarise(rows)
-    taken = [name for name in measures if any(name in summary.measures for summary in summaries)]
+    taken = [name for name in measures if spread(rows, name)]
     cells = [
-        [summary.selector, str(summary.runs), *(_cell(summary.measures.get(name), name) for name in taken)]
-        for summary in summaries
+        [selector, str(len(runs)), *(_cell(spread(runs, name), name) for name in taken)]
+        for selector, runs in by_selector(rows).items()
     ]
     return Table(caption, ["Selector", "Runs", *(_SHOWN[name][0] for name in taken)], cells)
 
@@ -184,25 +176,28 @@ def _cell(spread: Spread | None, measure: str) -> str:
     return UNKNOWN if spread is None else spread.text(*_SHOWN[measure][1:])
 
 
+def seeds_note(rows: Sequence[ComparisonRow]) -> str:
+    return interval_note(map(len, by_selector(rows).values()))
+
+
 def progress_table(rows: Sequence[ComparisonRow], caption: str = "") -> Table:
     """Return the table of the best rewards after increasing numbers of plans; without rows for one plan."""
     longest = max(len(row.best_rewards) for row in rows)
     ends = [*(after for after in _AFTER if after < longest), longest]
     cells = []
-    for summary in summarise(rows) if longest > 1 else ():
-        runs = [row.best_rewards for row in rows if row.selector == summary.selector]
+    for selector, searches in by_selector(rows).items() if longest > 1 else ():
+        runs = [row.best_rewards for row in searches]
         found = max(map(len, runs))
         known = [
             Spread.of([run[min(end, len(run)) - 1] for run in runs]) if found == 1 or found >= end else None
             for end in ends
         ]
-        cells.append([summary.selector, *(_cell(spread, "best_reward") for spread in known)])
+        cells.append([selector, *(_cell(each, "best_reward") for each in known)])
     return Table(caption, ["Selector", *(counted(end, "plan") for end in ends)], cells)
 
 
 def comparison_markdown(rows: Sequence[ComparisonRow]) -> str:
-    table = progress_table(rows)
-    note = interval_note(summary.runs for summary in summarise(rows))
+    table, note = progress_table(rows), seeds_note(rows)
     explained = f"\nNumbers: {note}.\n" if note else ""
     progress = f"\n{_PROGRESS}\n\n{table.markdown()}" if table else ""
     return f"{means_table(rows).markdown()}{explained}{progress}"
@@ -225,8 +220,8 @@ def rewards_figure(rows: Sequence[ComparisonRow]) -> Figure:
 
 def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     longest = max(len(row.best_rewards) for row in rows)
-    for index, summary in enumerate(summarise(rows)):
-        runs = [row.best_rewards for row in rows if row.selector == summary.selector]
+    for index, (selector, searches) in enumerate(by_selector(rows).items()):
+        runs = [row.best_rewards for row in searches]
         one_plan = longest > 1 and all(len(run) == 1 for run in runs)
         end = longest if one_plan else max(map(len, runs))
         plans = np.arange(1, end + 1)
@@ -239,7 +234,7 @@ def _draw_rewards(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
             linestyle=_ONE_PLAN if one_plan else _DASHES[index // len(SERIES) % len(_DASHES)],
             marker="." if longest == 1 else None,
             linewidth=1.1 if one_plan else 1.6,
-            label=summary.selector,
+            label=selector,
         )
         if len(curves) > 1:
             axes.fill_between(plans, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0)
@@ -293,7 +288,7 @@ def comparison_page(
 ) -> str:
     every, rows = rows, mean_over_tasks(rows)
     rival, accuracy = rival_note(metrics), number(metrics, "baseline", "accuracy")
-    note = interval_note(summary.runs for summary in summarise(rows))
+    note = seeds_note(rows)
     explained = f"Numbers: {note}." if note else ""
     dense = "" if accuracy is None else f"The dense network's test accuracy is {format_accuracy(accuracy)}."
     caption = _OF_TABLES if metrics.get("bench") else _CAPTION
@@ -330,15 +325,14 @@ def _objective(metrics: Mapping[str, Any]) -> str:
 
 def _headline(rows: Sequence[ComparisonRow]) -> list[Card]:
     """Return the selectors with the best mean of each measure that matters."""
-    cards = []
+    cards, groups = [], by_selector(rows)
     for measure, (title, best_of) in _ANSWERS.items():
-        known = [summary for summary in summarise(rows) if measure in summary.measures]
+        known = {name: _rounded(runs, measure) for name, runs in groups.items() if spread(runs, measure)}
         if known:
-            extreme = best_of(_rounded(summary, measure) for summary in known)
-            best = [summary for summary in known if _rounded(summary, measure) == extreme]
-            names = ", ".join(summary.selector for summary in best)
+            best = [name for name, mean in known.items() if mean == best_of(known.values())]
             equal = " (equal)" if len(best) > 1 else ""
-            cards.append(Card(title, _cell(best[0].measures[measure], measure), names + equal))
+            value = _cell(spread(groups[best[0]], measure), measure)
+            cards.append(Card(title, value, ", ".join(best) + equal))
     return cards
 
 
@@ -359,7 +353,7 @@ def comparison_latex(rows: Sequence[ComparisonRow], about: str = "") -> str:
         " & ".join("".join(_LATEX.get(sign, sign) for sign in cell) for cell in line) + r" \\"
         for line in (table.columns, *table.rows)
     )
-    note = interval_note(summary.runs for summary in summarise(rows))
+    note = seeds_note(rows)
     lines = [
         *(f"% {line}." for line in (about, note and f"Numbers: {note}") if line),
         rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}",

@@ -34,12 +34,14 @@ from rankrl.plan_search.compare import (
 from rankrl.plan_search.selectors import selector_class
 from rankrl.report import collect_setup, write_sweep_report
 from rankrl.report.comparison import (
+    MEASURES,
     SHORT,
     ComparisonRow,
-    interval_note,
+    by_selector,
     mean_over_tasks,
     means_table,
-    summarise,
+    seeds_note,
+    spread,
     write_comparison,
 )
 from rankrl.report.run_folder import read_metrics
@@ -168,10 +170,12 @@ def compare(run: TaskRun) -> None:
         "seconds": sum(row.seconds for row in rows),
         "best_reward": max(row.best_reward for row in means),
     }
-    summaries = summarise(means)
     metrics["compare"] = {
-        each.selector: {"runs": each.runs, **{name: asdict(spread) for name, spread in each.measures.items()}}
-        for each in summaries
+        selector: {
+            "runs": len(runs),
+            **{name: asdict(found) for name in MEASURES if (found := spread(runs, name)) is not None},
+        }
+        for selector, runs in by_selector(means).items()
     }
     add_notes(metrics, folder)
     setup = collect_setup(command(), config.seed)
@@ -179,7 +183,7 @@ def compare(run: TaskRun) -> None:
         setup["Seed"] = ", ".join(map(str, config.compare.seeds))
     page = write_comparison(folder.path, rows, metrics, setup, latex=config.compare.latex)
     folder.finish(metrics)
-    numbers = interval_note(each.runs for each in summaries)
+    numbers = seeds_note(means)
     notes = [f"{note}." for note in (numbers and f"Numbers: {numbers}", rival_note(metrics)) if note]
     print_end(metrics, page, [means_table(means, " ".join(notes), SHORT)])
 
