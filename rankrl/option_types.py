@@ -284,3 +284,28 @@ def _remedy(name: str, value: Any, wanted: Collection[Any]) -> str:
         if each is float and isinstance(value, str):
             return f"; write a fraction, such as {name}=0.5"
     return ""
+
+
+def check_least(section: str, options: object, **least: float) -> None:
+    """Refuse options of a section below their least values; None passes."""
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and not value >= bound:
+            raise ConfigError(f"{section}.{name} must be at least {bound}, got {value}")
+
+
+def check_positive(section: str, options: object, *names: str) -> None:
+    """Refuse options of a section that are not positive, or infinite; None passes."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{section}.{name} must be positive, got {value}")
+
+
+def check_known(option: str, noun: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"{option}: there is no {noun} {name!r}; choose from {', '.join(known)}."
+                f"{did_you_mean(name, known)}"
+            )

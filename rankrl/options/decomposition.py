@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from decomposition.fit.fit_options import FitOptions
-from rankrl.errors import ConfigError, did_you_mean
-from rankrl.option_types import check_fields
+from rankrl.errors import ConfigError
+from rankrl.option_types import check_fields, check_known, check_least
 from rankrl.options.search import BudgetOptions
 
 AUTO = "auto"
@@ -50,8 +49,7 @@ class FittingOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.candidates < 1:
-            raise ConfigError(f"decomposition.candidates must be at least 1, got {self.candidates}")
+        check_least("decomposition", self, candidates=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +86,10 @@ class DecompositionOptions(FittingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank_multiple is not None and self.rank_multiple < 1:
-            raise ConfigError(f"decomposition.rank_multiple must be at least 1, got {self.rank_multiple}")
-        check_precisions(self.precisions)
+        check_least("decomposition", self, rank_multiple=1)
+        check_known("decomposition.precisions", "precision", self.precisions or (), PRECISIONS)
+        if self.precisions == ():
+            raise ConfigError(f"decomposition.precisions is empty; choose from {', '.join(PRECISIONS)}")
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -115,16 +114,3 @@ def default_precisions(budget: BudgetOptions) -> tuple[str, ...]:
     """Return the precisions that lower what budgets in time, bytes and memory measure, after float32."""
     measured = any(limit is not None for limit in (budget.latency, budget.bytes, budget.memory))
     return ("float32", "int8") if measured else ("float32",)
-
-
-def check_precisions(names: Sequence[str] | None) -> None:
-    """Refuse names of precisions that there are not, and none at all; null is allowed."""
-    allowed = ", ".join(PRECISIONS)
-    for name in names or ():
-        if name not in PRECISIONS:
-            raise ConfigError(
-                f"decomposition.precisions: there is no {name!r}; choose from {allowed}."
-                f"{did_you_mean(name, PRECISIONS)}"
-            )
-    if names is not None and not names:
-        raise ConfigError(f"decomposition.precisions is empty; choose from {allowed}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import decomposition
+from rankrl.options.selectors import NoOptions
 
 
 def option_fields(section: Any) -> list[Field[Any]]:
@@ -155,11 +156,6 @@ NONE = "none"
 
 
 @dataclass(frozen=True)
-class FileOptions:
-    """Options of what writes files of its own: none."""
-
-
-@dataclass(frozen=True)
 class MLflowOptions:
     """Options of `mlflow`."""
 
@@ -176,11 +172,11 @@ class WandbOptions:
 
 
 TRACKERS: dict[str, type] = {
-    "csv": FileOptions,
+    "csv": NoOptions,
     "mlflow": MLflowOptions,
-    "tensorboard": FileOptions,
+    "tensorboard": NoOptions,
     "wandb": WandbOptions,
-    NONE: FileOptions,
+    NONE: NoOptions,
 }
 """Options by the tracker's name."""
 

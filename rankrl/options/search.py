@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from rankrl.errors import ConfigError, did_you_mean
-from rankrl.option_types import check_fields
+from rankrl.option_types import check_fields, check_least
+from rankrl.options.selectors import NoOptions
 
 ScoreMetric = Literal["accuracy", "agreement", "soft_agreement"]
 Statistics = Literal["corrected", "refitted"]
@@ -33,10 +34,7 @@ class ScoringOptions:
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("refit_images", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"search.{name} must be at least 1, got {value}")
+        check_least("search", self, refit_images=1, batch_size=1)
 
 
 def check_choice(option: str, value: object, choices: Any) -> None:
@@ -49,11 +47,6 @@ def check_choice(option: str, value: object, choices: Any) -> None:
 
 
 CountedCost = Literal["params", "macs"]
-
-
-@dataclass(frozen=True)
-class AccuracyOptions:
-    """Options of `accuracy`: none."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class WeightedOptions:
     measure: CountedCost = "params"
 
 
-REWARDS: dict[str, type] = {"accuracy": AccuracyOptions, "amc": AMCOptions, "weighted": WeightedOptions}
+REWARDS: dict[str, type] = {"accuracy": NoOptions, "amc": AMCOptions, "weighted": WeightedOptions}
 """Options by the reward's name."""
 
 
@@ -256,10 +249,7 @@ class SearchOptions(ScoringOptions):
         for name, choices in (("metric", ScoreMetric), ("statistics", Statistics)):
             if getattr(self, name) is not None:
                 check_choice(f"search.{name}", getattr(self, name), choices)
-        for name in ("images", "finalists"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"search.{name} must be at least 1, got {value}")
+        check_least("search", self, images=1, finalists=1)
 
     def scores(self, *, refits: bool = False) -> ChosenScores:
         """Return how plans are scored; None is replaced by what the tables recommend.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rankrl.errors import ConfigError
+from rankrl.option_types import check_least, check_positive
 
 ActionKind = Literal["importance", "rank", "ratio"]
 Feature = Literal["macs", "curve", "descriptors", "identity", "budget", "budget_left", "last_reward", "plan"]
@@ -53,16 +54,13 @@ class AgentOptions:
     def __post_init__(self) -> None:
         for name in ("features", "hidden"):  # lists, where they come from a file
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        _check_least(self, batch_size=1, warmup_episodes=0, warmup_noise=0.0, noise=0.0, plans_per_step=1)
-        if not self.learning_rate > 0:
-            raise ConfigError(f"selector.learning_rate must be positive, got {self.learning_rate}")
+        whole = {"batch_size": 1, "warmup_episodes": 0, "updates_per_episode": 1, "plans_per_step": 1}
+        check_least("selector", self, **whole, warmup_noise=0.0, noise=0.0)
+        check_positive("selector", self, "learning_rate")
         if any(units < 1 for units in self.hidden):
             raise ConfigError(f"selector.hidden must hold numbers of units >= 1, got {list(self.hidden)}")
         if self.noise_decay is not None and not 0 < self.noise_decay <= 1:
             raise ConfigError(f"selector.noise_decay must lie in (0, 1] or be null, got {self.noise_decay}")
-        updates = self.updates_per_episode
-        if updates is not None and updates < 1:
-            raise ConfigError(f"selector.updates_per_episode must be at least 1 or null, got {updates}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class StepOptions:
     plans_per_step: int = 1
 
     def __post_init__(self) -> None:
-        _check_least(self, plans_per_step=1)
+        check_least("selector", self, plans_per_step=1)
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,8 @@ class LocalOptions:
     plans_per_step: int = 1
 
     def __post_init__(self) -> None:
-        _check_step(self.step)
-        _check_least(self, plans_per_step=1)
+        check_positive("selector", self, "step")
+        check_least("selector", self, plans_per_step=1)
 
 
 @dataclass(frozen=True)
@@ -114,9 +112,8 @@ class CMAESOptions:
     population: int | None = None
 
     def __post_init__(self) -> None:
-        _check_step(self.step)
-        if self.population is not None and self.population < 3:
-            raise ConfigError(f"selector.population must be at least 3 or null, got {self.population}")
+        check_positive("selector", self, "step")
+        check_least("selector", self, population=3)
 
 
 @dataclass(frozen=True)
@@ -139,8 +136,8 @@ class BayesOptions:
     plans_per_step: int = 1
 
     def __post_init__(self) -> None:
-        _check_step(self.step)
-        _check_least(self, warmup_episodes=0, candidates=1, plans_per_step=1)
+        check_positive("selector", self, "step")
+        check_least("selector", self, warmup_episodes=0, candidates=1, plans_per_step=1)
 
 
 SELECTORS = {
@@ -157,16 +154,3 @@ SELECTORS = {
 """Options by the selector's name; the heuristics of `decomposition`, which are selectors too, have none."""
 DEFAULT_SELECTOR = "greedy"
 """The default selector: a rule, which takes seconds and scores no plans."""
-
-
-def _check_least(options: object, **least: float) -> None:
-    """Refuse options below their least values."""
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if not value >= bound:
-            raise ConfigError(f"selector.{name} must be at least {bound}, got {value}")
-
-
-def _check_step(step: float) -> None:
-    if not step > 0:
-        raise ConfigError(f"selector.step must be positive, got {step}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rankrl.errors import ConfigError
-from rankrl.option_types import check_fields
+from rankrl.option_types import check_fields, check_least
 
 DEFAULT_RUNTIME = "onnxruntime"
 """The runtime that quantises, and that budgets go by where no other is named."""
@@ -70,9 +70,7 @@ class LatencyOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("batch", "threads", "runs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"export.{name} must be at least 1, got {getattr(self, name)}")
+        check_least("export", self, batch=1, threads=1, runs=1)
         names = [*self.input_names, *self.output_names]
         if len(set(names)) < len(names) or "" in names:
             raise ConfigError(f"export.input_names and output_names must be different names, got {names}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from rankrl.errors import ConfigError
+from rankrl.option_types import check_least, check_positive
 from rankrl.options.search import BudgetOptions, check_choice
 
 
@@ -204,8 +205,7 @@ class CriterionOptions(BlockOptions):
     def __post_init__(self) -> None:
         if self.scope is not None:
             check_choice("pruner.scope", self.scope, Scope)
-        if self.multiple < 1:
-            raise ConfigError(f"pruner.multiple must be at least 1, got {self.multiple}")
+        check_least("pruner", self, multiple=1)
 
 
 @dataclass(frozen=True)
@@ -229,12 +229,8 @@ class NetworkSteps:
     augment: bool = True
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ConfigError(f"pruner.batch_size must be at least 1, got {self.batch_size}")
-        for name in ("lr", "mask_lr"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"pruner.{name} must be positive, got {value}")
+        check_least("pruner", self, batch_size=1)
+        check_positive("pruner", self, "lr", "mask_lr")
 
 
 @dataclass(frozen=True)
@@ -297,11 +293,7 @@ class PruneOptions:
                     f"prune.{name}={value} is outside (0, 1); it is the fraction of the pruned network to "
                     "keep"
                 )
-        if self.finetune_epochs is not None and self.finetune_epochs < 0:
-            raise ConfigError(
-                f"prune.finetune_epochs must be a whole number >= 0, got {self.finetune_epochs}; 0 "
-                "decomposes the pruned network as it is"
-            )
+        check_least("prune", self, finetune_epochs=0)
 
     @property
     def budget(self) -> BudgetOptions | None:

@@ -37,14 +37,13 @@ from rankrl.cli.config.schema import (
     Choice,
     Group,
     built,
-    check_known,
     formats,
     group_names,
     heuristics,
 )
 from rankrl.errors import ConfigError, did_you_mean
 from rankrl.files import check_own
-from rankrl.option_types import check_option, check_options, shown
+from rankrl.option_types import check_known, check_option, check_options, shown
 from rankrl.options.decomposition import AUTO
 from rankrl.options.names import option_fields
 from rankrl.options.timing import RUNTIMES

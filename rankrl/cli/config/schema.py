@@ -18,8 +18,14 @@ from omegaconf import MISSING
 from decomposition.registry import registered
 from optim.registry import registered_optimizers
 from pruning.registry import registered_pruners
-from rankrl.errors import ConfigError, did_you_mean
-from rankrl.option_types import OptionTypes, parameter_defaults, parameter_types, takes_any_option
+from rankrl.errors import ConfigError
+from rankrl.option_types import (
+    OptionTypes,
+    check_known,
+    parameter_defaults,
+    parameter_types,
+    takes_any_option,
+)
 from rankrl.options.decomposition import DecompositionOptions
 from rankrl.options.names import (
     DATASETS,
@@ -140,15 +146,6 @@ class AppConfig:
                 raise ConfigError(
                     f"{name} must not be negative, got {min(seeds)}; any whole number from 0 on will do"
                 )
-
-
-def check_known(option: str, noun: str, names: Collection[str], known: Collection[str]) -> None:
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"{option}: there is no {noun} {name!r}; choose from {', '.join(known)}."
-                f"{did_you_mean(name, known)}"
-            )
 
 
 def option_table(owner: Any, without: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:

@@ -124,7 +124,10 @@ def test_ranks_fill_the_processor_s_lanes_and_precisions_lower_what_the_budget_c
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("precisions=[int9]", r"decomposition\.precisions: there is no 'int9'; choose from float32"),
+        (
+            "precisions=[int9]",
+            r"decomposition\.precisions: there is no precision 'int9'; choose from float32",
+        ),
         ("precisions=[]", r"decomposition\.precisions is empty; choose from float32"),
         ("rank_multiple=0", r"decomposition\.rank_multiple must be at least 1, got 0"),
     ],
