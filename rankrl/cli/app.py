@@ -90,7 +90,7 @@ def _run_alone(
         elif plain["resume"] is None:
             checks.refuse_used_folder(folder, plain)
         folder.prepare()
-        folder.claim(plain, overrides, resume=True, choices=choices)
+        folder.claim(plain, overrides, choices)
         run_files.write_record(config, folder.path)
         notes = _run_task(plain, folder)
     except Exception as error:

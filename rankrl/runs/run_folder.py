@@ -196,16 +196,9 @@ class RunFolder:
             yield
 
     def claim(
-        self,
-        config: Mapping[str, Any],
-        overrides: Sequence[str],
-        *,
-        resume: bool = False,
-        choices: Sequence[str] = (),
+        self, config: Mapping[str, Any], overrides: Sequence[str] = (), choices: Sequence[str] = ()
     ) -> None:
-        """Check the folder; record a run's configuration, where it starts, and its folders of choices."""
-        if not resume:
-            self.check(config)
+        """Record a run's configuration, where it starts, and its folders of choices."""
         record = {
             "config": with_effect(as_recorded(config)),
             "overrides": list(overrides),
@@ -234,7 +227,7 @@ class RunFolder:
         """Begin a run of a checked configuration, or go on with the same one."""
         self.replace(config)
         self.prepare()
-        self.claim(config, (), resume=True)
+        self.claim(config)
 
     def begin_anew(self) -> None:
         """Set aside a run's files, and no others, until the next run here has ended."""

@@ -282,19 +282,6 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._run)
 
 
-# Options without effect on the results, which are no hyperparameters.
-_NO_HYPERPARAMETERS = ("resume", "tracking", "runs", "weights", "plan", "export", "inspect")
-# By their section of metrics.json.
-_SECTIONS = {
-    "finetuned": ("accuracy",),
-    "compressed": ("accuracy",),
-    "ratios": ("params", "macs", "latency"),
-    "onnx": ("accuracy", "file_bytes"),
-    "search": ("best_reward",),
-}
-_COMPARED = tuple(f"{section}.{name}" for section, names in _SECTIONS.items() for name in names)
-
-
 @register_tracker("tensorboard")
 class TensorBoardTracker(Tracker):
     """Writes `tensorboard/` in the run folder (`tensorboard --logdir runs`), in addition to the CSV files."""
@@ -303,11 +290,9 @@ class TensorBoardTracker(Tracker):
         super().__init__(folder)
         writer = import_optional("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._writer = writer(str(folder / "tensorboard"))
-        self._configuration: dict[str, str] = {}
 
     def configuration(self, values: Mapping[str, str]) -> None:
-        """Write the options as a Markdown table, and keep them for the tab HPARAMS."""
-        self._configuration = dict(values)
+        """Write the options as a Markdown table."""
         rows = "\n".join(f"| {name} | {value} |" for name, value in values.items())
         self._writer.add_text("configuration", f"| option | value |\n|---|---|\n{rows}")
 
@@ -317,31 +302,11 @@ class TensorBoardTracker(Tracker):
             self._writer.add_scalar(f"{stage}/{name}", value, step)
 
     def result(self, values: Mapping[str, float]) -> None:
-        """Add scalars `result/NAME`, and a row of the tab HPARAMS: options, final accuracy and size."""
+        """Add scalars `result/NAME`."""
         self.point("result", 0, values)
-        summaries = import_optional("torch.utils.tensorboard.summary", "tensorboard").hparams
-        options = {
-            name: _plain(value)
-            for name, value in self._configuration.items()
-            if name.partition(".")[0] not in _NO_HYPERPARAMETERS
-        }
-        compared = {f"result/{name}": values[name] for name in _COMPARED if name in values}
-        # Like `add_hparams`, which would open a file in a new folder.
-        for summary in summaries(options, compared):
-            self._writer.file_writer.add_summary(summary)
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _plain(text: str) -> bool | float | str:
-    """Convert text to a number or truth value if it is one, so that TensorBoard can filter and sort by it."""
-    if text in ("True", "False"):
-        return text == "True"
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 @register_tracker("wandb")

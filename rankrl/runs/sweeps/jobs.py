@@ -298,7 +298,8 @@ def run_sweep_job(
             if config.get("overwrite"):
                 folder.replace(config)
                 folder.prepare()
-            folder.claim(config, overrides, choices=choices)
+            folder.check(config)
+            folder.claim(config, overrides, choices)
             if folder.finished:
                 log.info("finished already: %s", folder.path)
                 return

@@ -49,10 +49,10 @@ def claimed(folder: Path, seed: int) -> RunFolder:
 def test_a_folder_with_results_belongs_to_its_configuration(name: str, tmp_path: Path) -> None:
     folder = claimed(tmp_path, 0)
     assert written(tmp_path, name).holds_results
-    folder.claim({"seed": 0}, [])
-    folder.claim({"seed": 1}, [], resume=True)
-    with pytest.raises(ConfigError, match="seed"):
-        folder.claim({"seed": 2}, [])
+    folder.check({"seed": 0})
+    folder.claim({"seed": 1})
+    with pytest.raises(ConfigError, match="seed was 1, is now 2"):
+        folder.check({"seed": 2})
 
 
 @pytest.mark.parametrize("name", RESULTS)

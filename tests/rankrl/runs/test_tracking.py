@@ -94,26 +94,6 @@ def test_tensorboard_reads_what_was_tracked(tmp_path: Path) -> None:
     assert any(tag.startswith("configuration") for tag in events.Tags()["tensors"])
 
 
-def test_tensorboard_shows_a_row_of_hyperparameters(tmp_path: Path) -> None:
-    needs("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    config = {**CONFIG, "search": {"augmented": True}, "tracking": {"name": "tensorboard"}}
-    with start_tracking("tensorboard", tmp_path, config) as tracking:
-        track(tracking)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    contents = events.PluginTagToContent("hparams")
-    started = HParamsPluginData.FromString(contents["_hparams_/session_start_info"]).session_start_info
-    assert started.hparams["seed"].number_value == 0
-    assert started.hparams["search.augmented"].number_value == 1
-    assert started.hparams["task"].string_value == "pipeline"
-    assert not any(name.startswith("tracking") for name in started.hparams)
-    experiment = HParamsPluginData.FromString(contents["_hparams_/experiment"]).experiment
-    assert [each.name.tag for each in experiment.metric_infos] == ["result/finetuned.accuracy"]
-
-
 def test_none_tracks_nothing(tmp_path: Path) -> None:
     with start_tracking("none", tmp_path, CONFIG) as tracking:
         track(tracking)

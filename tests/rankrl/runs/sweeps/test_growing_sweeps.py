@@ -59,7 +59,7 @@ def test_a_job_keeps_its_folder_where_the_new_name_says_less_or_is_taken(folder:
     unknown = {"params": 0.5, "seed": 2}
     assert job_folder(new, unknown, folder) == new
     with pytest.raises(ConfigError, match="seed was 0, is now 2"):
-        new.claim(unknown, [])
+        new.check(unknown)
 
 
 def test_finished_jobs_of_another_sweep_are_copied(folder: Path, tmp_path: Path) -> None:
