@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from rankrl.report.run_folder import LayerRow, RunReport, collect_setup
-from rankrl.report.run_tables import (
-    ReportError,
-    conclusion,
-    device_table,
-    heldout_note,
-    measured_table,
-    runtimes_table,
-    summary_table,
-)
+from rankrl.report.run_tables import ReportError, conclusion
 from rankrl.report.sweep_page import load_runs, results_table, write_sweep_report
 from rankrl.report.write import run_page, write_report
 
@@ -21,14 +13,9 @@ __all__ = [
     "RunReport",
     "collect_setup",
     "conclusion",
-    "device_table",
-    "heldout_note",
     "load_runs",
-    "measured_table",
     "results_table",
     "run_page",
-    "runtimes_table",
-    "summary_table",
     "write_report",
     "write_sweep_report",
 ]

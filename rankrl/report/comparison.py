@@ -37,7 +37,7 @@ from rankrl.report.run_tables import (
     rival_note,
     run_title,
 )
-from rankrl.report.write import eyebrow, linked_files, render, save_figure
+from rankrl.report.write import eyebrow, render, save_figure
 
 
 @dataclass(frozen=True)
@@ -271,20 +271,10 @@ def tasks_table(rows: Sequence[ComparisonRow]) -> Table:
     return Table("Mean regret over the seeds, in points.", ["Task", *map(str, selectors)], cells)
 
 
-_FILES = {
-    "compare.csv": "a row for each search",
-    "compare.md": "these tables in Markdown",
-    "compare.tex": "the means as a table for LaTeX",
-    "plots/rewards.pdf": "the curves as a PDF",
-    "plan.json": "the plan with the best reward, of the first of equal searches",
-}
-
-
 def comparison_page(
     rows: Sequence[ComparisonRow],
     metrics: Mapping[str, Any],
     setup: Mapping[str, str],
-    files: Sequence[tuple[str, str]] = (),
 ) -> str:
     every, rows = rows, mean_over_tasks(rows)
     rival, accuracy = rival_note(metrics), number(metrics, "baseline", "accuracy")
@@ -308,7 +298,6 @@ def comparison_page(
                 "table": progress_table(rows, f"{_PROGRESS} {explained}".strip()),
             },
             "Tasks": {"table": tasks_table(every)} if len(every) > len(rows) else {},
-            "Files": {"files": files},
             "Setup": {"facts": {**search, **setup}},
         },
         eyebrow=eyebrow(metrics, setup),
@@ -381,5 +370,5 @@ def write_comparison(
         write_atomically(folder / "compare.tex", comparison_latex(means, about))
         save_figure(rewards_figure(means), folder / "plots" / "rewards.pdf")
     document = folder / "report.html"
-    write_atomically(document, comparison_page(rows, metrics, setup, linked_files(folder, _FILES)))
+    write_atomically(document, comparison_page(rows, metrics, setup))
     return document

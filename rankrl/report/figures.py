@@ -19,8 +19,6 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter
 from decomposition import list_formats
 from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.report.run_folder import DETERMINISTIC_PHASE, PRESET_PHASE, WARM_UP_PHASE, LayerRow, layer_formats
-from rankrl.report.run_tables import HELDOUT_ACCURACY, Measure
-from rankrl.training import EpochRow
 
 _MARGIN = 0.05  # of the range, on either side
 _ALONE = 0.01  # where all values are equal, so that the axis has a length
@@ -44,11 +42,11 @@ def percent_axis(axes: Axes, *, which: str = "y", bins: int = 6, low: float | No
         artist.set_clip_on(False)
 
 
-def number_axis(axes: Axes, *, low: float = -math.inf) -> None:
-    """Format a vertical axis of plain numbers, none below `low`: labels in full, a single value centred."""
+def number_axis(axes: Axes) -> None:
+    """Format a vertical axis of plain numbers: labels in full, a single value centred."""
     least, most = _drawn(axes, "y")
     margin = _MARGIN * (most - least) or _MARGIN * abs(most) or _ALONE
-    axes.set_ylim(max(low, least - margin), most + margin)
+    axes.set_ylim(least - margin, most + margin)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_STEPS))
     axes.yaxis.set_major_formatter(ScalarFormatter(useOffset=False))
 
@@ -228,26 +226,6 @@ def _draw_ranks(axes: Axes, layers: Sequence[LayerRow]) -> None:
     axes.plot(*zip(*points, strict=True), "o", color=PALETTE["accent"], markersize=3.4)
     whole_axis(axes, which="y", bins=5)
     axes.set_ylim(bottom=0)
-
-
-def fine_tuning_figure(epochs: Sequence[EpochRow], *, score: Measure = HELDOUT_ACCURACY) -> Figure:
-    """Draw fine-tuning: the score on held-out inputs and training loss per epoch."""
-    figure, (left, right) = panels(2)
-    numbers = [row.epoch for row in epochs]
-    for axes, label, values, colour in (
-        (left, score.words, [row.accuracy for row in epochs], "accent"),
-        (right, "training loss", [row.loss for row in epochs], "second"),
-    ):
-        style_axes(axes, "epoch", label)
-        marker = "o" if len(epochs) <= 40 else None
-        axes.plot(numbers, values, marker=marker, markersize=4, color=PALETTE[colour], linewidth=1.6)
-        whole_axis(axes)
-    if score.is_share:
-        percent_axis(left)
-    else:
-        number_axis(left)
-    number_axis(right, low=0.0)
-    return figure
 
 
 def style_axes(axes: Axes, x_label: str, y_label: str) -> None:

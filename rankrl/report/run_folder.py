@@ -72,21 +72,15 @@ class RunReport:
     episodes: Sequence[EpisodeRow] = ()
     epochs: Sequence[EpochRow] = ()
     setup: Mapping[str, str] = field(default_factory=dict)
-    files: Sequence[tuple[str, str]] = ()
 
 
 def read_metrics(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "metrics.json"
-    try:
-        metrics = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ReportError(
-            f"there is no metrics.json in {folder}; only a finished run can be reported."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ReportError(f"cannot read {path}: {error}. Run again, or restore the file.") from error
-    if not isinstance(metrics, dict):
-        raise ReportError(f"{path} holds a {type(metrics).__name__}; it must hold a JSON object.")
+    if not path.is_file():
+        raise ReportError(f"there is no metrics.json in {folder}; only a finished run can be reported.")
+    metrics = read_object(path)
+    if not metrics:
+        raise ReportError(f"{path} is damaged: it holds no JSON object. Run again, or restore the file.")
     return metrics
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rich import table as terminal
 
@@ -62,9 +62,11 @@ class Table:
         ]
         is_broken = sum(map(max, cells, map(len, self.columns))) + 3 * len(cells) + 1 > _TERMINAL
         for index, (column, width) in enumerate(zip(self.columns, cells, strict=True)):
+            if index in self.text_columns:
+                shown.add_column(column, overflow="fold")
+                continue
             heading = "\n".join(wrap(column, max(1, width), break_long_words=False)) if is_broken else column
-            justify: Literal["left", "right"] = "left" if index in self.text_columns else "right"
-            shown.add_column(heading, justify=justify, overflow="fold")
+            shown.add_column(heading, justify="right", overflow="fold")
         for row in self.rows:
             shown.add_row(*row)
         return shown
@@ -267,10 +269,6 @@ class Measure:
     @property
     def words(self) -> str:
         return self.title.lower() if self.title[1:].islower() else self.title
-
-    @property
-    def is_share(self) -> bool:
-        return self.write is format_accuracy
 
     @property
     def before(self) -> float | None:

@@ -20,7 +20,6 @@ from rankrl.report.figures import (
     ONLY_ROUNDED,
     Drawing,
     drawing,
-    fine_tuning_figure,
     layer_kinds,
     layers_figure,
     plan_drawing,
@@ -111,9 +110,8 @@ def run_page(report: RunReport) -> str:
                 "figure": _layers(layers),
                 "table": layer_table,
             },
-            "Fine-tuning": {"figure": _fine_tuning(report)},
+            "Fine-tuning": {"facts": _fine_tuning(report)},
             "ONNX file": {"facts": _onnx_facts(metrics)},
-            "Files": {"files": report.files},
             "Setup": {"facts": report.setup},
         },
         eyebrow=eyebrow(metrics, report.setup),
@@ -161,10 +159,6 @@ def _headline(metrics: Mapping[str, Any]) -> list[Card]:
     ]
 
 
-_ONNX = (
-    *("max_abs_difference", "agreement", "accuracy"),
-    *("latency_median_ms", "latency_high_ms", "baseline_latency_median_ms", "baseline_latency_high_ms"),
-)
 _SCORED = {
     False: "on the images that the search scores plans on, before fine-tuning",
     True: "(1 − relative error of the outputs, unless another score was chosen) before the refit",
@@ -312,56 +306,36 @@ def _ranks(row: LayerRow, *, mixed: bool) -> str:
     return f"{row.format} {ranks}" if mixed else ranks
 
 
-def _fine_tuning(report: RunReport) -> Drawing | None:
+def _fine_tuning(report: RunReport) -> dict[str, str]:
     if not report.epochs:
-        return None
+        return {}
     best, score = max(report.epochs, key=lambda row: row.accuracy), epoch_score(report.metrics)
     trained = (report.metrics.get("trainings") or {}).get("finetune") or {}
-    said = f"Best {score.words}: {score.write(best.accuracy)}, after epoch {best.epoch}"
-    if trained.get("epoch") == 0:
-        said = (
-            f"No epoch was better than the network before training, which is taken; the best {score.words} "
-            f"after an epoch is {score.write(best.accuracy)}, epoch {best.epoch}"
-        )
-    return drawing(
-        fine_tuning_figure(report.epochs, score=score),
-        "fine-tuning",
-        f"{score.title} and training loss per epoch of fine-tuning.",
-        f"{said} of {len(report.epochs)}. {heldout_note(report.metrics)}".strip(),
-    )
-
-
-def _onnx_facts(metrics: Mapping[str, Any]) -> dict[str, str | None]:
-    onnx = {key: number(metrics, "onnx", key) for key in _ONNX}
-    rounded = ", before rounding" if onnx["agreement"] is not None else ""
-    difference = onnx["max_abs_difference"]
-    values = {
-        f"Largest difference from PyTorch{rounded}": None if difference is None else f"{difference:.1e}",
-        "Agreement with PyTorch, with rounding": format_accuracy(onnx["agreement"]),
-        "Test accuracy measured from the file": format_accuracy(onnx["accuracy"]),
+    untaken = "No epoch was better than the network before training, which is taken."
+    first, last = report.epochs[0].loss, report.epochs[-1].loss
+    return {
+        f"Best {score.words}": f"{score.write(best.accuracy)}, epoch {best.epoch} of {len(report.epochs)}",
+        "Training loss": f"{first:.3g} in the first epoch, {last:.3g} in the last",
+        "Epoch taken": untaken if trained.get("epoch") == 0 else "",
+        "Held-out images": heldout_note(report.metrics),
     }
-    for name, prefix in (("Latency of the original", "baseline_latency"), ("Latency of the file", "latency")):
-        median, high = onnx[f"{prefix}_median_ms"], onnx[f"{prefix}_high_ms"]
-        if median and high:
-            values[name] = f"median {median:.3g} ms, 90th percentile {high:.3g} ms"
-    return {name: value for name, value in values.items() if value not in (None, UNKNOWN)}
+
+
+def _onnx_facts(metrics: Mapping[str, Any]) -> dict[str, str]:
+    if not metrics.get("onnx"):
+        return {}
+    difference, agreement, accuracy = (
+        number(metrics, "onnx", key) for key in ("max_abs_difference", "agreement", "accuracy")
+    )
+    rounded = "" if agreement is None else ", before rounding"
+    return {
+        f"Largest difference from PyTorch{rounded}": "" if difference is None else f"{difference:.1e}",
+        "Agreement with PyTorch, with rounding": "" if agreement is None else format_accuracy(agreement),
+        "Test accuracy measured from the file": "" if accuracy is None else format_accuracy(accuracy),
+    }
 
 
 _DOTS_PER_INCH = 160
-METRICS = "metrics.json"
-_FILES = {
-    METRICS: "the numbers of this page, for programs",
-    "plan.json": "the operations of every layer",
-    "model.safetensors": "the compressed network with its plan",
-    "model.onnx": "the same for onnxruntime, verified",
-    "dense.safetensors": "the dense network, as trained here",
-    "optimizer_step.onnx": "a step of the optimizer as an ONNX graph",
-    "episodes.csv": "every plan that was tried",
-    "candidates.json": "the candidates that its choices count",
-    "search.json": "the search's result",
-    ".hydra/config.yaml": "the whole configuration",
-    "rankrl.log": "the log",
-}
 
 
 def write_report(
@@ -380,7 +354,6 @@ def write_report(
         read_episodes(folder),
         epochs,
         setup or {},
-        linked_files(folder, _FILES),
     )
     page = folder / "report.html"
     document = run_page(report)
@@ -388,16 +361,8 @@ def write_report(
         save_figure(reward_figure(report.episodes), folder / "plots" / "reward.png")
     if report.layers:
         save_figure(layers_figure(report.layers), folder / "plots" / "layers.png")
-    if report.epochs:
-        figure = fine_tuning_figure(report.epochs, score=epoch_score(report.metrics))
-        save_figure(figure, folder / "plots" / "finetune.png")
     write_atomically(page, document)
     return page
-
-
-def linked_files(folder: Path, texts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Select the files that a page links to; `metrics.json` is one of them, though written later."""
-    return [(name, text) for name, text in texts.items() if name == METRICS or (folder / name).is_file()]
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -25,16 +25,15 @@ from rankrl.onnx.output_scores import SCORES
 from rankrl.onnx.runtimes import check_runtimes
 from rankrl.plan_search.run import search_numbers
 from rankrl.pruners.prune import PruningSteps, check_target, compress_pruned
-from rankrl.report import (
-    LayerRow,
-    conclusion,
+from rankrl.report import LayerRow, conclusion
+from rankrl.report.run_tables import (
+    Table,
     device_table,
     heldout_note,
     measured_table,
     runtimes_table,
     summary_table,
 )
-from rankrl.report.run_tables import Table
 from rankrl.result import Compression, MeasuredModule, run_numbers, write_run
 from rankrl.runs.run_folder import RunFolder, cache_folder
 from rankrl.training import EpochRow, guessing_share

@@ -56,7 +56,6 @@ def test_pipeline_writes_the_run_folder(whole_run: Path) -> None:
     assert {path.name for path in (folder / "plots").iterdir()} >= {
         "reward.png",
         "layers.png",
-        "finetune.png",
     }
     assert (folder / ".hydra" / "config.yaml").exists()
     metrics = read_json(folder / "metrics.json")

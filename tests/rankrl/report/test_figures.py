@@ -16,7 +16,6 @@ from rankrl.plan_search.scores.evaluation import EpisodeRow
 from rankrl.report import LayerRow
 from rankrl.report.comparison import ComparisonRow, rewards_figure
 from rankrl.report.figures import (
-    fine_tuning_figure,
     layers_figure,
     number_axis,
     percent_axis,
@@ -25,7 +24,6 @@ from rankrl.report.figures import (
 )
 from rankrl.report.run_folder import GatheredRun
 from rankrl.report.sweep_page import pareto_figure
-from rankrl.training import EpochRow
 
 FRACTIONS = st.lists(
     st.floats(0, 1).filter(lambda value: value == 0 or value > 1e-4), min_size=1, max_size=20
@@ -165,11 +163,8 @@ def gathered(accuracies: Sequence[float], metrics: dict[str, Any]) -> list[Gathe
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 12])
 def test_every_figure_of_a_run_has_true_labels(
-    count: int, epochs: Sequence[EpochRow], episodes: Sequence[EpisodeRow], layers: Sequence[LayerRow]
+    count: int, episodes: Sequence[EpisodeRow], layers: Sequence[LayerRow]
 ) -> None:
-    perfect = [dataclasses.replace(row, accuracy=min(1.0, row.accuracy + 0.1)) for row in epochs]
-    for rows in (epochs, perfect):
-        assert_true_figure(fine_tuning_figure(rows[:count]))
     assert_true_figure(reward_figure(episodes[:count]))
     assert_true_figure(layers_figure(layers[-count:]))
     tiny = [dataclasses.replace(row, params_after=row.params_before // 90) for row in layers[-count:]]
@@ -203,18 +198,6 @@ def test_every_figure_of_a_comparison_has_true_labels(count: int, length: int) -
 )
 def test_the_pareto_plot_has_true_labels(accuracies: list[float], metrics: dict[str, Any]) -> None:
     assert_true_figure(pareto_figure(gathered(accuracies, metrics)))
-
-
-def test_one_epoch_is_a_visible_point(epochs: Sequence[EpochRow]) -> None:
-    figure = fine_tuning_figure(epochs[:1])
-    for axes in figure.axes:
-        (line,) = axes.lines
-        assert line.get_marker() == "o"
-        low, high = axes.get_ylim()
-        (value,) = line.get_ydata()
-        assert low < value < high
-        assert shown(axes, "x")[1] == ["1"]
-    assert all(text.endswith("%") for text in shown(figure.axes[0], "y")[1])
 
 
 def test_a_search_of_the_reference_plan_alone_is_a_point(episodes: Sequence[EpisodeRow]) -> None:

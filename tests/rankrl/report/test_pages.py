@@ -54,7 +54,7 @@ def test_a_page_is_whole_and_needs_nothing_from_outside(
     assert set(labelled + targets) <= set(identifiers)
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", document))
     drawings = re.findall(r"<svg.*?</svg>", document, re.DOTALL)
-    assert len(drawings) == (3 if page is of_a_run else 1)
+    assert len(drawings) == (2 if page is of_a_run else 1)
     assert not any(re.search(r"#[0-9a-f]{6}\b", drawing) for drawing in drawings)
     assert all('role="img" aria-label="' in drawing for drawing in drawings)
 

@@ -11,15 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rankrl.report import (
-    RunReport,
-    collect_setup,
-    conclusion,
-    measured_table,
-    run_page,
-    runtimes_table,
-    summary_table,
-)
+from rankrl.report import RunReport, collect_setup, conclusion, run_page
 from rankrl.report.run_tables import (
     before_after,
     certificate_note,
@@ -30,7 +22,10 @@ from rankrl.report.run_tables import (
     format_ratio,
     format_share,
     latency_note,
+    measured_table,
+    runtimes_table,
     stages,
+    summary_table,
 )
 from rankrl.verify.agreement import OWN_SCORE, Basis, certify, uncertified
 
