@@ -112,6 +112,9 @@ _LEAST_SHARE_IN_METRIC = 1 / 15
 # Ranks are chosen by errors to some percent, which the first iterations give.
 _FULL_COARSE_STEP = 2e8
 _LEAST_COARSE_SHARE = 1 / 7
+# Steps beyond this take up to seconds, those of ranks that cost almost as much as the dense layer.
+_LONG_COARSE_STEP = 1e10
+_FEWEST_ITERATIONS = 3
 # If the error is wanted to no more than this, float32 products suffice and take half the time.
 _COARSE = 1e-4
 _NOTHING_LEFT = 1e-15
@@ -247,8 +250,10 @@ class LeastSquares:
         if self._starts_in_metric:
             least, full = _LEAST_SHARE_IN_METRIC, _FULL_STEP_IN_METRIC
         elif stop.tolerance >= _COARSE:
-            least, full = _LEAST_COARSE_SHARE, _FULL_COARSE_STEP
-        return math.ceil(iterations * min(1.0, max(least, full / step)))
+            least = _LEAST_COARSE_SHARE * min(1.0, _LONG_COARSE_STEP / step)
+            full = _FULL_COARSE_STEP
+        affordable = math.ceil(iterations * min(1.0, max(least, full / step)))
+        return max(min(iterations, _FEWEST_ITERATIONS), affordable)
 
     def minimise(self, cores: Cores, iterations: int, stop: Stop, penalty: float = LEAST_PENALTY) -> Cores:
         """Run L-BFGS from `cores`; the output factor is eliminated where it is free."""

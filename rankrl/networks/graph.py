@@ -173,10 +173,13 @@ class GraphNetwork:
         )
 
     def applied(self, plan: CompressionPlan, library: FitLibrary, /) -> WrittenGraph:
-        """Return the network under a plan, as it is written, fitted to fewer patches than a result."""
+        """Return the network under a plan, as it is written, fitted as well as choosing a plan needs.
+
+        Fits begin with the library's, stop as those do, and see fewer patches than those of a result.
+        """
         count = max(_JUDGED_INPUTS, _JUDGED_MACS // max(1, self.file.totals["macs"]))
         batches = first_inputs(self.file.split.calibration, count, self.file.network.axes)
-        return self.written(plan, batches, library.sensitivities, _JUDGED_PATCHES)
+        return self.written(plan, batches, library.sensitivities, library, _JUDGED_PATCHES)
 
     def finished(self, plan: CompressionPlan, sensitivities: Mapping[str, torch.Tensor]) -> WrittenGraph:
         """Return the network under the chosen plan, fitted to the inputs that plans were scored on, too."""
@@ -188,6 +191,7 @@ class GraphNetwork:
         plan: CompressionPlan,
         batches: Sequence[Feed],
         sensitivities: Mapping[str, torch.Tensor],
+        starts: FitLibrary | None = None,
         patches: int = PATCHES_PER_LAYER,
     ) -> WrittenGraph:
         """Return the network under a plan, its nodes fitted one after the other (`refitted_graph`)."""
@@ -198,7 +202,8 @@ class GraphNetwork:
                 plan,
                 batches,
                 sensitivities=sensitivities,
-                options=self.options.final_fit(),
+                options=self.options.final_fit() if starts is None else starts.options,
+                starts=starts,
                 patches=patches,
                 seed=self.seed,
                 progress=lambda _: bar.advance(),

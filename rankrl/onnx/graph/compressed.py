@@ -11,7 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import cast
@@ -233,11 +233,15 @@ def refitted_graph(
     *,
     sensitivities: Mapping[str, torch.Tensor],
     options: FitOptions = FINAL,
+    starts: FitLibrary | None = None,
     patches: int = PATCHES_PER_LAYER,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> CompressedGraph:
-    """Return the graph under a plan, every node fitted to the inputs that it receives in it."""
+    """Return the graph under a plan, every node fitted to the inputs that it receives in it.
+
+    `starts` are the fits to the original's inputs that the nodes' fits begin with.
+    """
     graph = CompressedGraph(
         network.graph_model(), network.graph_model(), half=network.half, axes=network.axes
     )
@@ -258,7 +262,7 @@ def refitted_graph(
         if fitted or any(map(_stores, entry.layer_operations)):
             arriving = _arriving_patches(before, after, site, sizes, patches, seed)
             if len(arriving[0]):
-                refit = _refit(site, entry, sensitivities.get(site.name), options)
+                refit = _refit(site, entry, sensitivities.get(site.name), options, starts)
                 absorbed = site.absorber is not None
                 result = refit_to_patches(site.name, site.module(), refit, *arriving, mean_absorbed=absorbed)
                 graph.put(site, result.module, entry.layer_operations, result.shift if absorbed else None)
@@ -330,13 +334,23 @@ def _of_twin(layer: nn.Module, twin: Site, plan: Sequence[object]) -> nn.Module:
     return dense
 
 
-def _refit(site: Site, entry: LayerPlan, sensitivity: torch.Tensor | None, options: FitOptions) -> Refit:
+def _refit(
+    site: Site,
+    entry: LayerPlan,
+    sensitivity: torch.Tensor | None,
+    options: FitOptions,
+    starts: FitLibrary | None,
+) -> Refit:
     """Return the fit of a node: of its operations, or of the dense layer that it stays."""
     dense = site.module(MARKED)
     if not entry.layer_operations:
         return Solved(dense, dense.weight[0].numel())
 
+    factors = entry.operation(Factorise)
+
     def refit(problem: RefitProblem) -> tuple[nn.Module, torch.Tensor]:
+        if starts is not None and factors is not None:
+            problem = replace(problem, start=starts.fit(site.name, factors).cores)
         fitted = fitted_layer(dense, entry, site.spec, problem, sensitivity, options)
         return fitted.module, fitted.weight
 
