@@ -37,8 +37,8 @@ from rankrl.report.run_tables import (
 from rankrl.result import Compression, MeasuredModule, run_numbers, write_run
 from rankrl.runs.run_folder import RunFolder, cache_folder
 from rankrl.training import EpochRow, guessing_share
-from rankrl.training.networks import heldout_accuracy, write_training_step
 from rankrl.training.epochs import extend_training
+from rankrl.training.networks import heldout_accuracy, write_training_step
 from rankrl.verify.agreement import accuracy_collapse
 from rankrl.verify.measure import layer_rows, network_numbers, test_accuracy, with_preprocessing
 
