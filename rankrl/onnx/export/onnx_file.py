@@ -48,6 +48,7 @@ from decomposition.network.layers import is_decomposable_module
 from decomposition.network.rounding import REDUCED_BITS, largest_integer
 from decomposition.network.surgery import copied
 from decomposition.progress import Progress, progress_bar
+from decomposition.rewrites import PlainTransposed
 from rankrl.data import Preprocessing
 from rankrl.errors import ExportError
 from rankrl.onnx.export.graph_passes import (
@@ -381,8 +382,14 @@ def export_network(
         scratch = Path(folder) / "network.onnx"
         plain = without_rounding(copied(network))
         modules = dict(plain.named_modules())
-        cores = [name for name in stored if not is_decomposable_module(modules[name.rpartition(".")[0]])]
-        written = export_onnx(plain, scratch, input_shape, opset=opset, keep=cores, progress=False, **options)
+
+        def reshaped(weight: str) -> bool:
+            layer, _, _ = weight.rpartition(".")
+            whole = modules[layer.rpartition(".")[0]]
+            return isinstance(whole, PlainTransposed) or not is_decomposable_module(modules[layer])
+
+        keep = list(filter(reshaped, stored))
+        written = export_onnx(plain, scratch, input_shape, opset=opset, keep=keep, progress=False, **options)
         if stored:
             model = load_model(scratch)
             store_integers(model, stored)

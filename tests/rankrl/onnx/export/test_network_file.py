@@ -23,6 +23,7 @@ from decomposition import (
     fingerprint,
     inspect_layers,
     integer_layers,
+    plain_transposed,
 )
 from rankrl.errors import ExportError
 from rankrl.onnx.export import class_agreement, export_network, export_onnx, verify_onnx
@@ -245,6 +246,19 @@ def test_weights_alone_are_stored_in_integers(
     stored = [tensor for tensor in model.graph.initializer if tensor.data_type == kind]
     assert len(stored) == 1 + 3 + 3
     assert (tmp_path / "model.onnx").stat().st_size < float_file.stat().st_size
+
+
+def test_transposed_convolutions_are_stored_in_integers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = plain_transposed(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 4, 2)))
+    rounded = applied(network.eval(), **{"2.product": (WEIGHTS,)})
+    file = exported(rounded, tmp_path / "model.onnx")
+    kinds = [tensor.data_type for tensor in file.graph.initializer if len(tensor.dims) > 1]
+    assert kinds.count(onnx.TensorProto.INT8) == 1
+    inputs = images(8)
+    found = open_session(tmp_path / "model.onnx").run(inputs.numpy())[0]
+    with torch.no_grad():
+        np.testing.assert_allclose(found, rounded(inputs), atol=1e-5)
 
 
 def test_four_bits_need_a_new_operator_set(dense: nn.Module, tmp_path: Path) -> None:
